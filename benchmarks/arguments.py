@@ -13,7 +13,7 @@ class HelpWithDefaults(ArgumentDefaultsHelpFormatter):
     """Help that tells the defaults, where there is something to tell."""
 
     def _get_help_string(self, action: Action) -> str | None:
-        if action.default in (None, False):
+        if not action.default:
             return action.help
         if isinstance(action.default, list):
             return f"{action.help} (default: {' '.join(map(str, action.default))})"
@@ -66,7 +66,7 @@ def file(text: str) -> Path:
 def plot(text: str) -> Path:
     """The path of a drawing."""
     if find_spec("matplotlib") is None:
-        raise ArgumentTypeError("needs matplotlib: pip install fusible[plot]")
+        raise ArgumentTypeError("needs matplotlib: pip install matplotlib")
     if Path(text).suffix not in (".svg", ".png"):
         raise ArgumentTypeError(f"expected a name that ends in .svg or .png, got {text!r}")
     return file(text)

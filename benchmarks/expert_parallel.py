@@ -53,6 +53,7 @@ class Setting(NamedTuple):
     rounds: int
     check: bool
     overlap_dispatch: int = 0
+    overlap_combine: bool = False
 
     def of_rank(self, rank: int) -> torch.device:
         return torch.device(self.device, rank) if self.device == "cuda" else torch.device(self.device)
@@ -283,6 +284,7 @@ def measure(setting: Setting) -> dict[str, Any]:
         transport=setting.transport,
         overlap=setting.overlap,
         overlap_dispatch=setting.overlap_dispatch,
+        overlap_combine=setting.overlap_combine,
     )
     off = differences(setting, group) if setting.check else {}
     if any(value > 0.1 for value in off.values()):
@@ -352,11 +354,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         for preset, distribution, transport in product(args.preset, args.distribution, args.transport):
             setting = Setting(
                 *(preset, args.ranks, args.tokens, args.dtype, args.device, distribution),
-                *(args.combine, transport, args.overlap, args.rounds, not args.no_check, args.overlap_dispatch),
+                *(args.combine, transport, args.overlap, args.rounds, not args.no_check),
+                *(args.overlap_dispatch, args.overlap_combine),
             )
             beside = f" with {args.overlap} multiprocessors beside weight gradients" if args.overlap else ""
             if args.overlap_dispatch:
                 beside += f" with {args.overlap_dispatch} that bring rows beside the first product"
+            if args.overlap_combine:
+                beside += ", rows sent from the second product"
             results = run(setting)
             about = (
                 f"{preset}, {args.ranks} ranks, {args.tokens} tokens each, {args.dtype}, {distribution}, "
@@ -381,6 +386,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--overlap", type=int, default=0, help=beside)
     bring = "multiprocessors that bring rows beside the first product (symmetric)"
     parser.add_argument("--overlap-dispatch", type=int, default=0, help=bring)
+    send = "the second product sends its rows to the ranks of their tokens (symmetric)"
+    parser.add_argument("--overlap-combine", action="store_true", help=send)
     parser.add_argument("--rounds", type=positive, default=9, help="how often each is timed; the median counts")
     parser.add_argument("--no-check", action="store_true", help="do not compare with one rank that has everything")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")

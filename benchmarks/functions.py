@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import lru_cache, partial
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from fusible.ops.kernels import Layout, kernel_cache
 from fusible.ops.kernels.jit import epilogue
 
 from .problem import Sizes, add_size_arguments, sizes_of, split_sizes
-from .timing import interleaved, markdown
+from .timing import interleaved, markdown, relative
 
 _FUSIONS = frozenset({"GroupedMLP", "GroupedLinearGLU"})
 Function = Callable[..., Tensor]
@@ -101,12 +101,17 @@ def contestant(name: str, sizes: Sizes, device: str) -> FunctionContestant:
     act, _, kind = name.rpartition(" ")
     if kind == "compiled":
         return _compiled(COMPILED[act], sizes, device)
-    fused = kind != "unfused"
-    shapes = (sizes.features, 2 * sizes.hidden), (sizes.hidden, sizes.features)
-    options = {"bias": False, "device": device, "dtype": torch.bfloat16}
-    first, second = (fusible.GroupedLinear(sizes.experts, *shape, **options) for shape in shapes)  # type: ignore[arg-type]
+    fused, (first, second) = kind != "unfused", _linears(sizes, device)
     model = fusible.Sequential(first, *ACTS[name if fused else act](sizes, device), second)
     return FunctionContestant(model, [*model.parameters()], fused)
+
+
+@lru_cache(maxsize=1)
+def _linears(sizes: Sizes, device: str) -> list[nn.Module]:
+    """Those of all contestants that are ours: where weights lie makes no difference then."""
+    shapes = (sizes.features, 2 * sizes.hidden), (sizes.hidden, sizes.features)
+    options = {"bias": False, "device": device, "dtype": torch.bfloat16}
+    return [fusible.GroupedLinear(sizes.experts, *shape, **options) for shape in shapes]  # type: ignore[arg-type]
 
 
 def _compiled(function: Function, sizes: Sizes, device: str) -> FunctionContestant:
@@ -124,8 +129,15 @@ def _compiled(function: Function, sizes: Sizes, device: str) -> FunctionContesta
     return FunctionContestant(torch.compile(forward, dynamic=False), weights)
 
 
-def seconds(sizes: Sizes, device: str, rounds: int, names: Sequence[str]) -> Mapping[str, Mapping[str, float]]:
-    """Median seconds of each contestant, both directions and the forward alone."""
+class Times(NamedTuple):
+    """By contestant: median seconds, and what they are of those of the first one, from neighbouring calls."""
+
+    seconds: Mapping[str, float]
+    ratios: Mapping[str, float]
+
+
+def times(sizes: Sizes, device: str, rounds: int, names: Sequence[str]) -> Mapping[str, Times]:
+    """Of both directions, and of the forward alone."""
     every = {name: contestant(name, sizes, device) for name in names}
     groups = split_sizes("random", sizes.experts, sizes.rows).to(device)
     x = torch.randn(sizes.rows, sizes.features, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -136,8 +148,8 @@ def seconds(sizes: Sizes, device: str, rounds: int, names: Sequence[str]) -> Map
         for _ in range(3):
             function()
     return {
-        "forward and backward": interleaved(both, rounds, device, steady=True),
-        "forward": interleaved(forward, rounds, device, steady=True),
+        kind: Times(interleaved(each, rounds, device, steady=True), relative(each, 4 * rounds, device))
+        for kind, each in (("forward and backward", both), ("forward", forward))
     }
 
 
@@ -201,18 +213,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     for preset in args.preset:
         for tokens in args.tokens or [PUBLISHED.get(preset, 4096)]:
             sizes = sizes_of(args, preset, tokens)
-            times = seconds(sizes, device, args.rounds, args.contestants)
+            measured = times(sizes, device, args.rounds, args.contestants)
             shape = f"{preset}, {tokens} tokens: {sizes.experts} experts of {sizes.features} x {sizes.hidden}, bf16"
-            print(_table(f"{shape}, {device}, ms (of {args.contestants[0]})", times), flush=True)
+            print(_table(f"{shape}, {device}, ms (of {args.contestants[0]})", measured), flush=True)
 
 
-def _table(heading: str, times: Mapping[str, Mapping[str, float]]) -> str:
-    base = next(iter(times["forward"]))
-    cells = {
-        name: [f"{each[name] * 1e3:.3f} ({each[name] / each[base]:.3f})" for each in times.values()]
-        for name in times["forward"]
-    }
-    return markdown((heading, *times), [[name, *row] for name, row in cells.items()])
+def _table(heading: str, measured: Mapping[str, Times]) -> str:
+    rows = [
+        [name, *[f"{each.seconds[name] * 1e3:.3f} ({each.ratios[name]:.3f})" for each in measured.values()]]
+        for name in measured["forward"].seconds
+    ]
+    return markdown((heading, *measured), rows)
 
 
 if __name__ == "__main__":

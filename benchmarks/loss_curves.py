@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -77,15 +78,23 @@ def recipe_losses(device: str, steps: int, names: Collection[str] = (), jobs: in
 
 
 def _losses_of(trainings: Mapping[str, Training], device: str, steps: int, jobs: int) -> dict[str, list[float]]:
-    """Of each, in as many processes at a time, which share the device."""
+    """Of each, in as many processes at a time, which share the device. The last come first: they take longest."""
     if jobs == 1:
-        return {name: _losses(training, device, steps) for name, training in trainings.items()}
+        return {name: _losses(name, training, device, steps) for name, training in trainings.items()}
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
-        started = {name: pool.submit(_losses, training, device, steps) for name, training in trainings.items()}
-        return {name: future.result() for name, future in started.items()}
+        started = {name: pool.submit(_losses, name, trainings[name], device, steps) for name in [*trainings][::-1]}
+        return {name: started[name].result() for name in trainings}
 
 
-def _losses(training: Training, device: str, steps: int) -> list[float]:
+def _losses(name: str, training: Training, device: str, steps: int) -> list[float]:
+    """Prints a line at its end, so that a run of many that does not end leaves those that did."""
+    began = time.perf_counter()
+    values = _trained(training, device, steps)
+    print(f"{name}: {smoothed(values)[-1]:.4f}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+    return values
+
+
+def _trained(training: Training, device: str, steps: int) -> list[float]:
     torch.manual_seed(0)
     model, text = LanguageModel().to(device), read_text()
     with torch.no_grad():

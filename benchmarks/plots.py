@@ -1,4 +1,4 @@
-"""Plots of measurements, as SVG or PNG by the name of the file. Needs matplotlib: ``pip install fusible[plot]``."""
+"""Plots of measurements, as SVG or PNG by the name of the file. Needs matplotlib: ``pip install matplotlib``."""
 
 from __future__ import annotations
 

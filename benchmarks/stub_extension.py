@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from operator import is_
 from typing import Any
 from unittest.mock import patch
 
@@ -22,6 +24,12 @@ class NothingLaunched:
 
     def Capture(self, spans: list[tuple[int, int]], rows: int) -> NothingCaptured:
         return NothingCaptured(spans, rows)
+
+    def has_objects(self, values: dict[str, Any], names: tuple[str, ...], objects: tuple[Any, ...]) -> bool:
+        return all(map(is_, map(values.get, names), objects))
+
+    def tensor_addresses(self, tensors: Sequence[torch.Tensor], function: int) -> bytes:
+        return array("Q", map(torch.Tensor.data_ptr, tensors)).tobytes()
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *arguments, **fields: 16

@@ -48,6 +48,51 @@ def interleaved(
     return {name: median(times[1:]) for name, times in seconds.items()}
 
 
+def relative(functions: Mapping[str, Function], rounds: int, device: torch.device | str = "cpu") -> dict[str, float]:
+    """Median time of each function as a multiple of the first one's, from neighbouring calls: first, it, it, first.
+
+    A clock that changes within a round meets both. An untimed call goes before the four, which the host queues at once.
+    """
+    first, *others = functions
+    ratios: dict[str, list[float]] = {name: [] for name in others}
+    for name in _turns(others, rounds):
+        functions[name]()
+        marks = [_mark(device)]
+        for each in (first, name, name, first):
+            functions[each]()
+            marks.append(_mark(device))
+        before, *its, after = [marks[i + 1](marks[i]) for i in range(4)]
+        ratios[name].append(sum(its) / (before + after))
+    return {first: 1.0, **{name: median(each) for name, each in ratios.items()}}
+
+
+class _HostMark:
+    """This moment. Called with an earlier one, it gives the time between them."""
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def __call__(self, earlier: _HostMark) -> float:
+        return self.seconds - earlier.seconds
+
+
+class _CudaMark:
+    """The same of the device's current stream."""
+
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self.event.record()
+
+    def __call__(self, earlier: _CudaMark) -> float:
+        self.event.synchronize()
+        milliseconds: float = earlier.event.elapsed_time(self.event)
+        return milliseconds / 1000
+
+
+def _mark(device: torch.device | str) -> Any:
+    return _CudaMark() if torch.device(device).type == "cuda" else _HostMark()
+
+
 def sustained(
     functions: Mapping[str, Function], rounds: int, device: torch.device | str = "cpu", seconds: float = 0.2
 ) -> dict[str, float]:

@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <iterator>
 #include <memory>
@@ -23,6 +24,7 @@
 #include "fusible/routing.h"
 #include "kernels/activation_params.h"
 #include "keyword_call.h"
+#include "tensor_lists.h"
 #include "xla/handlers.h"
 
 namespace py = pybind11;
@@ -80,7 +82,7 @@ std::string linear_activation_config(bool backward, bool gated, int64_t block, i
   const int multiprocessors = fusible::device_properties(device).multiprocessors;
   std::ostringstream text;
   fusible::Activation wanted = activation(0, gated, 1, 0, 0, block);
-  wanted.kernels[0] = function;
+  std::ranges::fill(wanted.kernels, function);
   if (backward) text << fusible::choose_backward_config(problem, multiprocessors);
   else text << fusible::choose_activation_config(problem, wanted, multiprocessors);
   text << ", the activation" << (backward ? "'s backward" : "") << " in the epilogue";
@@ -140,6 +142,10 @@ PYBIND11_MODULE(_C, module) {
   module.def("raise_wrong_sizes", &fusible::raise_wrong_sizes, "device"_a,
              "Raises what kernels have reported of split sizes on the device since the last call, and forgets it.");
   def_capture(module);
+  module.def("has_objects", &fusible::python::has_objects, "values"_a, "names"_a, "objects"_a,
+             "Whether a dictionary has these objects under these names.");
+  module.def("tensor_addresses", &fusible::python::tensor_addresses, "tensors"_a, "function"_a,
+             "The addresses of tensors, told by a function of torch at this address, one after the other.");
   def<fusible::GroupedGemmLaunch>(
       module, "One grouped GEMM on `stream`. Codes: layout 0 NT, 1 NN, 2 TN; types 0 fp32, 1 fp16, 2 bf16.");
   module.def("grouped_gemm_config", &grouped_gemm_config, "layout"_a, "operand"_a, "output"_a, "device"_a, "groups"_a,
@@ -171,6 +177,7 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::BackwardWorkspace>(module, "Bytes of workspace that linear_activation_backward needs.");
   module.attr("ACTIVATION_VARIANTS") =
       std::vector<int>(std::begin(fusible::kActivationVariants), std::end(fusible::kActivationVariants));
+  module.attr("DEEP_ACTIVATION_VARIANT") = fusible::kDeepActivationVariant;
   for (int i = 0; i < fusible::kTileVariantCount; ++i)
     if (fusible::kTileVariants[i].split_k) module.attr("SPLIT_K") = i;
   module.attr("BACKWARD_VARIANTS") =
@@ -198,12 +205,14 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::PublishLaunch>(
       module, "Tells all ranks of a lane that what was written before is there, and waits until all have told so.");
   def<fusible::DivideRowsLaunch>(module, "Of the rows of all experts, those that each rank keeps.");
-  def<fusible::StageRowsLaunch>(module, "Copies the rows of this rank to where peers read them.");
+  def<fusible::StageRowsLaunch>(
+      module, "Copies the rows of this rank to where peers read them, or to the slots of their tokens.");
   def<fusible::PullLaunch>(module, "Copies the tokens of all ranks to the rows of this rank.");
   def<fusible::PullBlocksLaunch>(module, "The same, telling of blocks of rows to a kernel that waits for them.");
   def<fusible::PullSumLaunch>(module, "Each token of this rank is the sum of its rows, wherever they are.");
   def<fusible::NumbersToRowsLaunch>(module, "The number of each row of this rank, from those of slots.");
   def<fusible::PullNumbersLaunch>(module, "The number of each slot of this rank, from those of rows.");
+  def<fusible::GemmToSlotsLaunch>(module, "A grouped GEMM whose rows go to the slots of their tokens' ranks.");
   module.attr("MAX_RANKS") = fusible::kMaxRanks;
   module.attr("SIGNAL_BYTES") = fusible::kSignalBytes;
   module.attr("LANE_STATE_BYTES") = sizeof(fusible::LaneState);
@@ -220,6 +229,8 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::QuantizeBackwardWorkspace>(module, "Bytes that quantize_activation_backward needs for `dscales`.");
   def<fusible::QuantizeActivationBackwardLaunch>(
       module, "The gradient of a pre-activation and the activation again, in e4m3; 0 for what is not wanted.");
+  def<fusible::PackedGemmLaunch>(
+      module, "A grouped product (NT) of bf16 rows and packed weights, for few rows. Formats: 0 MXFP8, 1 NVFP4.");
   module.def("xla_handlers", &xla_handlers, "Handlers for XLA's foreign function interface, by name.");
   module.attr("XLA_FFI_API") =
       py::make_tuple(fusible::xla_ffi::api_version().first, fusible::xla_ffi::api_version().second);

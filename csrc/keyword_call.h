@@ -116,8 +116,8 @@ class FieldReader {
     for (size_t i = 0; i < member.size(); ++i) member[i] = address(name, PyList_GET_ITEM(value, i));
   }
   void read(const char* name, PyObject* value, Activation& member) const {
-    check(name, value, PyTuple_Check(value) && PyTuple_GET_SIZE(value) == 8);
-    std::array<PyObject*, 8> parts;
+    std::array<PyObject*, 9> parts;
+    check(name, value, PyTuple_Check(value) && PyTuple_GET_SIZE(value) == parts.size());
     for (size_t i = 0; i < parts.size(); ++i) parts[i] = PyTuple_GET_ITEM(value, i);
     FieldReader reader(function_, parts.data());
     visit_activation(reader, member);

@@ -31,8 +31,7 @@ from fusible.benchmarks.problem import Problem, Result
 from fusible.benchmarks.report import describe
 from fusible.benchmarks.timing import kept_bytes, markdown
 from fusible.ep import Group
-
-from .moe_layer import MoELayer
+from fusible.examples.moe_layer import MoELayer
 
 VOCABULARY = 256
 CONTEXT = 128
@@ -358,7 +357,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ep", type=positive, default=1, metavar="RANKS", help="spread the experts over processes")
     args = parser.parse_args(argv)
     if args.ep > 1:
-        from .moe_lm_ranks import start  # which is made of the parts of this file
+        from fusible.examples.moe_lm_ranks import start  # which is made of the parts of this file
 
         return start(args)
     with redirect_stdout(sys.stderr) if args.json else nullcontext():

@@ -18,8 +18,7 @@ from torch import distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from fusible.ep import Group
-
-from .moe_lm import (
+from fusible.examples.moe_lm import (
     CONTEXT,
     HELD_OUT_BYTES,
     LanguageModel,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,7 +21,7 @@ from .explain.dry_run import explain_plan
 from .explain.explanation import Explanation
 from .overrides import is_hooked
 from .parametrized import foreseen
-from .repeated_call import RepeatedCall
+from .repeated_call import PoolGuards, Repeated, RepeatedCall, RepeatedReplay
 from .replay.calls import CallKey, CaptureSession, call_key
 from .replay.guards import REPLAYED, GuardedCache
 from .runtime.autograd import Runtime
@@ -41,7 +43,8 @@ class CallCache:
         self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
         self.decision_version = 0  # the sum of the ops' when the plans were made
         self.calls = GuardedCache()
-        self.repeated: RepeatedCall | None = None
+        self.repeated: Repeated | None = None
+        self.replayed: Any = None  # the guards of the last call that was replayed
 
     def call(self, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]) -> Any:
         """Binds the arguments, finds the plan, and runs it; on the host, a call like the last one runs at once."""
@@ -53,7 +56,9 @@ class CallCache:
                 return repeated.run(values)
             self.repeated = None
         runtime, call = Runtime.of(x), bind(self.layout, x, extra, op_kwargs, shared)
-        if not is_simple or x.device.type in current_stream:
+        if x.device.type in current_stream:
+            return self.run(call, runtime, [x, *extra, *shared.values()], [*shared] if is_simple else None)
+        if not is_simple:
             return self.run(call, runtime)
         before, plan, values = self.last, self.plan(call, runtime), [*call.values]
         last = self.last = LastCall.of(plan, call, runtime, "")
@@ -62,8 +67,14 @@ class CallCache:
             self.repeated = RepeatedCall.of(self.layout, [*shared], [x, *extra, *shared.values()], values, last)
         return result
 
-    def run(self, call: BoundArguments, runtime: Runtime) -> Any:
-        """Runs a call that is bound, or replays it."""
+    def run(
+        self, call: BoundArguments, runtime: Runtime, arguments: Sequence[Any] = (), names: list[str] | None = None
+    ) -> Any:
+        """Runs a call that is bound, or replays it.
+
+        Args:
+            arguments: those of the call, where a later one like it may be repeated; ``names``: of the last ones.
+        """
         key = call_key(self.layout, call, runtime)
         if isinstance(key, str):
             return self.note(call, runtime, key and f"not replayed: {key}")(call.values, runtime)
@@ -73,6 +84,12 @@ class CallCache:
             return self.note(call, runtime, str(entry))(call.values, runtime)
         if captured is not None:
             self.last = captured.last or LastCall.of(captured.plan, call, runtime, REPLAYED)
+            check, before = form.exact.get(key.rows), self.replayed
+            self.replayed = check
+            if check is before is not None and names is not None:
+                replay = partial(captured.run, rows=key.rows)
+                guards = PoolGuards(self.layout.holders, runtime.grad_enabled, len(key.pool), check)
+                self.repeated = RepeatedReplay.of(self.layout, names, arguments, call.values, guards, replay, self.last)
             return captured.run(key.pool, addresses, key.rows)
         plan = self.plan(call, runtime)
         last = self.last = LastCall.of(plan, call, runtime, REPLAYED)
@@ -117,6 +134,7 @@ class CallCache:
         signature, plans = (*key, runtime, config.token), self.plans
         plan = plans.young.get(signature) or plans.from_old(signature)
         if plan is None:
+            call.check_store_values(self.layout.entries)  # here alone: their classes stand in the signature
             plan = compile_plan(OpGraph.of(self.layout, call), registry, config)
             plans.add(signature, plan)
         return plan

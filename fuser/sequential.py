@@ -38,6 +38,18 @@ def add_state_format(form: StateFormat) -> None:
     _state_formats.append(form)
 
 
+def _no_module(name: str, value: Any) -> str:
+    if isinstance(value, type):
+        came, cure = f"the class {value.__name__}", f"give an object, such as {value.__name__}(...)"
+    elif isinstance(value, list | tuple):
+        came, cure = f"a {type(value).__name__}", "give its modules one by one, as Sequential(*modules)"
+    elif callable(value):
+        came, cure = getattr(value, "__name__", "a function"), "fusible.Pointwise makes one of a function"
+    else:
+        came, cure = f"{value!r:.60}", "torch.nn.Module is the base of both"
+    return f"Sequential: module {name} must be an op or another module, got {came}; {cure}"
+
+
 class Sequential(Container):
     """``nn.Sequential`` of ops, fused where a fusion matches; any other module runs as it is, with ``x`` only.
 
@@ -73,7 +85,13 @@ class Sequential(Container):
         children_changed(self)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """As of any module."""
+        """As of any module.
+
+        Raises:
+            TypeError: it is no module.
+        """
+        if not isinstance(module, nn.Module | None):
+            raise TypeError(_no_module(name, module))
         super().add_module(name, module)
         children_changed(self)
 

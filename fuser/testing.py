@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .compiler.registry import registry
 from .config import active_config, config
+from .errors import ArgumentError
 from .op import Op
 from .runtime.autograd import Runtime, check, differentiable
 from .runtime.call import EagerStep
@@ -27,7 +28,8 @@ def check_op(op: Op, x: Tensor, **keywords: Any) -> None:
     - ``fwd`` writes into none of its arguments but buffers, and returns what ``check`` foresees.
     - Gradients have the shapes of what they are the gradients of, and are those of finite differences.
     - A gradient does not depend on which others are wanted.
-    - ``bwd`` lives on what ``fwd`` returned: another call in between changes nothing.
+    - ``bwd`` lives on what ``fwd`` returned: another call in between changes nothing. It writes into no gradient of an
+      output.
     - Keywords reach the op in a container, by their names and by ``op_kwargs``.
 
     Args:
@@ -37,13 +39,19 @@ def check_op(op: Op, x: Tensor, **keywords: Any) -> None:
 
     Raises:
         AssertionError: one of these does not hold. The message says which.
+        ArgumentError: no op; keywords that do not fit it; an op that delivers a gradient itself, as to ``main_grad``.
 
     >>> import torch, fusible
     >>> fusible.testing.check_op(fusible.SwiGLU(), torch.randn(3, 4))
     """
+    _check_is("check_op", op, Op)
     op, x, keywords = deepcopy(op).double(), _leaf(x, torch.float64), _leaves(keywords, torch.float64)
+    op.requires_grad_()
+    _refuse_deliveries(op)
     written = [keyword for keyword, declared in op.keywords.items() if declared.buffer]
     keywords |= {name: keywords[name].detach() for name in written if name in keywords}
+    with torch.no_grad():
+        op(x, **keywords)
     _check_fwd_and_bwd(op, x, keywords)
     leaves = _named(x, keywords) | dict(op.named_parameters())
     name, model = type(op).__name__, Sequential(op)
@@ -83,8 +91,10 @@ def check_fusion(name: str, container: Sequential, x: Tensor, *, exact: bool = F
 
     Raises:
         AssertionError: one of these does not hold. The message says which.
+        ArgumentError: no container.
         KeyError: no fusion has that name.
     """
+    _check_is("check_fusion", container, Sequential)
     dtype, container = None if exact else torch.float64, deepcopy(container)
     container = container if exact else container.double()
     x, keywords = _leaf(x, dtype), _leaves(keywords, dtype)
@@ -104,6 +114,21 @@ def check_fusion(name: str, container: Sequential, x: Tensor, *, exact: bool = F
         _compare(f"{name}: fused, where gradients of {', '.join(wanted)} are wanted,", fused, unfused, exact)
 
 
+def _check_is(function: str, module: Any, kind: type) -> None:
+    if not isinstance(module, kind):
+        raise ArgumentError(
+            f"{function}: expected a fusible.{kind.__name__}, got a {type(module).__module__}.{type(module).__name__}"
+        )
+
+
+def _refuse_deliveries(op: Op) -> None:
+    for delivery in op.deliveries(frozenset(op.input_names())):
+        raise ArgumentError(
+            f"check_op: {type(op).__name__} delivers the gradient of {delivery.name} by itself, which is not checked; "
+            "give one that returns it"
+        )
+
+
 def _check_fwd_and_bwd(op: Op, x: Tensor, keywords: dict[str, Any]) -> None:
     """What ``fwd`` and ``bwd`` return, called as the runtime calls them."""
     name, inputs = type(op).__name__, differentiable(op, x, keywords)
@@ -120,6 +145,7 @@ def _check_fwd_and_bwd(op: Op, x: Tensor, keywords: dict[str, Any]) -> None:
             assert outputs[key] == foreseen, f"{name}.check foresees {spec} for {key}, fwd returns {outputs[key]}"
         tensors, douts = [*forward.kept, *forward.apart], tuple(map(torch.ones_like, forward.outputs))
         grads = forward.context.gradients(tensors, forward.lent, douts, None)
+        assert not any(dout._version for dout in douts), f"{name}.bwd writes into the gradient of an output"
         for (key, tensor), gradient in zip(inputs.items(), grads, strict=True):
             _check_gradient(name, key, gradient, tensor)
 
@@ -222,7 +248,7 @@ def _leaf(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _leaves(values: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    return {name: _leaf(value, dtype) for name, value in values.items()}
+    return {name: _leaf(value, dtype) for name, value in values.items() if value is not None}
 
 
 def _named(x: Tensor, keywords: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -56,20 +56,31 @@ __all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "FakeT
 __all__ += ["FunctionalTensor"]
 
 
+missing: dict[str, None] = {}
+"""Names that were looked for, and that this torch does not have, in order."""
+
+
 def private(path: str) -> Any:
     """What torch has under a dotted name behind ``torch.``; None if it has nothing there. Imports no module."""
     value: Any = torch
     for name in path.split("."):
         value = getattr(value, name, None)
-    return value
+    return _noted(f"torch.{path}", value)
 
 
 def private_of_module(module: str, name: str) -> Any:
     """What a module has under a name; None if there is no such module, or nothing in it. Imports the module."""
     try:
-        return getattr(import_module(module), name, None)
+        value = getattr(import_module(module), name, None)
     except ImportError:
-        return None
+        value = None
+    return _noted(f"{module}.{name}", value)
+
+
+def _noted(name: str, value: Any) -> Any:
+    if value is None:
+        missing[name] = None
+    return value
 
 
 # ---- who observes or transforms calls
@@ -186,6 +197,10 @@ storage_id = _storage_by_address if hasattr(torch.UntypedStorage, "_cdata") else
 """The identity of a tensor's storage while it lives. Else: that of the object, which torch keeps with the storage."""
 
 
+address_function: int = private("_C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr") or 0
+"""That of a C function that tells the address of a tensor's data. Else: 0, and each tensor is asked in Python."""
+
+
 class _WithoutTorchFunction:
     """Runs a function on a subclass as on a tensor. It is an object, so that it does not become a method."""
 
@@ -215,12 +230,14 @@ def _raw_stream(device: int) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream)
 
 
-current_raw_stream: Callable[[int], int] = private("_C._cuda_getCurrentRawStream") or (
-    _raw_stream if torch.version.cuda else int
+current_raw_stream: Callable[[int], int] = (
+    private("_C._cuda_getCurrentRawStream") or _raw_stream if torch.version.cuda else int
 )
 """The address of the current stream of a CUDA device. Else: by an object; any number in a build without CUDA."""
 
-current_cuda_device: Callable[[], int] = private("_C._cuda_getDevice") or torch.cuda.current_device
+current_cuda_device: Callable[[], int] = (
+    private("_C._cuda_getDevice") if torch.version.cuda else None
+) or torch.cuda.current_device
 """The index of the current CUDA device. Else: by the public function, which takes longer."""
 
 

@@ -1,9 +1,9 @@
-"""Runs on tensors that hold no data: those that ``explain`` listens to, those of a compiler. And names in profiles."""
+"""Runs on tensors that hold no data: those that ``explain`` listens to, and those of a compiler."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .spec import TensorSpec
-from .torch_private import FakeTensor, FunctionalTensor, disabled_torch_function, profiler_enabled
+from .torch_private import FakeTensor, FunctionalTensor, disabled_torch_function
 
 
 class KernelCall(NamedTuple):
@@ -119,13 +119,6 @@ def note(text: str) -> None:
     trace = _trace.get()
     if trace is not None:
         trace.notes.append(text)
-
-
-def named_range(name: str) -> AbstractContextManager[Any]:
-    """A range of that name in a profile; costs nothing while no profiler runs."""
-    if torch.compiler.is_compiling() or not profiler_enabled():
-        return nullcontext()
-    return torch.profiler.record_function(name)
 
 
 @contextmanager

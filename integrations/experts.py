@@ -15,8 +15,8 @@ from ..fuser import Sequential
 from ..fuser.config import constant
 from ..fuser.explain.explanation import StandIn
 from ..fuser.overrides import is_hooked
+from ..fuser.stored_values import stores_values
 from ..ops import Combine, Dispatch, GroupedLinear, Scale
-from ..ops.checks import stores_values
 from ..ops.routing import routed_by
 from .gates import activation_of, names_read
 

@@ -34,7 +34,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     Args:
         self: the experts module of the model.
         hidden_states: [T, H].
-        top_k_index: int [T, k]; ids from the number of local experts on are of no expert here: they add nothing.
+        top_k_index: int [T, k]; ids below 0, or from the number of local experts on, are of no expert here, and add
+            nothing.
         top_k_weights: [T, k], kept in their own dtype.
 
     Returns:

@@ -1,10 +1,14 @@
 """The compiled extension: CUDA kernels behind plain integers. `ops/kernels/hopper` calls it, and jax its handlers."""
 
+from collections.abc import Sequence
 from typing import TypedDict
+
+from torch import Tensor
 
 TILE_VARIANTS: list[list[int]]  # of each layout, for results of 16 bits
 FP32_OUTPUT_TILE_VARIANTS: list[list[int]]  # for results of 32
 ACTIVATION_VARIANTS: list[int]
+DEEP_ACTIVATION_VARIANT: int  # without a bias or a second pair of operands
 BACKWARD_VARIANTS: list[int]
 PAIR_VARIANTS: list[int]  # of products with a second pair of operands
 SPLIT_K: int  # the one that splits the depth of weight gradients
@@ -16,7 +20,7 @@ SIGNAL_BYTES: int  # from one of their signals to the next
 LANE_STATE_BYTES: int
 TENSOR_MAP_ALIGNMENT: int  # as the CUDA that the extension was built with has it
 
-Activation = tuple[int, bool, float, float, float, int, int, int]
+Activation = tuple[int, bool, float, float, float, int, int, int, int]
 """Curve, whether it is gated, alpha, limit, linear offset, block, and the kernels of a user's function."""
 
 class Capture:
@@ -48,6 +52,8 @@ def cuda_version() -> int: ...
 def xla_handlers() -> dict[str, object]: ...
 def device_properties(device: int) -> DeviceProperties: ...
 def raise_wrong_sizes(device: int) -> None: ...
+def has_objects(values: dict[str, object], names: tuple[str, ...], objects: tuple[object, ...]) -> bool: ...
+def tensor_addresses(tensors: Sequence[Tensor], function: int) -> bytes: ...
 def grouped_gemm(
     *,
     layout: int,
@@ -197,6 +203,31 @@ def row_scaled_gemm(
     bias_type: int = ...,
     bias_pitch: int = ...,
     bias_addresses: list[int] = ...,
+    bias_scale: int = ...,
+    row_scale: int = ...,
+    alphas: int = ...,
+    zero_tail: bool = ...,
+) -> None: ...
+def packed_gemm(
+    *,
+    device: int,
+    stream: int,
+    format: int,
+    tokens: int,
+    n: int,
+    k: int,
+    a: int,
+    a_pitch: int,
+    b: int,
+    b_scales: int,
+    groups: int,
+    sizes: int,
+    int64_sizes: bool,
+    output: int,
+    out: int,
+    out_pitch: int,
+    bias: int = ...,
+    bias_type: int = ...,
     bias_scale: int = ...,
     row_scale: int = ...,
     alphas: int = ...,
@@ -638,6 +669,8 @@ def stage_rows(
     out: int,
     source: int,
     pitch: int,
+    slot_of_row: int = ...,
+    slots: int = ...,
 ) -> None: ...
 def pull(
     *,
@@ -701,6 +734,41 @@ def pull_sum(
     at: int,
     out: int,
     blocks: int,
+    at_slots: bool = ...,
+) -> None: ...
+def gemm_to_slots(
+    *,
+    layout: int,
+    operand: int,
+    device: int,
+    stream: int,
+    groups: int,
+    tokens: int,
+    n: int,
+    k: int,
+    a: int,
+    a_pitch: int,
+    b: int,
+    b_pitch: int,
+    b_group: int,
+    b_addresses: list[int],
+    sizes: int,
+    int64_sizes: bool,
+    rank: int,
+    buffers: list[int],
+    state: int,
+    slot_of_row: int,
+    firsts: int,
+    slots: int,
+    at: int,
+    bias: int = ...,
+    bias_type: int = ...,
+    bias_pitch: int = ...,
+    bias_addresses: list[int] = ...,
+    bias_scale: int = ...,
+    row_scale: int = ...,
+    workspace: int = ...,
+    variant: int = ...,
 ) -> None: ...
 def numbers_to_rows(
     *,

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from ..fuser import ArgumentError, TensorSpec
 from ..fuser.config import active_config
 from ..fuser.spec import layout_of, not_dense
-from ..fuser.torch_private import disabled_torch_function
-from ..fuser.tracing import WITHOUT_DATA, has_no_data
+from ..fuser.stored_values import check_parameter_stores_values
+from ..fuser.tracing import has_no_data
 
 _INDEX_TYPES = (torch.int32, torch.int64)
-_TENSOR_TYPES = (Tensor, nn.Parameter)
 _TEXT = (str, bytes, bytearray)  # sequences, the last two of ints
 
 
@@ -139,6 +138,8 @@ def check_parameter(
 
     It runs at every call on a host, so it reads attributes and calls nothing.
     """
+    if type(parameter) is not nn.Parameter:  # as most are
+        check_parameter_stores_values(name, parameter)
     if parameter.layout is not torch.strided or parameter.is_nested:  # is_dense, written out
         raise not_dense(name, layout_of(parameter))
     if parameter.shape != shape:
@@ -169,8 +170,6 @@ def check_matrix_input(
     if len(x.shape) < dims == 2:
         raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
     check_features(x, features)
-    if not stores_values(type(weight)):
-        raise ArgumentError(_subclass(weight))
     if x.device != weight.device:
         raise ArgumentError(f"x: expected a tensor on {weight.device}, where the weight is, got one on {x.device}")
     dtype = product_dtype(x.dtype, autocast_dtype)
@@ -198,15 +197,6 @@ def check_quantized_input(
     if dtype not in (torch.bfloat16, torch.float16):
         raise ArgumentError(f"x: expected bfloat16 or float16, as the weight is quantised, got {dtype}; cast it")
     return dtype
-
-
-def stores_values(kind: type[Tensor]) -> bool:
-    """Whether the memory of such tensors is their values: no subclass that says itself what operations do."""
-    if kind in _TENSOR_TYPES or issubclass(kind, WITHOUT_DATA):
-        return True
-    function: Any = kind.__torch_function__
-    default = getattr(Tensor.__torch_function__, "__func__", None), disabled_torch_function
-    return getattr(function, "__func__", function) in default and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -238,16 +228,6 @@ def product_dtype(dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> tor
     return autocast_dtype
 
 
-def _subclass(weight: Tensor) -> str:
-    name = type(weight).__name__
-    if name == "DTensor":
-        return (
-            f"weight: expected a plain tensor, got a DTensor placed as {getattr(weight, 'placements', ())}; under "
-            "fully_shard call the module that was sharded, whose hooks gather its parameters; else give to_local()"
-        )
-    return f"weight: expected a plain tensor, got a {name}, whose operations the kernels would bypass"
-
-
 def _are_ints(sizes: Sequence[Any]) -> bool:
     return all(type(size) is int for size in sizes)
 
@@ -255,7 +235,7 @@ def _are_ints(sizes: Sequence[Any]) -> bool:
 def _listed(sizes: Any) -> str:
     """What came, and of a list the first element that is no int."""
     if not isinstance(sizes, Sequence) or type(sizes) in _TEXT:
-        return _kind(sizes)
+        return _kind(sizes) + ("; give torch.as_tensor(sizes)" if hasattr(sizes, "__array__") else "")
     wrong = next(type(size) for size in sizes if type(size) is not int)
     cure = "; give [int(n) for n in sizes]" if issubclass(wrong, SupportsIndex) else ""
     return f"{_kind(sizes)} with a {wrong.__module__}.{wrong.__name__}{cure}".replace("builtins.", "")

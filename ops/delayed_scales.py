@@ -18,6 +18,7 @@ from .quantized.recipe import Float8Tensor, Recipe
 from .quantized.reference import amax_of
 
 _TENSORS = ("x", "weight", "gradient")
+BUFFERS = tuple([f"{tensor}_{kept}" for tensor in _TENSORS for kept in ("amax_history", "encode")])
 
 
 def is_delayed(recipe: Recipe | None) -> bool:

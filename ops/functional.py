@@ -179,6 +179,8 @@ def _sizes(split_sizes: Tensor | None, offsets: Tensor | None) -> Tensor | None:
         if sizes is not None and not (isinstance(sizes, Tensor) and sizes.dim() == 1):
             came = f"shape {list(sizes.shape)}" if isinstance(sizes, Tensor) else f"a {type(sizes).__name__}"
             raise ArgumentError(f"grouped_gemm: {name} must be an int32 or int64 tensor [E], got {came}")
+        if sizes is not None and not sizes.shape[0]:
+            raise ArgumentError(f"grouped_gemm: {name} must be of one group at least, got shape [0]")
     if offsets is None:
         return split_sizes
     if split_sizes is not None:

@@ -28,10 +28,12 @@ from .kernels import Layout, Matrices
 from .parameters.weight_grads import WeightGrads
 from .quantized import operands
 from .quantized.copies import Columns, TransposedWeight, WeightOperand
+from .quantized.packed import PackedWeight
 from .quantized.recipe import NVFP4, Recipe
 from .quantized.schemes import Copy
 from .quantized_linear import TokenCopies
 from .quantized_weights import match_state, operands_of
+from .wide_buffers import wide_buffers
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
@@ -135,6 +137,11 @@ class GroupedLinear(WeightGrads):
         bound = 1 / math.sqrt(self.in_features)
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """``.to()`` and its kin. Scales of steps before stay float32, in which they are computed."""
+        with wide_buffers(self, delayed_scales.BUFFERS):
+            return super()._apply(fn, recurse)
 
     def _matrix_shape(self) -> tuple[int, int]:
         packed = 2 if self.is_quantized and isinstance(self.recipe, NVFP4) else 1  # values in a byte
@@ -254,12 +261,12 @@ class GroupedLinear(WeightGrads):
 
     def _weight_operands(
         self, recipe: Recipe, back: bool
-    ) -> tuple[WeightOperand, WeightOperand | TransposedWeight | Copy | None]:
+    ) -> tuple[WeightOperand | PackedWeight, WeightOperand | TransposedWeight | Copy | None]:
         """What the product reads, and, if ``back``, what the gradient of ``x`` will read."""
         if self.is_quantized:
             data = kernels.problem.stacked(self.matrices("weight"))
             copy = Copy(data, *self.quantized_buffers())
-            return operands.of_rowwise(recipe, copy), copy if back else None
+            return operands.of_staying(recipe, copy), copy if back else None
         matrices = self.matrices("weight")
         if delayed_scales.is_delayed(recipe):
             weight = kernels.problem.stacked(matrices)

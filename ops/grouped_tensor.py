@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..fuser.spec import layout_of, not_dense
+from ..fuser.stored_values import check_stores_values
 from .checks import is_dense, is_free_to_read
 
 
@@ -128,6 +129,7 @@ def _check(data: Tensor, first_dims: Tensor | None, last_dims: Tensor | None, ro
     dims = 3 if first_dims is None and last_dims is None else 2 if last_dims is None else 1
     if not is_dense(data):
         raise not_dense("GroupedTensor: data", layout_of(data))
+    check_stores_values("data", data, "GroupedTensor")
     if data.dim() != dims or not data.is_contiguous():
         raise ValueError(f"GroupedTensor: expected contiguous data of {dims} dimensions, got shape {list(data.shape)}")
     if (rows is not None) != (first_dims is None and last_dims is not None):

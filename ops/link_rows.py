@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ..fuser import Gradient, Grads
 from . import kernels
+from .grouped_linear import with_rows_of
 from .link import Link
-from .programs.columns import matrices_of
-from .programs.matrices import equal_gradient
+from .programs.columns import equal_gradient, tensors_of
 from .programs.program import part_of
 
 
@@ -63,7 +63,7 @@ def forward(operands: LinkOperands, x: Tensor, needs_grad: frozenset[str]) -> tu
     link = operands.link
     read = operands.numbers(), operands.vectors(), operands.split_sizes
     y = kernels.pointwise(flat(x), link.program, link.block, *read, link.constants, operands.matrices())
-    return y.reshape(*x.shape[:-1], y.shape[-1]), saved(operands, x, needs_grad)
+    return with_rows_of(x, y), saved(operands, x, needs_grad)
 
 
 def backward(
@@ -99,7 +99,8 @@ def backward(
         if name in needs_grad and number is not None:
             grads[name] = number.view(leading).to(saved.dtypes[name])
     grads |= column_grads(link, () if by_column is None else by_column, parameters, needs_grad)
-    by_matrix = dict(zip(link.matrices, matrices_of(link.program, by_element, dy.shape[-1]), strict=False))
+    of_matrices = tensors_of(link.program.matrix_operands, by_element, dy.shape[-1])
+    by_matrix = dict(zip(link.matrices, of_matrices, strict=False))
     for name, other in equal.items():
         matrix = by_matrix.get(name)
         if other is not None:
@@ -111,8 +112,8 @@ def backward(
 
 def _equal_gradients(link: Link, needs_grad: frozenset[str]) -> dict[str, str | None]:
     """Of each matrix whose gradient is wanted, the one that it is: :func:`equal_gradient`."""
-    matrices = zip(link.matrices, link.program.matrix_operands, strict=True)
-    return {name: equal_gradient(link.program, operand) for name, operand in matrices if name in needs_grad}
+    matrices = zip(link.matrices, link.program.matrix_operands.values(), strict=True)
+    return {name: equal_gradient(link.program, inputs) for name, inputs in matrices if name in needs_grad}
 
 
 def vectors_of(link: Link, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...] | None:

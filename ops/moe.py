@@ -3,8 +3,8 @@
     Sequential(Dispatch(E), GroupedLinear(E, ...), SwiGLU(), GroupedLinear(E, ...), Scale(), Combine())
 
 T tokens choose k experts each. A token's choices are its slots, S = T k in all; each slot is a row of its expert. Rows
-are sorted by expert, stably, and everything stays on the device. An id of E or more is of no expert: its row comes
-after all others, adds nothing, and gets no gradient.
+are sorted by expert, stably, and everything stays on the device. An id below 0, or of E or more, is of no expert: its
+row comes after all others, adds nothing, and gets no gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class Dispatch(Op):
         num_experts: E.
 
     Keywords:
-        top_k_index: int32 or int64 [T, k]: the experts of each token.
+        top_k_index: int32 or int64 [T, k], k at least 1: the experts of each token. One below 0, or of E or more, is
+            of no expert.
         top_k_weights: floating-point [T, k]: the routing weights.
 
     Raises:
@@ -72,8 +73,7 @@ class Dispatch(Op):
         check_floats(x)
         if len(x.shape) != 2:
             raise ArgumentError(f"x must be tokens [T, H], got shape {list(x.shape)}; flatten the leading dimensions")
-        check_slots("top_k_index", top_k_index, x, "int32 or int64", _INDICES.__contains__)
-        check_slots("top_k_weights", top_k_weights, x, "floating-point", _is_floating_point)
+        check_choices(top_k_index, top_k_weights, x)
         if top_k_index.shape != top_k_weights.shape:
             raise ArgumentError(
                 f"top_k_index and top_k_weights must have one shape [T, k], "
@@ -147,17 +147,22 @@ class Combine(Op):
         return {"x": lambda: permutation.valid_rows(permutation.permute(dy, saved.routing), saved.routing)}
 
 
-_INDICES = (torch.int32, torch.int64)
+def check_choices(top_k_index: Any, top_k_weights: Any, x: TensorSpec) -> None:
+    """The experts of each token, and as many weights, apart from one another."""
+    _check_slots("top_k_index", top_k_index, x, "int32 or int64", (torch.int32, torch.int64).__contains__)
+    _check_slots("top_k_weights", top_k_weights, x, "floating-point, of at least 16 bits", _is_weight)
 
 
-def _is_floating_point(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point
+def _is_weight(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
-def check_slots(name: str, tensor: Any, x: TensorSpec, kind: str, fits: Callable[[torch.dtype], bool]) -> None:
+def _check_slots(name: str, tensor: Any, x: TensorSpec, kind: str, fits: Callable[[torch.dtype], bool]) -> None:
     if not isinstance(tensor, Tensor) or tensor.dim() != 2 or tensor.shape[0] != x.shape[0]:
         came = f"shape {list(tensor.shape)}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise ArgumentError(f"{name} must be [T, k], T={x.shape[0]} as x has tokens, got {came}")
+    if not tensor.shape[1]:
+        raise ArgumentError(f"{name} must be [T, k] with k at least 1, got shape {list(tensor.shape)}")
     if not fits(tensor.dtype):
         raise ArgumentError(f"{name} must be {kind}, got {tensor.dtype}")
     if tensor.device != x.device:

@@ -14,6 +14,7 @@ from ..fuser.op import RESERVED
 from . import kernels, link_rows
 from .activation_spec import ActivationSpec, Interleaved
 from .checks import check_features, check_floats, check_halves, check_parameter, check_rows, check_split_sizes
+from .grouped_linear import with_rows_of
 from .link import Link
 from .link_rows import flat
 from .programs.columns import of_rows, sums
@@ -112,8 +113,8 @@ class Pointwise(Op):
     def _add_columns(self, columns: Mapping[str, Sequence[int] | Tensor]) -> tuple[int, ...]:
         """Adds the parameters, and returns their shape."""
         for name, start in columns.items():
-            tensor = start.detach().clone() if isinstance(start, Tensor) else torch.zeros(tuple(start))
-            if tensor.dim() not in (1, 2) or not tensor.is_floating_point():
+            tensor = start.detach().clone() if isinstance(start, Tensor) else _zeros(start)
+            if tensor is None or tensor.dim() not in (1, 2) or not tensor.numel() or not tensor.is_floating_point():
                 raise ValueError(f"{self.name}: the columns {name} must be numbers [C] or [E, C], got {start!r}")
             self.register_parameter(name, torch.nn.Parameter(tensor))
         shapes = {tuple(parameter.shape) for parameter in self._parameters.values() if parameter is not None}
@@ -197,8 +198,7 @@ class Pointwise(Op):
         saved = (
             self.Saved(x, dict(rows), dtypes, columns, sizes) if needs_grad else self.Saved(None, {}, dtypes, {}, None)
         )
-        y = self._value(flat(x), rows, columns, sizes)
-        return y.reshape(*x.shape[:-1], y.shape[-1]), saved
+        return with_rows_of(x, self._value(flat(x), rows, columns, sizes)), saved
 
     def bwd(self, saved: link_rows.Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         link, columns = self.link, dict(self.inputs())
@@ -258,6 +258,12 @@ class Pointwise(Op):
         vectors = [columns[name].to(dtype).reshape(self._groups or 1, -1) for name in self._column_inputs]
         by_column = [of_rows(vector, split_sizes, x.shape[0]) for vector in vectors]
         return [*halves, *by_row, *[split(each, 1, _block(self.halves))[0] for each in by_column]]
+
+
+def _zeros(shape: Any) -> Tensor | None:
+    """None for what is no shape."""
+    is_shape = isinstance(shape, Sequence) and all([type(size) is int and size >= 0 for size in shape])
+    return torch.zeros(tuple(shape)) if is_shape else None
 
 
 def _checked(halves: Any) -> str | Interleaved | None:

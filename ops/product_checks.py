@@ -10,6 +10,7 @@ from torch import Tensor
 from ..fuser import ArgumentError
 from ..fuser.runtime.buffers import overlap
 from ..fuser.spec import layout_of, not_dense
+from ..fuser.stored_values import check_stores_values
 from ..fuser.tracing import has_no_data
 from .checks import is_dense, is_free_to_write, is_narrow_float
 from .grouped_tensor import GroupedTensor
@@ -28,6 +29,8 @@ def check_types(**tensors: Any) -> None:
             raise ArgumentError(f"grouped_gemm: {name} must be a {names}, got a {type(tensor).__name__}")
         if isinstance(tensor, Tensor) and not is_dense(tensor):
             raise not_dense(f"grouped_gemm: {name}", layout_of(tensor))
+        if isinstance(tensor, Tensor):
+            check_stores_values(name, tensor, "grouped_gemm")
 
 
 def check_factors(product: Product, bias: Tensor | None, beta: Factor) -> None:

@@ -21,6 +21,7 @@ from ..fuser.replay import capture
 from . import kernels
 from .activation_spec import ActivationSpec
 from .kernels import Layout, Matrices
+from .kernels.packed import packed_gemm
 from .kernels.problem import nbytes, stacked
 from .kernels.quantized import (
     quantize_activation,
@@ -45,6 +46,7 @@ from .quantized.copies import (
 )
 from .quantized.nvfp4 import product_factors
 from .quantized.operands import WeightOperands
+from .quantized.packed import PackedWeight
 from .quantized.recipe import Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
 from .quantized.schemes import Copy
 
@@ -208,16 +210,24 @@ def is_power_of_two(recipe: Recipe) -> bool:
 
 
 def product(
-    recipe: Recipe, rows: Rows, weight: WeightOperand, split_sizes: Tensor, dtype: torch.dtype, **options: Any
+    recipe: Recipe,
+    rows: Rows,
+    weight: WeightOperand | PackedWeight,
+    split_sizes: Tensor,
+    dtype: torch.dtype,
+    **options: Any,
 ) -> Tensor:
     """``x W^T`` by group, of this dtype; with options of :func:`scaled_gemm`."""
     out = options.pop("out", None)
     options |= {"out_dtype": dtype} if out is None else {"out": out}
     if isinstance(rows, RowValues):
         options["alpha"] = _factors(rows.amax, weight.amax)
+        if isinstance(weight, PackedWeight):
+            return packed_gemm(rows.data, weight.data, weight.scales, split_sizes, weight.format, **options)
         y = kernels.grouped_gemm(Layout.NT, rows.data, weight.data, split_sizes, **options)
         assert isinstance(y, Tensor)
         return y
+    assert isinstance(weight, WeightOperand)
     assert weight.scales is not None
     if isinstance(recipe, Float8Row | Float8Tensor):
         options["fast_accumulation"] = recipe.fast_accumulation
@@ -299,7 +309,7 @@ def activating(
 def _activated_product(
     recipe: Recipe,
     rows: Rows,
-    weight: WeightOperand,
+    weight: WeightOperand | PackedWeight,
     split_sizes: Tensor,
     dtype: torch.dtype,
     *,
@@ -314,6 +324,7 @@ def _activated_product(
         hidden = _hidden_copies(recipe, preact, split_sizes, activation, scales, encode_of)
         return preact if keep_preact else None, hidden
     assert isinstance(rows, QuantizedRows)
+    assert isinstance(weight, WeightOperand)
     assert weight.scales is not None
     out = scaled_gemm_activation(
         rows.data,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fuser.stored_values import check_stores_values
 from .grouped_tensor import GroupedTensor
 from .kernels.quantized import quantize_rows, quantize_weight
 from .quantized.copies import BlockedColumns, QuantizedRows, QuantizedWeight
@@ -89,6 +90,7 @@ class QuantizedGroupedTensor:
                 raise ValueError("QuantizedGroupedTensor: groups that are ragged in their columns are not quantised")
             wanted = {"rowwise": rowwise, "columnwise": columnwise, "is_gradient": is_gradient}
             return cls.quantize(data.data, recipe, data.first_dims, halves=halves, **wanted)
+        check_stores_values("data", data, "QuantizedGroupedTensor")
         if data.dim() != (3 if first_dims is None else 2):
             expected = "weights [E, N, K]" if first_dims is None else "tokens [T, K] with first_dims"
             raise ValueError(f"QuantizedGroupedTensor: expected {expected}, got shape {list(data.shape)}")

@@ -74,7 +74,10 @@ class MakeExtraOutput(Op):
 
 
 class AddExtraInput(Op):
-    """``y = x + extra``. The extra tensor, like ``x``, is the keyword ``name``: the caller's, or an earlier op's."""
+    """``y = x + extra``. The extra tensor, like ``x``, is the keyword ``name``: the caller's, or an earlier op's.
+
+    It has the shape of ``x``, and a dtype that can be cast to that of ``x``, which ``y`` has.
+    """
 
     checks_values = False
     values_checked_on_host = frozenset()
@@ -118,8 +121,8 @@ class AddExtraInput(Op):
     def fwd(self, x: Tensor, **extra: Tensor) -> tuple[Tensor, None]:
         return (x + extra[self.name]).to(x.dtype), None
 
-    def bwd(self, saved: Any, dy: Tensor) -> Grads:
-        return {"x": dy, self.name: dy}
+    def bwd(self, saved: Any, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        return dict.fromkeys(needs_grad, dy)  # numbers that are no floats have no gradient
 
     def extra_repr(self) -> str:
         return repr(self.name)

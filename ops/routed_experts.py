@@ -44,8 +44,8 @@ def routed_experts(
 
     Args:
         x: [T, H], the tokens.
-        top_k_index: int32 or int64 [T, k], the experts of each token. An id of E or more is of no expert: it adds
-            nothing. So a rank of expert parallelism may pass the ids of others.
+        top_k_index: int32 or int64 [T, k], the experts of each token, k at least 1. An id below 0, or of E or more, is
+            of no expert and adds nothing. So a rank of expert parallelism may pass the ids of others.
         top_k_weights: floating-point [T, k].
         w_up: [E, N, H], in the dtype of ``x`` unless autocast is on.
         w_down: [E, H, F].

@@ -1,7 +1,7 @@
 """The door to the kernels that bring rows to experts and back: our own on a Hopper GPU, PyTorch's anywhere else.
 
 T tokens have k slots each, S = T k in all, each with the id of its expert. The rows of the experts are the slots sorted
-by expert, stably. Ids from E on are of no expert: their rows come last, add nothing, and get no gradient.
+by expert, stably. Ids below 0 and from E on are of no expert: their rows come last, add nothing, and get no gradient.
 All of it stays on the device, and gives the same bits every time.
 
 Only our own kernels are custom ops. What compiled code does elsewhere is made of PyTorch's, which a compiler knows.
@@ -266,7 +266,7 @@ def _record_torch(routing: Routing, source: Tensor, out: Tensor) -> None:
 
 def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
     """:func:`route` where our own kernels are not."""
-    ids, slots = _narrow(top_k_index.reshape(-1), num_experts), top_k_index.shape[-1]
+    ids, slots = _within(top_k_index.reshape(-1), num_experts), top_k_index.shape[-1]
     ids, order = torch.sort(ids, stable=True)
     experts = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)
     starts = torch.searchsorted(ids, experts, out_int32=True)
@@ -276,8 +276,9 @@ def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
     return Routing(counts, order, row_of_slot.view(-1, slots), is_native=False)
 
 
-def _narrow(ids: Tensor, num_experts: int) -> Tensor:
-    """The ids in few bits, which a radix sort of many on a GPU goes over one after the other."""
+def _within(ids: Tensor, num_experts: int) -> Tensor:
+    """The ids, E for those of no expert; in few bits, which a radix sort of many on a GPU goes over one by one."""
+    ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     large = ids.is_cuda and ids.shape[0] > _SORTED_AT_ONCE
     return ids.to(torch.int16) if large and num_experts < torch.iinfo(torch.int16).max else ids
 

@@ -66,7 +66,10 @@ class ConstantScale(Op):
 
     def __init__(self, scale: float) -> None:
         super().__init__()
-        self.scale = float(scale)
+        try:
+            self.scale = float(scale)
+        except (TypeError, ValueError):
+            raise ValueError(f"ConstantScale: scale must be a number, got {scale!r}") from None
 
     @property
     def link(self) -> Link:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -30,6 +31,7 @@ SLOW = {
     "test_demo": "trains",
     "test_emulation": "compiles csrc with g++, runs the kernels on the CPU",
     "test_ep": "starts processes",
+    "test_ep_proof": "starts processes, compiles csrc with g++",
     "test_ep_symmetric": "starts processes, compiles csrc with g++",
     "test_fsdp": "starts processes, compiles csrc with g++",
     "test_library": "compiles with torch.compile",
@@ -93,3 +95,12 @@ def emulation() -> Iterator[harness.Emulation]:
     emulation = harness.Emulation(build.build())
     with harness.installed(emulation):
         yield emulation
+
+
+@pytest.fixture
+def collector_off() -> Iterator[None]:
+    """What is freed in the test is freed by reference counting alone."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -21,9 +21,10 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from fusible.ops.activation_spec import ActivationSpec
-from fusible.ops.kernels.hopper import peers
+from fusible.ops.kernels.hopper import gemm, peers
 from fusible.ops.kernels.hopper.epilogue import activation
 from fusible.ops.kernels.hopper.extension import TYPE_CODES
+from fusible.ops.kernels.problem import GroupedGemm, Layout, RowSlots
 
 CASES: list[Callable[[World], None]] = []
 RANKS, TOP_K, ROWS = 2, 3, 64  # of a block
@@ -118,6 +119,37 @@ def weights_of(problem: Exchange, hidden: int = HIDDEN) -> Tensor:
 def output_of(problem: Exchange, weights: Tensor) -> Tensor:
     """For what the product gives, NaN."""
     return torch.full((problem.capacity, weights.shape[1] // 2), float("nan"), dtype=BF16, device=weights.device)
+
+
+def check_slots(problem: Exchange, columns: int, bias: bool) -> None:
+    """Rows of the product are at the slots of their tokens, in the buffers of the ranks; nothing else is written."""
+    on, draw = problem.x.device, torch.Generator().manual_seed(5)
+    experts, slots = problem.sizes.shape[0], problem.ids.numel() // RANKS
+    weights = (torch.randn(experts, columns, problem.x.shape[1], generator=draw) / 8).to(on, BF16)
+    biases = torch.randn(experts, columns, generator=draw).to(on, BF16) if bias else None
+    rows, kept = problem.expected().to(on), int(problem.sizes.sum())
+    plain = torch.full((problem.capacity, columns), torch.nan, dtype=BF16, device=on)
+    buffers = [torch.full((slots, columns), -77.0, dtype=BF16, device=on) for _ in range(RANKS)]
+    lane, used = problem.lane()
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    row_slots = RowSlots(1, addresses, lane.state, problem.slot_of_row, problem.slots.firsts, slots, 0)
+    for given in (None, row_slots):
+        problem_of = GroupedGemm(Layout.NT, rows, weights, problem.sizes, plain, bias=biases, slots=given)
+        gemm.run(problem_of)
+    first = int(problem.slots.firsts[1])
+    expected = torch.full((RANKS * slots, columns), -77.0, dtype=BF16, device=on)
+    expected[problem.slot_of_row[first : first + kept].long()] = plain[:kept]
+    assert not plain[:kept].isnan().any()
+    assert torch.equal(torch.cat(buffers), expected)
+    lane.state.view(torch.int32)[3] = 1  # it has failed: others may still read what stands there
+    gemm.run(GroupedGemm(Layout.NT, rows * 2, weights, problem.sizes, plain, bias=biases, slots=row_slots))
+    assert torch.equal(torch.cat(buffers), expected)
+    groups = zip(rows[:kept].split(problem.sizes.tolist()), weights, strict=True)
+    by_hand = torch.cat([of_group.double() @ weight.double().mT for of_group, weight in groups])
+    if biases is not None:
+        by_hand += biases.double().repeat_interleave(problem.sizes.long(), 0)
+    torch.testing.assert_close(plain[:kept].double(), by_hand, rtol=1e-2, atol=2e-2)
+    del used
 
 
 def multiply(
@@ -268,6 +300,37 @@ def products_of(world: World, **settings: Any) -> tuple[Results, list[dict[str, 
         group = world.group(dtype=BF16, capacity=2.0, **settings)
         batch = batch_for(group, counts_of(world))
         return trained(part(group), batch.of(world.rank)), launches
+
+
+@case
+def the_second_product_of_a_layer_sends_its_rows_to_slots(world: World) -> None:
+    """With biases, of which there are some here, and without; of long groups, and of short ones."""
+    expected, _ = products_of(world)
+    library, launches = peers.compiled(), []
+
+    def launch(**arguments: Any) -> None:
+        launches.append(arguments)
+        library._module.gemm_to_slots(**arguments)
+
+    noted = patch.object(library, "gemm_to_slots", library._call(launch), create=True)
+    with noted, patch.object(peers, "send_rows", side_effect=AssertionError("rows went there one by one")):
+        came, _ = products_of(world, overlap_combine=True)
+        same(came, expected)
+        both, _ = products_of(world, overlap_combine=True, overlap_dispatch=2)
+        same(both, expected)
+    assert len(launches) == 2
+
+
+SLOTS = ((75, 6, 136, False, 70), (300, 4, 264, True, 0), (700, 4, 320, False, -50), (700, 4, 64, True, 9))
+"""Tokens, experts, columns, whether there is a bias, and rows that are spare: of short groups and of long ones."""
+
+
+@case
+def products_send_rows_of_any_group_to_their_slots(world: World) -> None:
+    """The buffers of both ranks are in the memory of this process."""
+    with harness.installed(peers.compiled()):
+        for seed, (tokens, experts, columns, bias, spare) in enumerate(SLOTS):
+            check_slots(Exchange.random(seed, spare, tokens, experts, HIDDEN), columns, bias)
 
 
 @case

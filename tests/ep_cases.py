@@ -18,10 +18,13 @@ from torch import distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from fusible import (
+    MXFP8,
     ArgumentError,
     Delayed,
+    Float8Block,
     Float8Tensor,
     GroupedLinear,
+    QuantizedGroupedTensor,
     Scale,
     ScaledSwiGLU,
     Sequential,
@@ -32,7 +35,9 @@ from fusible import (
 from fusible.benchmarks import expert_parallel, vdev
 from fusible.benchmarks.problem import PRESETS, InaccurateError
 from fusible.ops import kernels
+from fusible.ops.ep import memory
 from fusible.ops.ep.collective import CollectiveTable, CollectiveTransport
+from fusible.ops.ep.symmetric import SymmetricTransport
 
 CASES: list[Callable[[World], None]] = []
 
@@ -197,6 +202,78 @@ def delayed_scales_are_those_of_each_linear(world: World) -> None:
         assert torch.equal(ours[name], value), name
 
 
+@case
+def tokens_of_8_bits_are_the_rows_of_their_recipe(world: World) -> None:
+    """A step has the bits of one process whose tokens were rounded before, by fused and by unfused ops."""
+    for recipe in (None, Float8Block()):  # of the linears
+        group = world.group(dtype=torch.bfloat16, hidden=H)
+        batch = batch_for(group, counts_of(world))
+        batch.x.mul_(torch.logspace(-20, 20, len(batch.x), base=2.0)[:, None])
+        tokens = QuantizedGroupedTensor.quantize(batch.x, Float8Block(), torch.tensor([len(batch.x)]))
+        with config(recipe=recipe):
+            expected = trained(whole(group), batch._replace(x=tokens.dequantize())).of(batch.counts, group)
+            for fusions in (set(), {"EPGroupedMLP", "GroupedMLP"}):
+                layer = part(group)
+                layer[0] = ep.EPDispatch(group, recipe=Float8Block())
+                with config(disable_fusions=fusions):
+                    same(trained(layer, batch.of(world.rank)), expected)
+
+
+@contextmanager
+def bytes_that_travel() -> Iterator[list[int]]:
+    """Of a row or number, by exchange."""
+    sizes: list[int] = []
+    exchange = CollectiveTransport._exchange
+
+    def counted(self: CollectiveTransport, arrived: Tensor, rows: Tensor, *others: object) -> object:
+        sizes.append(rows[:1].numel() * rows.element_size() if rows.dim() > 1 else 0)
+        return exchange(self, arrived, rows, *others)  # type: ignore[arg-type]
+
+    with patch.object(CollectiveTransport, "_exchange", counted):
+        yield sizes
+
+
+@case
+def tokens_of_8_bits_with_values_that_are_not_finite(world: World) -> None:
+    """A block of a token is NaN, and its other values are as they were."""
+    group = world.group(dtype=torch.bfloat16, hidden=272, capacity="exact")
+    tokens = torch.randn(5, 272).bfloat16()
+    tokens[2, 130], tokens[3] = float("inf"), 0
+    ids = torch.full((5, 3), -1)
+    ids[:, 0] = world.rank * 4
+    dispatch = Sequential(ep.EPDispatch(group, recipe=Float8Block()))
+    with bytes_that_travel() as moved:
+        rows = dispatch[0].exchange(tokens, ids, torch.ones(5, 3), frozenset(), True).rows
+    assert moved[0] == 288, "272 bytes and 3 scales, padded"
+    want = QuantizedGroupedTensor.quantize(tokens, Float8Block(), torch.tensor([5])).dequantize()
+    assert torch.equal(rows.isnan(), want.isnan())
+    assert rows[2, 128:256].isnan().all()
+    assert torch.equal(rows.nan_to_num(), want.nan_to_num())
+    assert not rows[3].any()
+
+
+@case
+def ranks_that_send_tokens_of_other_bits(world: World) -> None:
+    group = world.group(dtype=torch.bfloat16)
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    layer = part(group)
+    layer[0] = ep.EPDispatch(group, recipe=None if world.rank else Float8Block())
+    with raises(ep.PeerError, r"rank \d sends tokens of \d+ bits in dispatch .*the same recipe on all ranks"):
+        layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+
+
+@case
+def recipes_by_which_no_tokens_travel(world: World) -> None:
+    with raises(
+        ValueError, r"EPDispatch: recipe must be Float8Block\(\) with powers of two .* got Float8Block\(scales="
+    ):
+        ep.EPDispatch(world.group(dtype=torch.bfloat16), recipe=Float8Block(scales="float32"))
+    with raises(ValueError, "EPDispatch: recipe must be .* got MXFP8"):
+        ep.EPDispatch(world.group(dtype=torch.bfloat16), recipe=MXFP8())
+    with raises(ValueError, "EPDispatch: recipe needs a group of torch.bfloat16, which .* got torch.float32"):
+        ep.EPDispatch(world.group(), recipe=Float8Block())
+
+
 class Lending(CollectiveTransport):
     """Has memory for rows, as where our own kernels run."""
 
@@ -339,19 +416,111 @@ def any_problem_gives_the_bits_of_one_process(world: World) -> None:
         owned=st.integers(1, 5),
         top_k=st.integers(1, 4),
         capacity=st.sampled_from(["exact", "worst", 3, 9, 0.5]),
-        bfloat16=st.booleans(),
+        dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+        index_dtype=st.sampled_from([torch.int32, torch.int64]),
+        unfused=st.sampled_from([set(), {"EPGroupedMLP"}, {"EPGroupedMLP", "GroupedMLP", "RoutedMLP"}]),
+        lane=st.integers(0, 1),
+        overlap_dispatch=st.integers(0, 2),
+        overlap_combine=st.booleans(),
         seed=st.integers(0, 99),
     )
-    def check(counts: list[int], owned: int, top_k: int, capacity: object, bfloat16: bool, seed: int) -> None:
+    def check(
+        counts: list[int], owned: int, top_k: int, capacity: object, dtype: torch.dtype, index_dtype: torch.dtype,
+        unfused: set[str], lane: int, overlap_dispatch: int, overlap_combine: bool, seed: int,
+    ) -> None:  # fmt: skip
         group = world.group(
-            num_experts=owned * world.size, top_k=top_k, capacity=capacity, overflow="drop",
-            dtype=torch.bfloat16 if bfloat16 else torch.float32,
+            num_experts=owned * world.size, top_k=top_k, capacity=capacity, overflow="drop", lanes=2, dtype=dtype,
+            overlap_dispatch=overlap_dispatch, overlap_combine=overlap_combine,
         )  # fmt: skip
         batch = batch_for(group, tuple(counts), seed)
-        expected = trained(whole(group), without_overflow(group, batch)).of(batch.counts, group)
-        same(trained(part(group), batch.of(world.rank)), expected)
+        batch = batch._replace(ids=batch.ids.to(index_dtype))
+        with config(disable_fusions=unfused):
+            expected = trained(whole(group), without_overflow(group, batch)).of(batch.counts, group)
+            same(trained(part(group, lane), batch.of(world.rank)), expected)
 
     check()
+
+
+@case
+def any_sequence_of_calls_gives_the_bits_of_one_process(world: World) -> None:
+    """Of two groups: regions are used again and again, by calls that leave out one meeting or another."""
+    groups = [world.group(lanes=2, overlap_combine=overlap) for overlap in (False, True)]
+    group = groups[0]
+    batches = [batch_for(group, counts_of(world), seed) for seed in (0, 1)]
+    expected = [trained(whole(group), batch).of(batch.counts, group) for batch in batches]
+    mine, layers = [batch.of(world.rank) for batch in batches], [part(of, lane) for of in groups for lane in (0, 1)]
+
+    @settings(
+        max_examples=8, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    @given(
+        st.lists(st.tuples(st.sampled_from(list(CALLS)), st.integers(0, 3), st.integers(0, 1)), min_size=1, max_size=6)
+    )
+    def check(calls: list[tuple[str, int, int]]) -> None:
+        later = []
+        for name, layer, seed in calls:
+            backward = CALLS[name](layers[layer], mine[seed], expected[seed])
+            if backward is not None:
+                later.append(backward)
+        for backward in reversed(later):
+            backward()
+
+    check()
+
+
+def train(layer: Sequential, mine: Batch, expected: Results) -> None:
+    layer.zero_grad()
+    same(trained(layer, mine), expected)
+
+
+def infer(layer: Sequential, mine: Batch, expected: Results) -> None:
+    with torch.no_grad():
+        assert torch.equal(layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights), expected.y)
+
+
+def train_later(layer: Sequential, mine: Batch, expected: Results) -> Callable[[], None]:
+    """The backward comes after other calls."""
+    x, weights = mine.x.clone().requires_grad_(), mine.weights.clone().requires_grad_()
+    y = layer(x, top_k_index=mine.ids, top_k_weights=weights)
+    assert torch.equal(y, expected.y)
+
+    def backward() -> None:
+        dx, dweights, *gradients = torch.autograd.grad(y, [x, weights, *layer.parameters()], mine.dy)
+        same(Results(y.detach(), dx, dweights, tuple(gradients)), expected)
+
+    return backward
+
+
+def train_experts(layer: Sequential, mine: Batch, expected: Results) -> None:
+    """No gradient travels back."""
+    y = layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    gradients = torch.autograd.grad(y, [*layer.parameters()], mine.dy)
+    assert all(map(torch.equal, gradients, expected.parameters))
+
+
+def train_inputs(layer: Sequential, mine: Batch, expected: Results) -> None:
+    """That of the routing weights alone travels."""
+    weights = mine.weights.clone().requires_grad_()
+    y = layer(mine.x, top_k_index=mine.ids, top_k_weights=weights)
+    (dweights,) = torch.autograd.grad(y, [weights], mine.dy)
+    assert torch.equal(dweights, expected.dweights)
+
+
+def train_dispatch(layer: Sequential, mine: Batch, expected: Results) -> None:
+    """A backward of the dispatch without one of the combine."""
+    x = mine.x.clone().requires_grad_()
+    rows, _, _, slots = layer[0](x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    y = layer[5](rows.detach(), row_of_slot=slots)
+    (dx,) = torch.autograd.grad(rows, [x], torch.ones_like(rows))
+    count = (mine.ids < layer[0].group.settings.num_experts).sum(1, keepdim=True)
+    torch.testing.assert_close(y, count * mine.x)
+    assert torch.equal(dx, count * torch.ones_like(mine.x))
+
+
+CALLS: dict[str, Callable[[Sequential, Batch, Results], Callable[[], None] | None]] = {
+    each.__name__: each for each in (train, infer, train_later, train_experts, train_inputs, train_dispatch)
+}
 
 
 # --------------------------------------------------------------------------------------------------- capacity
@@ -730,9 +899,41 @@ def settings_that_are_wrong(world: World) -> None:
         ({"timeout": -1}, "timeout must be a number of seconds"),
         ({"overlap": -1}, "overlap must be a number of multiprocessors, 0 for none, got -1"),
         ({"overlap_dispatch": 1.5}, "overlap_dispatch must be a number of multiprocessors, 0 for none, got 1.5"),
+        ({"overlap_combine": 1}, "overlap_combine must be True or False, got 1"),
     ):
         with raises(ValueError, words):
             world.group(**wrong)
+
+
+@case
+def ranks_that_do_not_reach_one_another(world: World) -> None:
+    """Said by all ranks alike, before any memory is asked for."""
+    served = patch.object(SymmetricTransport, "refusal", lambda settings, ranks: None)
+    host = memory.Location.here(None).host
+    numbers = {"device_count": lambda: 16, "can_device_access_peer": lambda a, b: False}
+    for last, words in (
+        (memory.Location("elsewhere", 0), r"is on host \S+, rank \d on elsewhere; it serves the GPUs of one host"),
+        (memory.Location(host, 15), r"has cuda:0, which does not reach cuda:\d+ of rank \d"),
+    ):
+        mine = last if world.rank == world.size - 1 else memory.Location(host, world.rank)
+        here = patch.object(memory.Location, "here", lambda on, mine=mine: mine)
+        with served, here, patch.multiple(torch.cuda, **numbers), raises(ValueError, f"serve rank 0: it {words}"):
+            world.group(transport="symmetric")
+    refused = patch.object(memory, "symmetric_memory", side_effect=RuntimeError("no peer access"))
+    words = "gets no memory that all ranks can read: no peer access; use transport='collective'"
+    with refused, raises(RuntimeError, words):
+        memory.allocate(8, torch.device("cpu"), world.group().process_group)
+
+
+@case
+def graphs_are_not_captured_where_a_host_waits(world: World) -> None:
+    group = world.group()
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    with patch.object(memory, "in_capture", lambda: True):
+        with raises(RuntimeError, "dispatch of exchange 0 on lane 0: .* make the group with transport='symmetric'"):
+            part(group)(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+        with raises(ValueError, "cannot serve rank 0: it captures a CUDA graph; make the group"):
+            world.group(transport="symmetric")
 
 
 @case
@@ -753,7 +954,7 @@ def arguments_that_do_not_fit(world: World) -> None:
         ((x, ids[:4], weights), r"top_k_index must be \[T, k\], T=5 as x has tokens, got shape \[4, 3\]"),
         ((x, ids[:, :2], weights), r"top_k_index must be \[T, 3\], as the group has top_k=3, got \[5, 2\]"),
         ((x, ids, weights[:, :2]), r"top_k_weights must be \[T, 3\], as the group has top_k=3, got \[5, 2\]"),
-        ((x, ids, ids), "top_k_weights must be floating-point, got torch.int64"),
+        ((x, ids, ids), "top_k_weights must be floating-point, of at least 16 bits, got torch.int64"),
         ((x[:, :4], ids, weights), r"x must have 8 columns, as the group, got shape \[5, 4\]"),
         ((x[None], ids, weights), r"x must be tokens \[T, H\], got shape \[1, 5, 8\]"),
         (
@@ -768,11 +969,9 @@ def arguments_that_do_not_fit(world: World) -> None:
     ):
         with raises(ArgumentError, words):
             layer(x_, top_k_index=ids_, top_k_weights=weights_)
-    for fc in (1, 4):  # of another group: the experts of one rank, where each has four
-        other = experts(ep.EPDispatch(group), 3, ep.EPCombine(group))
-        with raises(ArgumentError, rf"op {1} \(GroupedLinear\): split_sizes: expected shape \[3\], .* got \[4\]"):
-            other(x, top_k_index=ids, top_k_weights=weights)
-        assert fc
+    other = experts(ep.EPDispatch(group), 3, ep.EPCombine(group))  # experts of a group with three a rank
+    with raises(ArgumentError, r"op 1 \(GroupedLinear\): split_sizes: expected shape \[3\], .* got \[4\]"):
+        other(x, top_k_index=ids, top_k_weights=weights)
     with raises(ArgumentError, "row_of_slot must be on cpu, as x, got meta"):
         ep.EPCombine(group)(torch.randn(group.local_capacity, H), row_of_slot=ids.to("meta"))
     with raises(ArgumentError, r"op 0 \(EPCombine\) needs 'row_of_slot'"):

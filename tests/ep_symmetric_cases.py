@@ -14,12 +14,14 @@ from unittest.mock import patch
 
 import ep_cases
 import torch
+from ep_carried import Carried
 from ep_cases import batch_for, counts_of, largest, raises
-from ep_world import Batch, H, Results, World, check_step, part, same, trained, whole
+from ep_world import Batch, H, Results, World, check_step, part, same, trained, unchecked, whole
 from torch import Tensor
 from torch import distributed as dist
 
-from fusible import ArgumentError, ep
+from fusible import ArgumentError, config, ep
+from fusible.ops import kernels as door
 from fusible.ops.ep.symmetric import SymmetricLane, SymmetricTransport
 from fusible.ops.kernels.hopper import peers
 
@@ -34,6 +36,7 @@ SHARED = (
     ep_cases.ranks_may_differ_in_what_they_fuse,
     ep_cases.strided_tokens_and_gradients,
     ep_cases.any_problem_gives_the_bits_of_one_process,
+    ep_cases.any_sequence_of_calls_gives_the_bits_of_one_process,
     ep_cases.capacity_that_is_hit_exactly_is_enough,
     ep_cases.rows_too_many_are_dropped_alike_and_counted,
     ep_cases.two_groups_and_layers_one_after_the_other,
@@ -65,14 +68,76 @@ def rows_that_come_block_by_block_give_the_same(world: World) -> None:
     assert brought == [3, 6]
 
 
+@case
+def rows_that_are_sent_to_slots_give_the_same(world: World) -> None:
+    """Whatever computes them: on this machine no product sends its rows by itself."""
+    with kinds_met() as kinds, patch.object(door, "send_rows", side_effect=peers.send_rows) as sent:
+        for dtype, capacity in ((torch.bfloat16, 2.0), (torch.float32, "worst")):
+            group = world.group(dtype=dtype, overlap_combine=True, capacity=capacity, lanes=2)
+            for seed, counts in enumerate((counts_of(world), (0,) * world.size, (13,) * world.size)):
+                check_step(group, batch_for(group, counts, seed), part(group, seed % 2))
+            with config(disable_fusions=frozenset({"EPGroupedMLP"} if world.rank == 0 else ())):
+                check_step(group, batch_for(group, counts_of(world), 3))
+        assert sent.call_count == (6 if world.rank == 0 else 8)
+    assert [kind & 0xFF for kind in kinds] == [0, 1, 2, 3, 4] * 8
+
+
+@case
+def rows_too_many_are_not_sent_to_slots(world: World) -> None:
+    required = largest(world)
+    for capacity in (required, required - 1, 1):
+        group = world.group(capacity=capacity, overflow="drop", overlap_combine=True)
+        batch = batch_for(group, counts_of(world))
+        expected = trained(whole(group), ep_cases.without_overflow(group, batch)).of(batch.counts, group)
+        lane = lane_of(group)
+        lane.view("slots", torch.float32, group.settings.slots, H).fill_(torch.nan)
+        dist.barrier()
+        same(trained(part(group), batch.of(world.rank)), expected)
+
+
+@case
+def a_rank_that_sums_before_rows_are_sent_is_seen(world: World) -> None:
+    group = world.group(timeout=1, overlap_combine=True)
+    lane_of(group).view("slots", torch.float32, group.settings.slots, H).fill_(torch.nan)
+    meet, send = SymmetricLane.meet, peers.send_rows
+    dist.barrier()
+
+    def skips(self: SymmetricLane, exchange: Any, kind: str, *rest: Any) -> None:
+        if kind != "combine" or world.rank != 0:
+            meet(self, exchange, kind, *rest)
+
+    def late(*arguments: Any) -> None:
+        if world.rank != 0:
+            time.sleep(0.5)
+        send(*arguments)
+
+    with caught(world), patch.object(SymmetricLane, "meet", skips), patch.object(door, "send_rows", late):
+        check_sums(group, batch_for(group, counts_of(world)))
+
+
+@case
+def a_lane_that_has_failed_sends_nothing(world: World) -> None:
+    group = world.group(overlap_combine=True)
+    lane, mine = lane_of(group), batch_for(group, counts_of(world)).of(world.rank)
+    slots = lane.view("slots", torch.float32, group.settings.slots, H)
+    dispatch, combine = ep.EPDispatch(group), ep.EPCombine(group)
+    rows, _, _, row_of_slot = dispatch(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    combine(rows, row_of_slot=row_of_slot)
+    rows, _, _, row_of_slot = dispatch(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    dist.barrier()
+    slots.fill_(7)
+    dist.barrier()
+    failed = lane.launch.state.view(torch.int32)[3:4].fill_(1)
+    y = combine(rows, row_of_slot=row_of_slot)
+    dist.barrier()
+    assert slots.eq(7).all()
+    assert y.isnan().all()
+    failed.zero_()
+
+
 def lane_of(group: ep.Group) -> SymmetricLane:
     assert isinstance(group.mover, SymmetricTransport)
     return group.mover._lanes[0]
-
-
-def unchecked(group: ep.Group) -> Any:
-    """The host does not look at what the device says; else a call may raise what came of its own first half."""
-    return patch.object(group, "check", lambda synchronize=False: None)
 
 
 def forward(group: ep.Group, mine: Batch, layer: Any = None) -> Tensor:
@@ -103,6 +168,34 @@ def late_ranks_and_poisoned_buffers_change_nothing(world: World) -> None:
         total = y.sum(0)
         dist.all_reduce(total)
         assert torch.equal(total, valid)
+
+
+@case
+def tokens_say_where_they_come_from(world: World) -> None:
+    group = world.group(dtype=torch.bfloat16, num_experts=4 * world.size, hidden=16)
+    lane, s = lane_of(group), group.settings
+
+    def before(move: str, number: int) -> None:
+        rows = {"tokens": s.max_tokens, "rows": group.local_capacity or 0}
+        region = "tokens" if move == "dispatch" else "rows"
+        lane.view(region, s.dtype, rows[region], s.hidden).fill_(torch.nan)
+        time.sleep(0.005 * (number % 3 == world.rank))
+
+    assert Carried(world, group, s.max_tokens, before).mismatches(24).tolist() == [0, 0]
+
+
+@case
+def a_token_of_the_exchange_before_is_seen(world: World) -> None:
+    group = world.group(dtype=torch.bfloat16)
+    write = SymmetricTransport._write_tokens
+
+    def forgets(self: SymmetricTransport, lane: SymmetricLane, tokens: Tensor, exchange: Any) -> None:
+        if (world.rank, exchange.number) != (0, 2):
+            write(self, lane, tokens, exchange)
+
+    with caught(world), patch.object(SymmetricTransport, "_write_tokens", forgets):
+        wrong_words, _ = Carried(world, group, group.settings.max_tokens).mismatches(4).tolist()
+        assert wrong_words == 0
 
 
 @case

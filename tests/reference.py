@@ -44,11 +44,16 @@ def glu(
     def act(x: Tensor) -> Tensor:
         gate, up = split_glu(x, block)
         if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            gate, up = at_most(limit, gate), -at_most(limit, -at_most(limit, up))
         value = gate * torch.sigmoid(alpha * gate) if name == "silu" else ACTIVATIONS[name](gate)
         return value * (up + linear_offset)
 
     return act
+
+
+def at_most(limit: float, x: Tensor) -> Tensor:
+    """``x.clamp(max=limit)`` that passes gradients at the limit, as that of torch 2.15 does not."""
+    return torch.where(x > limit, limit, x)
 
 
 def scale(x: Tensor, scales: Tensor | None) -> Tensor:

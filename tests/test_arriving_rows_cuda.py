@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ep_arriving_cases import BF16, Exchange, multiply, output_of, weights_of
+from ep_arriving_cases import BF16, SLOTS, Exchange, check_slots, multiply, output_of, weights_of
 
 pytestmark = pytest.mark.cuda
 
@@ -29,3 +29,14 @@ def test_no_row_is_read_before_it_is_there(blocks: int, tokens: int, experts: in
         del used
         assert torch.equal(out[:kept], expected)
         assert torch.equal(rows, rows_there)
+
+
+@pytest.mark.parametrize("hidden", [64, 768])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "columns", "bias", "spare"),
+    [*SLOTS, (4096, 16, 2048, False, 0), (4096, 16, 2048, True, 70), (1024, 64, 1032, False, -50)],
+)
+def test_rows_of_a_product_go_to_their_slots(
+    tokens: int, experts: int, columns: int, bias: bool, spare: int, hidden: int
+) -> None:
+    check_slots(Exchange.random(0, spare, tokens, experts, hidden).to("cuda"), columns, bias)

@@ -110,7 +110,7 @@ def test_an_op_alone_refuses_a_bias_elsewhere():
 @pytest.mark.parametrize("fault", SAID)
 @pytest.mark.parametrize("parameter", ["weight", "bias"])
 def test_shapes_that_have_passed_are_checked_again_with_another_kind_of_parameter(parameter, fault, monkeypatch):
-    monkeypatch.setattr(plan, "_checks_values", lambda graph, config: False)  # as where everything is on a device
+    monkeypatch.setattr(plan, "checks_values", lambda graph, config: False)  # as where everything is on a device
     model, x = experts(), torch.randn(T, K)
     for _ in range(3):
         call(model, x)

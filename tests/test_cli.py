@@ -15,6 +15,8 @@ import torch
 
 import fusible
 from fusible.__main__ import BENCHMARKS, main
+from fusible.commands import info
+from fusible.fuser import torch_private
 from fusible.ops.kernels import architecture
 from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.jit import ahead
@@ -38,6 +40,24 @@ def test_info_tells_versions_and_backends(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_info_tells_of_another_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    assert "not tested" not in printed_by(capsys, "info")
+    monkeypatch.setattr(torch, "__version__", "2.99.1+cpu")
+    monkeypatch.setitem(torch_private.missing, "torch._C._gone", None)
+
+    lines = [line for line in printed_by(capsys, "info").splitlines() if line.startswith("torch ")]
+    assert re.fullmatch(r"torch     2.99.1\+cpu, \d+ CPU threads; not tested with it, but with 2.11 and .*", lines[0])
+    assert lines[1].startswith("torch     lacks torch._C._gone: docs/support.md")
+
+
+def test_tested_versions_of_torch_are_those_of_the_docs() -> None:
+    support = (Path(__file__).parents[1] / "docs" / "support.md").read_text()
+    (sentence,) = re.findall(r"^Tested are .*", support, re.MULTILINE)
+
+    assert tuple(re.findall(r"PyTorch (\d+\.\d+)", sentence)) == info.TESTED_TORCH
+
+
 def test_info_tells_why_a_backend_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "hopper needs a CUDA device, got cpu" in printed_by(capsys, "info")
 
@@ -63,8 +83,10 @@ def test_explain_tells_what_runs_on_a_gpu_that_is_not_here(
     capsys: pytest.CaptureFixture[str], arch: str, runs: str
 ) -> None:
     arguments = ("--tokens", "64", "--device", "meta", "--arch", arch)
-    step = json.loads(printed_by(capsys, "explain", *arguments, "--json"))["steps"][0]
+    explanation = json.loads(printed_by(capsys, "explain", *arguments, "--json"))
+    step = explanation["steps"][0]
 
+    assert explanation["replay"] == ""
     assert (step["name"], step["kernel"], step["backward"]["kernel"]) == ("GroupedMLP", runs, runs)
     assert ("needs compute capability 9.0, got 8.0" in step["reason"]) == (arch == "sm_80")
 
@@ -160,6 +182,7 @@ def test_help_explains_every_option_and_tells_defaults(capsys: pytest.CaptureFix
     assert any(option.startswith("--json") for option in options)
     assert [option for option in options if not re.search(r"\S( {2,}|\n {20,})\S", option.strip())] == []
     assert all("(default: " in option for option in numbers)
+    assert not [option for option in options if "(default: )" in option]
 
 
 def test_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,9 +74,9 @@ def test_blocks_of_gate_and_up_must_fit_into_a_swap_ab_tile(
 
 @pytest.mark.parametrize(
     ("scale_bias", "second_k", "function", "rows"),
-    [(False, 0, False, 160), (True, 0, False, 128), (False, 16, False, 128), (False, 0, True, 128)],
+    [(False, 0, False, 160), (True, 0, False, 128), (False, 16, False, 128), (False, 0, True, 160)],
 )
-def test_tiles_of_deep_products_end_in_activations_of_our_own(
+def test_tiles_of_deep_products_end_in_activations_and_functions(
     emulation: harness.Emulation, scale_bias: bool, second_k: int, function: bool, rows: int
 ) -> None:
     shape = 0, 4, 1024, 768, 4096

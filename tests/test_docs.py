@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import doctest
 import importlib
 import pkgutil
 import re
 import runpy
+import shlex
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -143,6 +145,51 @@ def test_readme_shows_the_commands_that_there_are() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
+COMMAND = r"(?:python -m fusible[.\w]*|fusible(?= [a-z]))"
+OF_THE_PAST = "docs/experiments.md"  # its commands are those of older commits
+PLACEHOLDERS = {"--preset …": "--preset qwen3", "--tokens …": "--tokens 8", "--device cuda": "--device cpu"}
+
+
+def commands(page: str) -> list[list[str]]:
+    """The commands of the package that a page shows in a line of text or in a block."""
+    text = (ROOT / page).read_text()
+    lines = [*re.findall(rf"`({COMMAND}[^`]*)`", text), *re.findall(rf"^    ({COMMAND} .*)$", text, re.MULTILINE)]
+    for words, instead in PLACEHOLDERS.items():
+        lines = [line.replace(words, instead) for line in lines]
+    return [shlex.split(line.partition(" > ")[0], comments=True) for line in lines]
+
+
+class UnderstoodError(Exception):
+    """A parser has read all that a command says."""
+
+
+@pytest.fixture
+def only_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends a command behind its last parser."""
+    parse_args = argparse.ArgumentParser.parse_args
+
+    def parse(parser: argparse.ArgumentParser, *args: Any) -> Any:
+        arguments = parse_args(parser, *args)
+        if parser.prog in ("fusible", "fusible bench"):  # which leave the rest to another
+            return arguments
+        raise UnderstoodError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+
+
+@pytest.mark.usefixtures("only_parsing")
+@pytest.mark.parametrize("page", [page for page in PAGES if page != OF_THE_PAST and commands(page)])
+def test_commands_of_a_page_are_understood(page: str) -> None:
+    for words in commands(page):
+        name, arguments = ("fusible", words[1:]) if words[0] == "fusible" else (words[2], words[3:])
+        if "jax" in name and "jax" in absent():
+            continue
+        module = importlib.import_module("fusible.__main__" if name == "fusible" else name)
+        if hasattr(module, "main") and arguments != ["--help"]:
+            with pytest.raises(UnderstoodError):
+                module.main(arguments)
+
+
 def test_ci_runs_the_tests_by_the_command_of_the_readme() -> None:
     readme, ci = ((ROOT / name).read_text() for name in ("README.md", ".ci/run"))
 
@@ -200,7 +247,7 @@ def test_the_megabytes_are_those_of_the_tables() -> None:
 
 
 def test_plugin_of_the_docs_is_short_and_changes_nothing() -> None:
-    block = blocks("docs/plugins.md", "python")[0]
+    block = next(block for block in blocks("docs/plugins.md", "python") if "class LinearReLU" in block)
     names = run_page("docs/plugins.md")
     x = names["torch"].randn(4, 8)
     fused = names["model"](x)

@@ -266,6 +266,22 @@ def test_extra_input_error(more, message):
         AddExtraInput("more")(torch.ones(2, 3), more=more)
 
 
+@pytest.mark.parametrize("scale", ["a", None, [2.0]])
+def test_a_constant_that_is_no_number_is_named(scale):
+    with pytest.raises(ValueError, match="ConstantScale: scale must be a number, got"):
+        ConstantScale(scale)
+
+
+@pytest.mark.parametrize("after", [ConstantScale(1.0), Activation("sigmoid")], ids=str)
+@pytest.mark.parametrize("kind", [torch.int64, torch.uint8, torch.bool], ids=str)
+def test_numbers_that_are_no_floats_are_added_and_get_no_gradient(kind, after):
+    x, more = torch.randn(2, 3, requires_grad=True), torch.tensor([[0, 1, 1], [1, 0, 1]], dtype=kind)
+    y, expected = Sequential(AddExtraInput("more"), after)(x, more=more), after(x + more)
+    grads = [torch.autograd.grad(each.sum(), x)[0] for each in (y, expected)]
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("op", [AddExtraInput, MakeExtraOutput])
 @pytest.mark.parametrize("name", ["not a name", "", 3])
 def test_branch_name_must_be_an_identifier(op, name):

@@ -1,4 +1,7 @@
-"""Expert parallelism over the links of GPUs: the bits of one, thousands of exchanges, graphs, errors, no hangs."""
+"""Expert parallelism over the links of GPUs: the bits of one, thousands of exchanges, graphs, errors, no hangs.
+
+A rank that is alone is its own peer: its kernels, overlaps and graphs are the same, and one GPU is enough.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,16 @@ import pytest
 import torch
 
 GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.cuda, pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, here are {GPUS}")]
+ALONE = [
+    case.__name__
+    for case in (
+        ep_gpu_cases.steps_give_the_bits_of_one_gpu,
+        ep_gpu_cases.layers_of_models_give_the_bits_of_one_gpu,
+        ep_gpu_cases.a_step_asks_nothing_of_the_host,
+        ep_gpu_cases.graphs_are_replayed_with_other_ids,
+    )
+]
+pytestmark = pytest.mark.cuda
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +30,19 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     return ep_world.start("ep_gpu_cases", min(GPUS, 4), folder, transport="symmetric", device="cuda")
 
 
+@pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, here are {GPUS}")
 @pytest.mark.parametrize("case", [case.__name__ for case in ep_gpu_cases.CASES])
 def test_on_all_ranks(case: str, said: dict[str, list[str]]) -> None:
     ep_world.assert_passed(case, said)
+
+
+@pytest.fixture(scope="module")
+def said_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What one rank says."""
+    folder = tmp_path_factory.mktemp("alone")
+    return ep_world.start("ep_gpu_cases", 1, folder, transport="symmetric", device="cuda", only=ALONE)
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_a_rank_alone(case: str, said_alone: dict[str, list[str]]) -> None:
+    ep_world.assert_passed(case, said_alone)

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -116,8 +117,26 @@ class Whole(int):
         ([2, Whole(2)], "a list with a test_error_texts.Whole; give [int(n) for n in sizes]"),
         ([2.0, 2.0], "a list with a float"),
         ("22", "a str"),
+        (np.array([2, 2]), "a ndarray; give torch.as_tensor(sizes)"),
     ],
 )
 def test_split_sizes_that_are_no_ints(sizes: Any, came: str) -> None:
     with pytest.raises(ArgumentError, match=re.escape(f"or a list of ints, got {came}") + "$"):
         Sequential(GroupedLinear(2, 3, 4))(X, split_sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.tanh, "got tanh; fusible.Pointwise makes one of a function"),
+        ([Linear(3, 3)], "got a list; give its modules one by one, as Sequential(*modules)"),
+        (Linear, "got the class Linear; give an object, such as Linear(...)"),
+        (3, "got 3; torch.nn.Module is the base of both"),
+    ],
+    ids=["function", "list", "class", "number"],
+)
+def test_children_that_are_no_modules(value: Any, words: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"^{re.escape('Sequential: module 1 must be an op or another module, ' + words)}$"
+    ):
+        Sequential(Linear(3, 3), value)

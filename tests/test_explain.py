@@ -32,6 +32,8 @@ from fusible import (
     interleaved,
 )
 from fusible.fuser import RefusedError
+from fusible.fuser.explain.explanation import KernelReport
+from fusible.fuser.tracing import KernelCall
 
 E, K, F, T = 4, 64, 32, 128
 SIZES = torch.tensor([T // E] * E)
@@ -160,6 +162,13 @@ def test_kernel_and_the_reason_for_it_are_named():
 
     assert step.kernel == "grouped_mm"
     assert step.reason == "hopper needs a CUDA device, got cpu"
+
+
+def test_a_reason_of_several_kernels_is_said_once():
+    reasons = ("first cannot", "first cannot; second might", "", "second might; third will")
+    report = KernelReport.of([KernelCall("k", reason, 0, 0) for reason in reasons])
+
+    assert report.reason == "first cannot; second might; third will"
 
 
 def test_backend_that_was_asked_for_needs_no_reason():
@@ -520,6 +529,16 @@ def test_permutations_of_pytorch_are_kernels(disabled):
     assert steps[0].kernel.startswith("torch")
     assert steps[0].backward.kernel.startswith("torch")
     assert all(step.bytes and step.backward.bytes for step in (steps[0], steps[-1]))
+
+
+def test_only_extra_outputs_that_leave_a_step_are_noted():
+    x, given = routed_arguments()
+    (fused,) = routed().explain(x, **given).steps
+    with config(disable_fusions={"RoutedMLP"}):
+        dispatch = routed().explain(x, **given).steps[0]
+
+    assert not fused.notes
+    assert "extra output 'num_rows': read by op 5" in dispatch.notes
 
 
 class Extension:

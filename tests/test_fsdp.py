@@ -7,7 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,9 +16,10 @@ import torch
 from emulation import build, harness
 from models import mlp
 from torch import distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fusible import (
     MXFP8,
@@ -29,8 +30,11 @@ from fusible import (
     Float8Row,
     Float8Tensor,
     GroupedLinear,
+    GroupedTensor,
+    QuantizedGroupedTensor,
     Sequential,
     SwiGLU,
+    grouped_gemm,
     interleaved,
 )
 from fusible.ops.quantized.recipe import Recipe
@@ -170,6 +174,59 @@ def test_sharded_parameters_outside_of_the_hooks_are_refused(mesh: DeviceMesh) -
 
     with pytest.raises(ArgumentError, match=r"got a DTensor placed as .*Shard\(dim=0\).*call the module"):
         model[0](torch.randn(5, 6), split_sizes=[2, 3])
+
+
+def test_sharded_bias_beside_a_whole_weight_is_refused(mesh: DeviceMesh) -> None:
+    linear = GroupedLinear(2, 6, 8)
+    linear.bias = torch.nn.Parameter(distribute_tensor(linear.bias.detach(), mesh, [Shard(0)]))
+
+    with pytest.raises(ArgumentError, match=r"GroupedLinear: bias: expected a plain tensor, got a DTensor"):
+        linear(torch.randn(5, 6), split_sizes=[2, 3])
+
+
+@pytest.mark.parametrize(("name", "reader"), [("x", 0), ("split_sizes", 0), ("scales", 2)])
+def test_sharded_arguments_are_refused(mesh: DeviceMesh, name: str, reader: int) -> None:
+    """Also where a call with tensors of the same shapes went before. Kernels would read memory that is not there."""
+    model, arguments = experts(), {"x": torch.randn(5, 6), **CALL}
+    y = model(**arguments)
+    sharded = {name: distribute_tensor(arguments[name], mesh, [Replicate()])}
+
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=rf"op {reader} .*: {name}: .* got a DTensor .*give {name}.to_local"):
+            model(**arguments | sharded)
+    assert torch.equal(model(**arguments | {name: sharded[name].to_local()}), y)
+
+
+def test_tensor_that_is_on_its_way_is_refused() -> None:
+    on_its_way = AsyncCollectiveTensor(torch.randn(5, 6))
+
+    with pytest.raises(ArgumentError, match=r"x: expected a plain tensor, got a AsyncCollectiveTensor.*x.wait"):
+        experts()(on_its_way, **CALL)
+    assert experts()(on_its_way.wait(), **CALL).shape == (5, 6)
+
+
+def test_sharded_output_of_another_module_is_refused(mesh: DeviceMesh) -> None:
+    class Distribute(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return distribute_tensor(x, mesh, [Replicate()])
+
+    with pytest.raises(ArgumentError, match=r"op 1 \(SwiGLU\): x: expected a plain tensor, got a DTensor"):
+        Sequential(Distribute(), SwiGLU())(torch.randn(5, 6))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: grouped_gemm(x, torch.randn(2, 8, 6), CALL["split_sizes"]),
+        lambda x: grouped_gemm(torch.randn(5, 6), x.view(1, 5, 6), torch.tensor([5])),
+        lambda x: GroupedTensor(x, CALL["split_sizes"]),
+        lambda x: QuantizedGroupedTensor.quantize(x, Float8Block(), CALL["split_sizes"]),
+    ],
+    ids=["grouped_gemm a", "grouped_gemm b", "GroupedTensor", "quantize"],
+)
+def test_functions_refuse_sharded_tensors(mesh: DeviceMesh, read: Callable[[torch.Tensor], object]) -> None:
+    with pytest.raises(ArgumentError, match=r"expected a plain tensor, got a DTensor placed as \(Replicate\(\),\)"):
+        read(distribute_tensor(torch.randn(5, 6), mesh, [Replicate()]))
 
 
 def test_saved_shards_are_the_parameters(mesh: DeviceMesh) -> None:

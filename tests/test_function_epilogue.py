@@ -41,7 +41,6 @@ from fusible import (
     config,
     interleaved,
 )
-from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.jit import epilogue
 from fusible.ops.kernels.jit.compiler import SpillError
 
@@ -58,8 +57,7 @@ ALL = {**FUNCTIONS, **PUBLISHED}
 def check(function: Any, count: int, halves: Any = "concat", **asked: Any) -> None:
     """Both directions, each in all tiles that it is built for."""
     case = fused.case_of(op_of(function, count, halves), function, sizes=SIZES, **{"features": 40, **asked})
-    for variant in extension.library().ACTIVATION_VARIANTS:
-        fused.check_forward("cpu", replace(case, variant=variant))
+    fused.check_forward_in_all_tiles("cpu", case)
     fused.check_backward("cpu", case)
 
 
@@ -87,9 +85,8 @@ def test_random_functions(seed: int) -> None:
 def test_numbers_of_columns(name: str) -> None:
     op, function = op_of_columns(name), OF_COLUMNS[name][0]
     case = fused.case_of(op, function, sizes=(70, 0, 1, 33), features=40, columns=136)
-    for variant in extension.library().ACTIVATION_VARIANTS:
-        fused.check_forward("cpu", replace(case, variant=variant))
-        fused.check_forward("cpu", replace(case, variant=variant, bias=torch.bfloat16, scales=None))
+    fused.check_forward_in_all_tiles("cpu", case)
+    fused.check_forward_in_all_tiles("cpu", replace(case, bias=torch.bfloat16, scales=None))
     fused.check_backward("cpu", case)
     fused.check_backward("cpu", case, want_vectors=False, bias_dtype=None)
     fused.check_backward("cpu", replace(case, sizes=(0, 0)))
@@ -106,8 +103,7 @@ def test_kernels_without_scales_are_those_of_calls_without() -> None:
 def test_numbers_of_columns_of_blocks_of_gate_and_up(block: int) -> None:
     op = op_of_columns("slope", interleaved(block))
     case = fused.case_of(op, learned_slope, sizes=SIZES, features=40, columns=136, vectors=torch.bfloat16)
-    for variant in extension.library().ACTIVATION_VARIANTS:
-        fused.check_forward("cpu", replace(case, variant=variant, transposed=True))
+    fused.check_forward_in_all_tiles("cpu", replace(case, transposed=True))
     fused.check_backward("cpu", replace(case, dtype=torch.float16, vectors=torch.float16))
 
 
@@ -116,8 +112,7 @@ def test_numbers_of_columns_of_blocks_of_gate_and_up(block: int) -> None:
 def test_numbers_of_columns_of_all_rows_and_of_gate_and_up(name: str, halves: Any) -> None:
     build_act, function = ACTS_OF_COLUMNS[name]
     case = fused.case_of(build_act(halves), function, sizes=(70, 0, 1, 33), features=40, columns=136)
-    for variant in extension.library().ACTIVATION_VARIANTS:
-        fused.check_forward("cpu", replace(case, variant=variant))
+    fused.check_forward_in_all_tiles("cpu", case)
     fused.check_backward("cpu", case)
     fused.check_backward("cpu", replace(case, sizes=(0, 0)), bias_dtype=None)
 
@@ -127,8 +122,7 @@ def test_numbers_of_columns_of_all_rows_and_of_gate_and_up(name: str, halves: An
 def test_matrices(name: str, halves: Any) -> None:
     build_act, function = ACTS_OF_MATRICES[name]
     case = fused.case_of(build_act(halves), function, sizes=(70, 0, 1, 33, 16), features=40, columns=136)
-    for variant in extension.library().ACTIVATION_VARIANTS:
-        fused.check_forward("cpu", replace(case, variant=variant, scales=None))
+    fused.check_forward_in_all_tiles("cpu", replace(case, scales=None))
     fused.check_forward("cpu", replace(case, matrices=torch.float32, bias=torch.bfloat16))
     fused.check_forward("cpu", replace(case, sizes=(0, 0), dtype=torch.float16))
 

@@ -40,8 +40,8 @@ def op_of(name, halves="concat"):
 @pytest.mark.parametrize("name", IN_EPILOGUES)
 def test_every_function(name):
     case = fused.case_of(*op_of(name))
-    for variant in (-1, *_C.ACTIVATION_VARIANTS):
-        fused.check_forward("cuda", replace(case, variant=variant))
+    fused.check_forward("cuda", case)
+    fused.check_forward_in_all_tiles("cuda", case)
     fused.check_backward("cuda", case)
     fused.check_backward("cuda", replace(case, columns=320))
 
@@ -50,8 +50,7 @@ def test_every_function(name):
 def test_published_activations(name):
     function, count = PUBLISHED[name]
     case = fused.case_of(op_of_function(function, count), function)
-    for variant in _C.ACTIVATION_VARIANTS:
-        fused.check_forward("cuda", replace(case, variant=variant))
+    fused.check_forward_in_all_tiles("cuda", case)
     fused.check_backward("cuda", case)
     if count == 2:
         case = fused.case_of(op_of_function(function, count, interleaved(32)), function, transposed=True)
@@ -63,16 +62,15 @@ def test_published_activations(name):
 def test_random_functions(seed):
     function, count = random_function(seed)
     case = fused.case_of(op_of_function(function, count), function, columns=(192, 320, 72)[seed % 3])
-    for variant in _C.ACTIVATION_VARIANTS:
-        fused.check_forward("cuda", replace(case, variant=variant))
+    fused.check_forward_in_all_tiles("cuda", case)
     fused.check_backward("cuda", case)
 
 
 @pytest.fixture
 def one_tile(monkeypatch):
     """Of each direction the kernel of the first tile alone is compiled, which is most of what a test takes."""
-    variants = epilogue._variants
-    monkeypatch.setattr(epilogue, "_variants", lambda form: variants(form)[:1])
+    variants = epilogue.variants
+    monkeypatch.setattr(epilogue, "variants", lambda form: variants(form)[:1])
     epilogue.handles.cache_clear()
     yield
     epilogue.handles.cache_clear()
@@ -91,9 +89,8 @@ def test_more_random_functions(seed):
 @pytest.mark.parametrize("block", [None, 1, 2, 4, 8, 32, 64])
 def test_every_layout_of_gate_and_up(block, dtype):
     case = fused.case_of(*op_of("gpt-oss", "concat" if block is None else interleaved(block)), dtype=dtype)
-    for variant in _C.ACTIVATION_VARIANTS:
-        fused.check_forward("cuda", replace(case, variant=variant, bias=torch.float32, bias_scale=True))
-        fused.check_forward("cuda", replace(case, variant=variant, transposed=True, columns=320))
+    fused.check_forward_in_all_tiles("cuda", replace(case, bias=torch.float32, bias_scale=True))
+    fused.check_forward_in_all_tiles("cuda", replace(case, transposed=True, columns=320))
     fused.check_backward("cuda", case)
     fused.check_backward("cuda", replace(case, transposed=True, columns=320, scales=torch.bfloat16))
 
@@ -101,8 +98,7 @@ def test_every_layout_of_gate_and_up(block, dtype):
 def test_groups_of_every_size():
     for size in (1, 2, 17, 64, 129, 257, 1000):
         case = fused.case_of(*op_of("relu2 glu"), sizes=(size,), tail=size % 5, features=72, columns=136)
-        for variant in _C.ACTIVATION_VARIANTS:
-            fused.check_forward("cuda", replace(case, variant=variant))
+        fused.check_forward_in_all_tiles("cuda", case)
         fused.check_backward("cuda", case)
     fused.check_forward("cuda", fused.case_of(*op_of("relu2 glu"), sizes=(0, 0, 0)))
     fused.check_backward("cuda", fused.case_of(*op_of("relu2 glu"), sizes=(0, 0, 0)))
@@ -113,8 +109,8 @@ def test_groups_of_every_size():
 def test_numbers_of_columns_of_all_rows_and_of_gate_and_up(name, halves):
     build, function = ACTS_OF_COLUMNS[name]
     case = fused.case_of(build(halves), function)
-    for variant in (-1, *_C.ACTIVATION_VARIANTS):
-        fused.check_forward("cuda", replace(case, variant=variant))
+    fused.check_forward("cuda", case)
+    fused.check_forward_in_all_tiles("cuda", case)
     fused.check_backward("cuda", case)
 
 
@@ -123,9 +119,10 @@ def test_numbers_of_columns_of_all_rows_and_of_gate_and_up(name, halves):
 def test_matrices(name, halves):
     build, function = ACTS_OF_MATRICES[name]
     case = fused.case_of(build(halves), function)
-    for variant in (-1, *_C.ACTIVATION_VARIANTS):
-        fused.check_forward("cuda", replace(case, variant=variant))
-        fused.check_forward("cuda", replace(case, variant=variant, columns=320, scales=None, matrices=torch.float32))
+    fused.check_forward("cuda", case)
+    fused.check_forward_in_all_tiles("cuda", case)
+    fused.check_forward("cuda", replace(case, columns=320, scales=None, matrices=torch.float32))
+    fused.check_forward_in_all_tiles("cuda", replace(case, columns=320, scales=None, matrices=torch.float32))
     fused.check_forward("cuda", replace(case, dtype=torch.float16, transposed=True, bias=torch.float32))
     fused.check_forward("cuda", replace(case, sizes=(0, 0, 0)))
 
@@ -147,9 +144,10 @@ def test_sums_over_more_groups_and_blocks_than_threads_take_at_a_time(name, size
 @pytest.mark.parametrize("name", OF_COLUMNS)
 def test_numbers_of_columns(name, vectors):
     case = fused.case_of(op_of_columns(name), OF_COLUMNS[name][0], vectors=vectors)
-    for variant in (-1, *_C.ACTIVATION_VARIANTS):
-        fused.check_forward("cuda", replace(case, variant=variant))
-        fused.check_forward("cuda", replace(case, variant=variant, columns=320, transposed=True, bias=torch.float32))
+    fused.check_forward("cuda", case)
+    fused.check_forward_in_all_tiles("cuda", case)
+    fused.check_forward("cuda", replace(case, columns=320, transposed=True, bias=torch.float32))
+    fused.check_forward_in_all_tiles("cuda", replace(case, columns=320, transposed=True, bias=torch.float32))
     fused.check_backward("cuda", case)
     fused.check_backward("cuda", replace(case, columns=320, transposed=True, scales=None))
     fused.check_backward("cuda", case, want_vectors=False)
@@ -159,16 +157,14 @@ def test_numbers_of_columns(name, vectors):
 def test_kernels_without_scales_are_those_of_calls_without():
     case = fused.case_of(op_of_columns("slope"), learned_slope)
     for scales in (None, torch.float32):
-        for variant in _C.ACTIVATION_VARIANTS:
-            fused.check_forward("cuda", replace(case, scales=scales, variant=variant))
+        fused.check_forward_in_all_tiles("cuda", replace(case, scales=scales))
         fused.check_backward("cuda", replace(case, scales=scales))
 
 
 @pytest.mark.parametrize("block", [1, 2, 8, 32])
 def test_numbers_of_columns_where_gate_and_up_alternate(block):
     case = fused.case_of(op_of_columns("slope", interleaved(block)), learned_slope, dtype=torch.float16)
-    for variant in _C.ACTIVATION_VARIANTS:
-        fused.check_forward("cuda", replace(case, variant=variant))
+    fused.check_forward_in_all_tiles("cuda", case)
     fused.check_backward("cuda", replace(case, vectors=torch.float16))
 
 
@@ -259,3 +255,46 @@ def step(model):
     x.requires_grad_()
     y = model(x, split_sizes=sizes)
     return [y, *torch.autograd.grad(y, [x, *model.parameters()], torch.ones_like(y))]
+
+
+def adapted(*acts):
+    torch.manual_seed(0)
+    linears = [
+        fusible.GroupedLoRA(4, *shape, 8, device="cuda", dtype=torch.bfloat16) for shape in ((128, 512), (256, 128))
+    ]
+    for parameter in (*linears[0].parameters(), *linears[1].parameters()):
+        torch.nn.init.normal_(parameter, std=0.1)
+    ends = fusible.Dispatch(4), fusible.Scale(), fusible.Combine()
+    return fusible.Sequential(ends[0], linears[0], *acts, linears[1], *ends[1:])
+
+
+def test_columns_and_chains_between_adapters():
+    beta = torch.linspace(0.5, 1.5, 4 * 256, device="cuda", dtype=torch.bfloat16).view(4, 256)
+    op = Pointwise(learned_slope, halves="concat", columns={"beta": beta})
+    bias = fusible.Bias(512, device="cuda", dtype=torch.bfloat16)
+    model, x = adapted(bias, op, fusible.ConstantScale(0.5)), inputs()[0].requires_grad_()
+    index = torch.randint(5, (300, 2), device="cuda")  # some are of no expert
+    weights = torch.rand(300, 2, device="cuda").requires_grad_()
+    tensors = [x, weights, *model.parameters()]
+
+    def gradients(expected):
+        y = model(x, top_k_index=index, top_k_weights=weights)
+        assert [step.name for step in model.explain().steps][:1] == expected
+        return [y, *torch.autograd.grad(y, tensors, torch.ones_like(y))]
+
+    got = gradients(["RoutedLoRA"])
+    with fusible.config(disable_fusions={"RoutedLoRA"}):
+        apart = gradients(["Dispatch"])
+    for one, other in zip(got, apart, strict=True):
+        assert (one.float() - other.float()).norm() <= 0.02 * other.float().norm()
+
+
+def test_deep_products_of_short_groups_take_the_tile_of_the_built_in_activation():
+    linear = fusible.GroupedLinear(8, 4096, 512, bias=False, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(8 * 256, 4096, device="cuda", dtype=torch.bfloat16)
+    sizes, results = torch.tensor([100, 412, 256, 256, 0, 512, 255, 257], device="cuda"), []
+    for act in (fusible.SwiGLU(), Pointwise(lambda gate, up: F.silu(gate) * up, halves="concat")):
+        model = fusible.Sequential(linear, act)
+        results.append(model(x, split_sizes=sizes))
+        assert "tile 160 x 256" in str(model.explain(x, split_sizes=sizes))
+    torch.testing.assert_close(*results, rtol=2.0**-7, atol=1e-3)

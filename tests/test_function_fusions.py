@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from fusible import (
     Bias,
     Combine,
+    ConstantScale,
     Dispatch,
     GroupedLinear,
     GroupedLoRA,
@@ -37,7 +38,7 @@ from fusible.ops.kernels.hopper import extension
 E, K, H, T, SLOTS = 3, 16, 24, 40, 2
 SIZES = [17, 0, 20]
 D, BF16 = torch.float64, torch.bfloat16
-FUSIONS = {"RoutedMLP", "RoutedLoRA", "GroupedMLP", "GroupedLinearGLU", "GLUScale"}
+FUSIONS = {"RoutedMLP", "RoutedLoRA", "GroupedMLP", "GroupedLinearGLU", "PointwiseChain"}
 
 
 def cut(gate, up, prob):
@@ -386,9 +387,6 @@ def test_what_the_fusions_decline_in_the_words_of_explain(reason):
 def test_what_the_other_fusions_decline(reason):
     op = DECLINED[reason][0]
     rows = {name: torch.rand(T, dtype=D) for name in op.keywords}
-    pair = Sequential(op, Scale())
-    pair(torch.rand(T, 2 * H, dtype=D), scales=torch.rand(T, dtype=D), **rows)
-    assert declined(pair, "GLUScale") == [reason]
     if not rows:
         for kind, name in ((GroupedLinear, "RoutedMLP"), (GroupedLoRA, "RoutedLoRA")):
             layer = routed(op, kind=kind)
@@ -401,10 +399,8 @@ def test_which_fusions_take_numbers_of_columns_that_all_groups_share():
     x, weights = unit(T, K), torch.rand(T, 2, dtype=D).requires_grad_()
     layer, index = routed(op), torch.randint(E, (T, 2))
     compare(layer, "RoutedMLP", {"x": x, "w": weights}, x, top_k_index=index, top_k_weights=weights)
-    adapted, pair = routed(op, kind=GroupedLoRA), Sequential(op, Scale())
-    adapted(unit(T, K, grad=False), **routing())
-    pair(torch.rand(T, 2 * H, dtype=D), scales=torch.rand(T, dtype=D))
-    assert declined(adapted, "RoutedLoRA") == declined(pair, "GLUScale") == ["act reads a number for each column"]
+    adapted, call = routed(op, kind=GroupedLoRA), routing()
+    compare(adapted, "RoutedLoRA", {"x": x, "w": call["top_k_weights"]}, x, **call)
 
 
 def test_disabled_fusions_are_not_taken():
@@ -462,7 +458,7 @@ def test_the_first_half_alone(name, dtype):
 def test_a_function_and_a_scale(name, dtype):
     op, gated = op_of(name)
     x, scales = unit(2, T, gated * H, dtype=dtype), torch.rand(2, T, dtype=dtype).requires_grad_()
-    compare(Sequential(op, Scale()), "GLUScale", {"x": x, "s": scales}, x, scales=scales)
+    compare(Sequential(op, Scale()), "PointwiseChain", {"x": x, "s": scales}, x, scales=scales)
 
 
 def routed(op, scaled=("after",), kind=GroupedLinear, dtype=D, **options):
@@ -674,10 +670,31 @@ def test_a_routed_layer_whose_function_reads_the_routing_weights_and_columns():
         compare(model, "RoutedMLP", {"x": x, "weights": call["top_k_weights"]}, x, **call)
 
 
-def test_adapters_decline_columns_of_groups():
-    model, x, call = routed(with_columns("sloped")[0], kind=GroupedLoRA), unit(T, K), routing()
-    model(x, **call)
-    assert declined(model, "RoutedLoRA") == ["act reads a number for each column"]
+@pytest.mark.parametrize(
+    "frozen", [(), ("x",), ("weights",), ("2.",), ("1.", "3."), ("x", "weights", "1."), ("x", "weights", "1.", "3.")]
+)
+@pytest.mark.parametrize("name", WITH_COLUMNS)
+def test_columns_of_groups_between_adapters(name, frozen):
+    model, x, call = routed(with_columns(name)[0], kind=GroupedLoRA), unit(T, K), routing()
+    tensors = {"x": x, "weights": call["top_k_weights"]}
+    for part, tensor in (*tensors.items(), *model.named_parameters()):
+        tensor.requires_grad_(not part.startswith(frozen or ("-",)))
+    got = compare(model, "RoutedLoRA", tensors, x, **call)
+    assert ("2.beta" in got) is ("2." not in frozen)
+
+
+@pytest.mark.parametrize("dtype", [D, BF16], ids=str)
+def test_a_chain_between_adapters(dtype):
+    model, x, call = (
+        routed(with_columns("sloped", dtype)[0], kind=GroupedLoRA, dtype=dtype),
+        unit(T, K, dtype=dtype),
+        routing(),
+    )
+    chain = Bias(2 * H, dtype=dtype), model[2], Pointwise(torch.tanh), ConstantScale(0.5)
+    torch.nn.init.normal_(chain[0].bias)
+    model = Sequential(*model[:2], *chain, *model[3:])
+    compare(model, "RoutedLoRA", {"x": x, "weights": call["top_k_weights"]}, x, **call)
+    assert steps(model, x, **call) == ["RoutedLoRA"]
 
 
 def test_columns_of_other_groups_than_those_of_the_linear_are_declined():

@@ -338,6 +338,10 @@ def inference(*shape):
         (lambda: grouped_gemm(A, B), "plain tensors need split_sizes or offsets, int32 or int64"),
         (lambda: grouped_gemm(A, B, SIZES.float()), "plain tensors need split_sizes or offsets, int32 or int64"),
         (lambda: grouped_gemm(A, B, [3, 0, 5]), r"split_sizes must be an int32 or int64 tensor \[E\], got a list"),
+        (
+            lambda: grouped_gemm(A, B[:0], torch.tensor([], dtype=torch.int64)),
+            "split_sizes must be of one group at least",
+        ),
         (lambda: grouped_gemm(A, B, offsets=[3, 3, 8]), r"offsets must be an int32 or int64 tensor \[E\], got a list"),
         (lambda: grouped_gemm(A, B, SIZES[None]), r"split_sizes must be .* \[E\], got shape \[1, 3\]"),
         (lambda: grouped_gemm(A, B, offsets=SIZES[0]), r"offsets must be .* \[E\], got shape \[\]"),

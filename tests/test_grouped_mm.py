@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from reference import assert_as_good, assert_close_to, grouped_linear, run, unit
 from test_grouped_mlp import Case
 
-from fusible import GroupedLinear, RefusedError, Sequential, config
+from fusible import Bias, GroupedLinear, RefusedError, Sequential, SwiGLU, config
 from fusible.ops import kernels
 from fusible.ops.kernels import dispatch
 from fusible.ops.kernels.problem import GroupedGemm, Layout
@@ -30,6 +31,14 @@ def _on_cpu(monkeypatch):
     monkeypatch.setattr(kernels, "row_kernels", lambda *tensors: grouped_mm)
     monkeypatch.setattr(dispatch, "_CPU_BACKENDS", dispatch._BACKENDS)
     monkeypatch.setattr(wrong_sizes, "_reports", {})
+
+
+@contextmanager
+def poisoned():
+    """Fresh memory holds NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def problem(layout, out_dtype=torch.float32, sizes=SIZES, listed=False, **how):
@@ -229,3 +238,30 @@ def test_what_is_added_to_the_product_is_rounded_with_it_once(backend, layout, n
     backend.run(p)
 
     assert torch.equal(p.out, exact.to(BF16))
+
+
+def test_training_follows_a_first_call_in_inference_mode():
+    linear, x = GroupedLinear(E, K, N, dtype=BF16), unit(T, K, dtype=BF16)
+    with config(backend="grouped_mm"):
+        with torch.inference_mode():
+            linear(x, split_sizes=torch.tensor(SIZES))
+        linear(x, split_sizes=torch.tensor(SIZES)).sum().backward()
+
+    assert linear.weight.grad is not None
+
+
+def test_a_bias_behind_a_product_is_differentiated_again_and_without_the_tail():
+    model = Sequential(GroupedLinear(E, K, 2 * N), Bias(2 * N), SwiGLU(), GroupedLinear(E, N, K)).to(BF16)
+    x, dy = (unit(T, K, dtype=BF16, grad=False) for _ in range(2))
+    for rows in (x, dy):
+        rows[sum(SIZES) :] = torch.nan
+    grads = []
+    with config(backend="grouped_mm"), poisoned():
+        y = model(x, split_sizes=torch.tensor(SIZES))
+        for _ in range(2):
+            grads += torch.autograd.grad(y, [model[1].bias], dy, retain_graph=True)
+    with config(backend="loop"):
+        grads += torch.autograd.grad(model(x, split_sizes=torch.tensor(SIZES)), [model[1].bias], dy)
+
+    assert torch.equal(*grads[:2])
+    torch.testing.assert_close(grads[0], grads[2], rtol=0.02, atol=0.1)

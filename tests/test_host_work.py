@@ -169,6 +169,6 @@ def test_calls_of_a_layer_of_transformers_without_gradients(gpu):
     experts.config._experts_implementation = "fusible"
     x, index, weights = torch.randn(1, 32, dtype=torch.bfloat16), torch.tensor([[0, 1]]), torch.rand(1, 2)
     with torch.no_grad():
-        counts = [calls_of(lambda: experts(x, index, weights)) for _ in range(3)]
+        counts = [calls_of(lambda: experts(x, index, weights)) for _ in range(5)]
 
-    assert counts[-1] <= 90, counts
+    assert counts[-1] <= 80, counts

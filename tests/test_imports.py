@@ -29,6 +29,7 @@ CONTRACT = {
     "overrides",
     "parametrized",
     "spec",
+    "stored_values",
     "torch_private",
     "tracing",
 }
@@ -39,7 +40,7 @@ ARROWS = {  # part of fuser -> what it may import besides the files of the op co
     "replay": {"compiler", "runtime"},
     "dynamo": {"compiler", "runtime"},
     "explain": {"compiler", "runtime"},
-    "repeated_call": {"compiler", "runtime"},
+    "repeated_call": {"compiler", "replay", "runtime"},
     "call_cache": {"compiler", "replay", "explain", "repeated_call", "runtime"},
     "standalone": {"call_cache", "compiler", "dynamo", "explain", "runtime"},
     "sequential": {"call_cache", "standalone", "compiler", "dynamo", "explain", "runtime"},

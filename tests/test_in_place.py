@@ -19,6 +19,7 @@ from fusible import (
     Identity,
     Linear,
     MakeExtraOutput,
+    Pointwise,
     Scale,
     Sequential,
     SwiGLU,
@@ -117,6 +118,8 @@ BEHIND: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "Activation": (lambda: Activation("silu"), {}),
     "Scale": (Scale, {"scales": torch.ones(ROWS)}),
     "AddExtraInput": (lambda: AddExtraInput("r"), {"r": torch.ones(ROWS, K)}),
+    "Pointwise": (lambda: Pointwise(torch.tanh), {}),
+    "Pointwise by PyTorch": (lambda: Pointwise(torch.special.i0), {}),
     "GroupedLinear": (lambda: GroupedLinear(2, K, K), {"split_sizes": [2, 1]}),
 }
 

@@ -216,6 +216,15 @@ def test_gradients_of_experts_by_finite_differences(form: str) -> None:
         check_grads(run, (value,), order=1, modes=("rev",), rtol=2e-2, atol=1e-2, eps=2e-3)
 
 
+def test_products_without_depth_are_their_bias() -> None:
+    sizes, bias = jnp.array([2, 1], jnp.int32), jnp.ones((2, 8))
+    y = fusible.jax.grouped_gemm(jnp.ones((4, 0)), jnp.ones((2, 0, 8)), first_dims=sizes, bias=bias)
+    assert y.tolist() == [[1.0] * 8] * 3 + [[0.0] * 8]
+    assert fusible.jax.grouped_gemm(jnp.ones((4, 0)), jnp.ones((4, 8)), last_dims=sizes).shape == (2, 0, 8)
+    x, w13, w2 = jnp.ones((4, 0)), jnp.ones((2, 0, 16)), jnp.ones((2, 8, 0))
+    assert fusible.jax.grouped_mlp(x, w13, w2, sizes).shape == (4, 0)
+
+
 def test_ragged_dot_is_called_as_that_of_jax() -> None:
     ours, theirs = (inspect.signature(function).parameters for function in (fusible.jax.ragged_dot, jax.lax.ragged_dot))
 

@@ -52,6 +52,17 @@ def test_what_is_wrong_is_not_timed(layer: Any, of_gpt_oss: bool, monkeypatch: p
     assert "relative errors" in left_out[0].reason
 
 
+def test_a_peer_that_is_asked_for_is_timed_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(jax_experts.LAYERS, "ragged_dot", lambda: wrong_output)
+    monkeypatch.setitem(jax_experts.LAYERS, "fusible.jax", lambda: wrong_output)
+    problem = Problem.make(2, 8, 8, torch.tensor([3, 4]), "cpu", torch.float32)
+    programs, left_out, errors = jax_experts.taking_part(problem, ["fusible.jax", "ragged_dot"], peer_error=0.1)
+
+    assert programs.keys() == {"ragged_dot"}
+    assert [one.name for one in left_out] == ["fusible.jax"]
+    assert 0.005 < errors["ragged_dot"] < 0.1
+
+
 def test_tokamax_is_tuned_for_each_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first configurations are those that its own list for an H100 holds."""
     names = ("block_m", "block_k", "num_stages", "persistent", "grid_minor_dim", "grid_tile_width")

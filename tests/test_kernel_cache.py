@@ -1,5 +1,6 @@
 """Kernels on disk: found again, never taken from others, and no failure of a disk is an error of the caller."""
 
+import fcntl
 import logging
 import multiprocessing
 import os
@@ -192,6 +193,36 @@ def test_one_of_many_processes_compiles(tmp_path):
         process.join()
     assert [process.exitcode for process in processes] == [0] * 6
     assert log.read_text() == "compiled\n"
+
+
+def _writes_without_a_lock(folder, both, cubin):
+    fcntl.flock = _refuses
+
+    def compile_kernel():
+        both.wait()
+        return cubin
+
+    for i in range(10):
+        assert KernelCache(folder).find(key_of(i), compile_kernel) == cubin
+
+
+def _refuses(*_):
+    raise OSError(37, "No locks available")
+
+
+def test_two_writers_that_cannot_lock_leave_whole_kernels(tmp_path):
+    context, folder = multiprocessing.get_context("fork"), tmp_path / "kernels"
+    both, cubins = context.Barrier(2), [letter * 2_000_000 for letter in (b"a", b"b")]
+    processes = [context.Process(target=_writes_without_a_lock, args=(folder, both, cubin)) for cubin in cubins]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    log, cache = [], KernelCache(folder)
+    assert all(cache.find(key_of(i), compiler(log)) in cubins for i in range(10))
+    assert not log
+    assert not [*folder.glob(".new-*")]
 
 
 def _is_killed_as_it_writes(folder):

@@ -20,7 +20,7 @@ from fusible.ops import kernels
 from fusible.ops.activation_spec import ActivationSpec
 from fusible.ops.inference import Experts
 from fusible.ops.kernels import codecs, custom_ops
-from fusible.ops.quantized import reference
+from fusible.ops.quantized import mxfp8, reference
 from fusible.ops.routing import Routing
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
@@ -40,6 +40,7 @@ TOKENS = (X[:6], IDS % 3, torch.rand(6, 2))
 GATED = Pointwise(lambda gate, up, s: gate.tanh() * up * s, halves=interleaved(4)).program.text
 HALF, WIDE_HALF = X.bfloat16(), WIDE.bfloat16()
 ROW_COPY, BYTES = reference.quantize_rows(HALF, True), reference.quantize_weight(WEIGHT, 1, True)[::2]
+PACKED = (*mxfp8.quantize_rows(WEIGHT), SIZES, "MXFP8")
 COLUMNS, WIDE_COLUMNS = (reference.quantize_columns(each, SIZES, True) for each in (HALF, WIDE_HALF))
 PLAIN = (None, None, None, None, None, "auto")  # no factor, no bias, no scales
 
@@ -152,6 +153,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         OPS.scaled_wgrad_out,
         (*WIDE_COLUMNS, *COLUMNS, SIZES, ROWS, [*torch.ones(3, 16, 8)], True, "auto"),
     ),
+    "packed": (OPS.packed_gemm, (HALF, *PACKED, torch.float32, torch.rand(3), [BIAS], SCALES, SCALES, "auto")),
+    "packed into": (
+        OPS.packed_gemm_out,
+        (HALF, *PACKED, [torch.ones(ROWS, 16)], None, [*BIAS], None, SCALES, "loop"),
+    ),
     "gathered wgrad": (OPS.gathered_wgrad, (X[:6], WIDE, *ROUTING, False, torch.float32, "auto")),
     "gathered wgrad whose tokens lead": (OPS.gathered_wgrad, (X[:6], WIDE, *ROUTING, True, torch.float64, "auto")),
     "low rank pass": (
@@ -174,7 +180,7 @@ WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dis
 
 def is_narrow(value: Any) -> bool:
     """Of 8 bits, which torch does not compare: whether an op changes such an argument, opcheck cannot say."""
-    return isinstance(value, Tensor) and value.dtype == torch.float8_e4m3fn
+    return isinstance(value, Tensor) and value.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -36,12 +36,7 @@ SIZES, X = [2, 1], torch.randn(3, 4)
 KEYWORDS: dict[str, Any] = {"split_sizes": SIZES, "scales": torch.ones(3)}
 
 
-@pytest.fixture(autouse=True)
-def _no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+pytestmark = pytest.mark.usefixtures("collector_off")
 
 
 def fc1(**how: Any) -> GroupedLinear:
@@ -305,7 +300,6 @@ def test_a_layer_of_transformers_is_freed(name: str, trains: bool, switches: dic
     seen = watched(layer)
     del whole
     gc.collect()  # cycles of the model that transformers builds
-    gc.disable()
     with config(**switches), torch.set_grad_enabled(trains):
         for _ in range(2):
             y = layer(*arguments)

@@ -16,7 +16,6 @@ from emulation import build
 
 from fusible import Bias, Pointwise, SwiGLU, interleaved
 from fusible.ops.fused.activation_role import vectors_of
-from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.jit import epilogue, nvcc, nvrtc
 from fusible.ops.kernels.jit.cache import kernel_cache
 from fusible.ops.kernels.jit.compilation import compiled, compiler
@@ -114,8 +113,8 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Compilation]:
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_sources_compile_without_a_spill_in_seconds(compilations: list[Compilation], name: str, backward: bool) -> None:
-    variants = extension.library().BACKWARD_VARIANTS if backward else extension.library().ACTIVATION_VARIANTS
-    loaded = epilogue.handles(form_of(FUNCTIONS[name], backward))
+    form = form_of(FUNCTIONS[name], backward)
+    variants, loaded = epilogue.variants(form), epilogue.handles(form)
 
     assert isinstance(loaded, tuple), loaded
     assert len(loaded) == len(compilations) == len(variants)
@@ -179,8 +178,8 @@ def without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_nvrtc")
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_nvcc_compiles_the_same_sources(backward: bool) -> None:
-    variant = (extension.library().BACKWARD_VARIANTS if backward else extension.library().ACTIVATION_VARIANTS)[0]
-    texts = epilogue.sources(form_of(FUNCTIONS["telu"], backward), variant)
+    form = form_of(FUNCTIONS["telu"], backward)
+    texts = epilogue.sources(form, epilogue.variants(form)[0])
 
     assert compiler().version[0] == "nvcc"
     assert compiled(texts, "sm_90a").startswith(b"\x7fELF")

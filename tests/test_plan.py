@@ -313,7 +313,7 @@ def test_two_threads_may_share_a_container():
 
 
 def test_shapes_that_have_passed_are_not_checked_again(monkeypatch):
-    monkeypatch.setattr("fusible.fuser.compiler.plan._checks_values", lambda *_: False)  # as on a device
+    monkeypatch.setattr("fusible.fuser.compiler.plan.checks_values", lambda *_: False)  # as on a device
     model, checked = mlp(), []
     check = SwiGLU.check
     monkeypatch.setattr(SwiGLU, "check", lambda self, x: checked.append(x.shape[0]) or check(self, x))
@@ -333,7 +333,7 @@ def test_values_are_checked_where_they_can_be_read(where):
     found = graph.OpGraph.of(model._current().layout, binding.BoundArguments([X], ((), (), (), ())))
     found.nx.nodes[".x"]["spec"] = cuda
 
-    assert plan._checks_values(found, switches) == (where != "device")
+    assert plan.checks_values(found, switches) == (where != "device")
 
 
 def test_a_check_of_ones_own_is_always_asked():

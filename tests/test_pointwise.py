@@ -569,6 +569,19 @@ def test_columns_in_a_container_and_in_compiled_code():
     assert "GroupedMLP" in str(model.explain(x, split_sizes=SIZES))
 
 
+@pytest.mark.parametrize(
+    ("function", "halves", "words"),
+    [
+        (lambda: torch.ones(3), None, r"<lambda> must take x by position, .*test_pointwise.py:\d+"),
+        (lambda x: x, "concat", "<lambda> must take gate and up by position"),
+        (lambda x, *, s: x * s, None, "<lambda> takes 's' by name alone.*; a number of a row comes by position"),
+    ],
+)
+def test_functions_that_do_not_take_what_they_are_given_are_named(function, halves, words):
+    with pytest.raises(ValueError, match=words):
+        Pointwise(function, halves=halves)
+
+
 def test_wrong_columns_are_named():
     with pytest.raises(ValueError, match=r"swish has no parameter 'gamma', .*test_pointwise.py:\d+"):
         Pointwise(swish, columns={"gamma": (4,)})
@@ -578,6 +591,9 @@ def test_wrong_columns_are_named():
         Pointwise(lambda x, a, b: x * a + b, columns={"a": (4,), "b": (5,)})
     with pytest.raises(ValueError, match=r"beta must be numbers \[C\] or \[E, C\]"):
         Pointwise(swish, columns={"beta": torch.ones(4, dtype=torch.int64)})
+    for shape in ((-1,), (0,), "ab", 4, (2, 3, 4), (2.0,)):
+        with pytest.raises(ValueError, match=r"swish: the columns beta must be numbers \[C\] or \[E, C\], got"):
+            Pointwise(swish, columns={"beta": shape})
     op = Pointwise(swish, columns={"beta": (2, 4)})
     with pytest.raises(fusible.ArgumentError, match="split_sizes"):
         op(torch.randn(3, 4))
@@ -585,3 +601,14 @@ def test_wrong_columns_are_named():
         op(torch.randn(3, 4), split_sizes=[1, 1, 1])
     with pytest.raises(fusible.ArgumentError, match="expected 4 features"):
         op(torch.randn(3, 5), split_sizes=[1, 2])
+
+
+def test_what_a_function_raises_names_the_function_and_its_tensors():
+    def product_of_matrices(gate, up):
+        return gate @ up
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as raised:
+        Pointwise(product_of_matrices, halves="concat")
+
+    (note,) = raised.value.__notes__
+    assert "product_of_matrices raised this on tensors [" in note

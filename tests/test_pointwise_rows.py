@@ -114,6 +114,22 @@ def test_columns(sizes, dtype, vectors):
     check_columns(sizes, dtype, vectors)
 
 
+@pytest.mark.parametrize("kernels", [jit, reference], ids=["jit", "torch"])
+def test_a_tail_that_is_unspecified_counts_in_no_sum(kernels):
+    program = Pointwise(lambda x, b: x * torch.tanh(b * x), columns={"b": (40,)}).program
+    x, dy, vector = torch.randn(9, 40), torch.randn(9, 40), torch.randn(1, 40)
+    results = []
+    for rows in (9, 7):
+        x[rows:] = torch.nan
+        read = PointwiseRows(x[:rows], None, None, (), (vector,), None)
+        if rows == 7:
+            read = read._replace(x=x, split_sizes=torch.tensor([4, 3, 0]), tail_unspecified=True)
+        out = PointwiseGrads(None, None, (torch.empty_like(vector),))
+        kernels.backward(program, read, dy if rows == 7 else dy * (torch.arange(9) < 7).unsqueeze(1), out)
+        results.append(out.vectors[0])
+    torch.testing.assert_close(*results)
+
+
 def test_columns_that_fit_no_vector():
     check_columns([4, 0, 3], BF16, FP32, columns=5)
 

@@ -16,8 +16,6 @@ from emulation import build
 from emulation.harness import Emulation
 from emulation.programs import Programs
 
-from fusible.ops.kernels.hopper import extension
-
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 TAIL, SIZES = 5, (70, 0, 1, 33)
 
@@ -37,7 +35,7 @@ def case_of(seed: int) -> fused.Case:
     """A problem whose last subtile of columns is not full, in one of the tiles."""
     function, count = random_function(seed)
     case = fused.case_of(op_of(function, count), function, sizes=SIZES, tail=TAIL, features=40, columns=72)
-    variants = extension.library().ACTIVATION_VARIANTS
+    variants = fused.variants(case)
     return replace(case, variant=variants[seed % len(variants)])
 
 

@@ -387,6 +387,20 @@ def test_delayed_scales_stay_outside_of_training_and_when_a_forward_is_computed_
         assert torch.equal(value, plain.state_dict()[name]), name
 
 
+@pytest.mark.parametrize(
+    "cast", [lambda m: m.to(torch.bfloat16), lambda m: m.bfloat16(), lambda m: m.half().bfloat16()]
+)
+def test_delayed_scales_stay_in_float32_where_a_layer_is_cast(cast):
+    linear = fusible.GroupedLinear(2, 16, 16, recipe=DELAYED)
+    model = cast(fusible.Sequential(linear))
+    x = torch.randn(5, 16, dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):
+        model(x, split_sizes=[2, 3]).sum().backward()
+    assert linear.weight.dtype == torch.bfloat16
+    assert {buffer.dtype for buffer in linear.buffers()} == {torch.float32}
+    assert linear.x_encode.tolist() == pytest.approx([448 / rows.abs().max().item() for rows in x.split([2, 3])])
+
+
 def test_delayed_scales_travel_with_the_state_dict():
     op, other = linear(DELAYED), linear(DELAYED)
     run(op)

@@ -7,10 +7,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from checks import recipes
+from checks import packed, recipes
 from checks.recipes import ALL, DEQUANTISED, MULTIPLIED, WEIGHTS, Kernels, Layers
 from emulation import build, harness
 
+import fusible
 from fusible.fuser import replay
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -86,3 +87,8 @@ def test_calls_are_replayed_where_kernels_quantise_and_else_not_with_a_reason(na
     reasons = after.unsupported - before.unsupported
     assert bool(reasons) == (name not in REPLAYED)
     assert all(why in reason for reason in reasons), reasons
+
+
+@pytest.mark.parametrize("recipe", [fusible.MXFP8(), fusible.NVFP4()], ids=str)
+def test_few_rows_of_quantised_experts_are_those_of_dequantised_weights(recipe):
+    packed.check_experts(KERNELS, recipe, "auto")

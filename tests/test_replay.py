@@ -126,8 +126,8 @@ class Experts:
         return other.step()
 
     def warm(self) -> None:
-        """Until both halves are replayed."""
-        for _ in range(3):
+        """Until both halves are replayed, and the forward without being looked up."""
+        for _ in range(5):
             self.step()
 
 

@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from checks.routing import check_ids_that_lie_stay_inside
 from models import steps
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +24,7 @@ from fusible import (
     config,
     interleaved,
 )
+from fusible.ops.routing import by_torch
 
 T, K_SLOTS, E, H, F = 11, 2, 5, 8, 12
 D = torch.float64
@@ -43,6 +45,7 @@ def inputs(tokens=T, outside=False, dtype=D):
     index = torch.randint(0, E - 1, (tokens, K_SLOTS), generator=g)  # the last expert has no token
     if outside:
         index[::3, 1] = E + 2
+        index[1::3, 0] = -1
     weights = torch.rand(tokens, K_SLOTS, dtype=dtype, generator=g).requires_grad_()
     return x, index, weights
 
@@ -157,6 +160,10 @@ def test_few_tokens(tokens):
         assert_close(run(model, *call), fused)
 
 
+def test_ids_that_lie_stay_inside():
+    check_ids_that_lie_stay_inside("cpu")
+
+
 def test_ids_of_no_expert_add_nothing_even_where_rows_hold_anything():
     """Between the two, elementwise ops know no experts: what they leave in rows of no expert must not count."""
     model = Sequential(Dispatch(E), Identity(), Combine())
@@ -169,6 +176,27 @@ def test_ids_of_no_expert_add_nothing_even_where_rows_hold_anything():
     assert torch.equal(y, expected)
     y.sum().backward()
     assert torch.equal(x.grad, (expected != 0).to(D))
+
+
+@pytest.mark.parametrize("outside", [-1, -(2**31), E, 2**16, 2**16 + 1])
+@pytest.mark.parametrize("path", ["one call", "kernel by kernel", "unfused"])
+def test_ids_below_and_beyond_those_of_experts_are_of_none(path, outside):
+    model, (x, index, weights) = layer(single_grouped_weight=path == "one call"), inputs(outside=True)
+    index = index.int()
+    with config(disable_fusions=UNFUSED if path == "unfused" else set()):
+        expected = run(model, x, index, weights)
+        index[::3, 1] = outside
+        assert_close(run(model, x, index, weights), expected)
+        index[:] = outside
+        assert not any(gradient.any() for gradient in run(model, x, index, weights))
+
+
+def test_ids_on_a_gpu_are_narrowed_only_within_those_of_experts(monkeypatch):
+    ids = torch.tensor([[-1, 0, 2**16], [2, 2**15, E]])
+    expected = by_torch(ids, E)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # many, so that they are sorted in 16 bits there
+    many = by_torch(ids.repeat(1000, 1), E)
+    assert many.tokens_per_expert.tolist() == [1000 * n for n in expected.tokens_per_expert.tolist()]
 
 
 def test_main_grad_and_delayed_weight_gradients():
@@ -291,6 +319,11 @@ def test_interleaved_gates():
         ({"top_k_index": torch.zeros(T, K_SLOTS)}, "top_k_index must be int32 or int64, got torch.float32"),
         ({"top_k_index": torch.zeros(T, 3, dtype=torch.int64)}, "must have one shape"),
         ({"top_k_weights": torch.zeros(T, K_SLOTS, dtype=torch.int64)}, "top_k_weights must be floating-point"),
+        (
+            {"top_k_weights": torch.zeros(T, K_SLOTS, dtype=torch.float8_e4m3fn)},
+            "top_k_weights must be floating-point, of at least 16 bits, got torch.float8_e4m3fn",
+        ),
+        ({"top_k_index": torch.zeros(T, 0, dtype=torch.int64)}, r"top_k_index must be \[T, k\] with k at least 1, got"),
         ({"top_k_weights": torch.zeros(T, K_SLOTS, device="meta")}, "top_k_weights must be on cpu, as x, got meta"),
         ({"x": torch.zeros(2, T, H, dtype=D)}, r"x must be tokens \[T, H\], got shape \[2, 11, 8\]"),
     ],

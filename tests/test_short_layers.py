@@ -166,6 +166,23 @@ def test_gradients(act, bias, transposed, dtype, runs, poisoned):
     assert found[2][[2]].eq(0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("ids", [[[3, 1]], [[1, E]], [[E, E + 1]], [[2]], [[4, 0, 2]]], ids=str)
+def test_one_token(ids, dtype, runs, poisoned):
+    """Its rows are summed at once where that gives the same bits, and what experts do not have counts as nothing."""
+    model, call = trained("swiglu", True, False, dtype), arguments(1, dtype=dtype)
+    call["top_k_index"], call["top_k_weights"] = torch.tensor(ids), torch.rand(1, len(ids[0])).requires_grad_()
+    call["x"].requires_grad_()
+    dy = torch.randn(1, H, dtype=dtype)
+    found = gradients(model, call, dy)
+    assert len(runs) == 1
+
+    runs.off()
+    for name, ours, theirs in zip(("y", *NAMES), found, gradients(model, call, dy), strict=True):
+        tolerance = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def distance(a, b):
     return float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300))
 

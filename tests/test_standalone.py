@@ -6,7 +6,6 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,14 +37,6 @@ __all__ = ["gpu"]  # the fixture
 
 def plans_of(op: Op) -> list[Any]:
     return op._container_of_one.compiled.plans.values()
-
-
-@pytest.fixture
-def collector_off() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 # ---------------------------------------------------------------------------------------------------- as in a container

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fusible import (
     Activation,
+    ArgumentError,
     Combine,
     ConstantScale,
     Dispatch,
@@ -98,6 +99,11 @@ class RemembersX(Times):
         return super().bwd(saved._replace(x=self.last), dy)
 
 
+class WritesIntoDy(Times):
+    def bwd(self, saved: Any, dy: Tensor) -> Grads:
+        return {**super().bwd(saved, dy), "x": dy.mul_(saved.w * saved.factor)}
+
+
 class ForeseesWrongly(Times):
     def check(self, x: TensorSpec, *, factor: Tensor) -> TensorSpec:
         return x._replace(shape=(*x.shape[:-1], 7))
@@ -147,6 +153,7 @@ def test_a_buffer_may_be_written() -> None:
         (NoTensor, "NoTensor.bwd: the gradient of x is a float, no tensor"),
         (WritesIntoX, "WritesIntoX.fwd writes into x, which is the caller's"),
         (RemembersX, "RemembersX: after another call, which bwd must not see, .* differs"),
+        (WritesIntoDy, "WritesIntoDy.bwd writes into the gradient of an output"),
         (ForeseesWrongly, r"ForeseesWrongly.check foresees .*\(4, 7\)"),
         (DependsOnWhatIsWanted, "DependsOnWhatIsWanted: where gradients of x alone are wanted, x differs"),
     ],
@@ -154,6 +161,40 @@ def test_a_buffer_may_be_written() -> None:
 def test_ops_that_are_wrong_do_not(kind: type[Op], words: str) -> None:
     with pytest.raises(AssertionError, match=words):
         check_op(kind(), X, factor=torch.tensor(2.0))
+
+
+def test_what_is_frozen_is_checked_as_well() -> None:
+    op = Times().requires_grad_(False)
+    check_op(op, X, factor=torch.tensor(1.5))
+    with pytest.raises(AssertionError, match="gradients of x, factor, w are not those"):
+        check_op(WrongGradient().requires_grad_(False), X, factor=torch.tensor(1.5))
+
+    assert not op.w.requires_grad
+
+
+def test_a_keyword_that_is_none_counts_as_not_given() -> None:
+    check_op(GroupedLinear(3, 6, 2), X, split_sizes=SIZES, output=None)
+
+
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        (nn.Tanh(), "check_op: expected a fusible.Op, got a torch"),
+        (SwiGLU(), "SwiGLU takes no 'split_sizes'"),
+        (
+            GroupedLinear(3, 6, 2, delay_wgrad_compute=True),
+            "check_op: GroupedLinear delivers the gradient of weight by",
+        ),
+    ],
+)
+def test_what_cannot_be_checked_says_so(op: Any, words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        check_op(op, X, split_sizes=SIZES)
+
+
+def test_a_container_of_torch_is_none() -> None:
+    with pytest.raises(ArgumentError, match=r"check_fusion: expected a fusible\.Sequential, got a torch"):
+        check_fusion("GLUScale", nn.Sequential(SwiGLU()), X)  # type: ignore[arg-type]
 
 
 class Doubled(FusedOp):

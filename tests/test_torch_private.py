@@ -211,3 +211,8 @@ def test_an_outline_is_found_in_lists_of_arguments():
 
     with pytest.raises(NoDataError, match="no data here"):
         torch.cat([torch.ones(2), outline])
+
+
+def test_addresses_are_asked_in_python_where_torch_has_no_function_for_it(without):
+    assert torch_private.address_function
+    assert without("torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr").address_function == 0

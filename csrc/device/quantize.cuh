@@ -183,21 +183,26 @@ DEVICE float largest_of_block(uint32_t word) {
   return Tile<T>::largest(word);
 }
 
-// The largest of row c / 2 of the half's eight, from the words that each lane has of them. Each exchange halves the
-// rows that a lane looks after.
-template <class T>
-DEVICE float largest_of_row(uint32_t (&most)[kTileRows], const TilePosition& at) {
+// Reduces each of the half's eight rows over the lanes, and returns that of row c / 2. Each exchange halves the rows
+// that a lane looks after.
+template <class V, class Reduce>
+DEVICE V reduce_row(V (&of_rows)[kTileRows], const TilePosition& at, Reduce reduce) {
 #pragma unroll
   for (int rows = 4; rows; rows /= 2) {
     const bool upper = at.c & 2 * rows;
 #pragma unroll
     for (int i = 0; i < rows; ++i) {
-      const uint32_t mine = upper ? most[i + rows] : most[i], other = upper ? most[i] : most[i + rows];
-      most[i] = Tile<T>::larger(mine, __shfl_xor_sync(~0u, other, 2 * rows));
+      const V mine = upper ? of_rows[i + rows] : of_rows[i], other = upper ? of_rows[i] : of_rows[i + rows];
+      of_rows[i] = reduce(mine, __shfl_xor_sync(~0u, other, 2 * rows));
     }
   }
-  most[0] = Tile<T>::larger(most[0], __shfl_xor_sync(~0u, most[0], 1));
-  return Tile<T>::largest(most[0]);
+  return reduce(of_rows[0], __shfl_xor_sync(~0u, of_rows[0], 1));
+}
+
+// The largest of row c / 2, from the words that each lane has of the rows.
+template <class T>
+DEVICE float largest_of_row(uint32_t (&most)[kTileRows], const TilePosition& at) {
+  return Tile<T>::largest(reduce_row(most, at, [](uint32_t a, uint32_t b) INLINE { return Tile<T>::larger(a, b); }));
 }
 // The encoding of that row in one tile.
 template <class T>
@@ -207,6 +212,9 @@ DEVICE Encoding encoding_of_row(const Tile<T>& tile, const TilePosition& at, boo
   for (int i = 0; i < kTileRows; ++i) most[i] = largest_word(tile, i);
   return encoding_of<T>(largest_of_row<T>(most, at), power_of_two);
 }
+
+// How many of those that are left a tile takes.
+DEVICE int of_one_tile(int64_t left) { return static_cast<int>(min(left, int64_t{kScaleBlock})); }
 
 // Rows of the tile that exist, and features.
 struct TileExtent {
@@ -317,7 +325,7 @@ DEVICE void quantize_tokens(const TokenCopies& to, int count, int64_t first, int
     const int64_t next = feature + kScaleBlock;
     const TileExtent stored = extent;
     if (next < end) {
-      extent.features = static_cast<int>(min(end - next, int64_t{kScaleBlock}));
+      extent.features = of_one_tile(end - next);
       read(tile, next, extent);
     }
     if (kColumns && feature >= first) {

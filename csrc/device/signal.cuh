@@ -21,6 +21,12 @@ DEVICE uint64_t load_acquire(const uint64_t* from) {
 DEVICE void add_release(uint32_t* to, uint32_t number) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(number) : "memory");
 }
+// Returns the number before.
+DEVICE uint32_t add_acquire_release(uint32_t* to, uint32_t number) {
+  uint32_t before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(to), "r"(number) : "memory");
+  return before;
+}
 DEVICE uint32_t load_acquire(const uint32_t* from) {
   uint32_t number;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(number) : "l"(from) : "memory");

@@ -38,4 +38,22 @@ __device__ inline TokenBlock find_token_block(const SplitSizes& sizes, int token
   return {wanted, first_row, rows, group};
 }
 
+// Blocks of threads that share tokens are beside one another: `chunks` of them, each with some tiles of features.
+template <class Call>
+DEVICE TokenBlock token_block(const Call& c, int chunks) {
+  return find_token_block(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks);
+}
+
+struct BlockFeatures {
+  int64_t width, first;
+
+  template <class Call>
+  DEVICE BlockFeatures(const Call& c, int chunks)
+      : width(static_cast<int64_t>(c.tiles) * kScaleBlock), first(blockIdx.x % chunks * width) {}
+  template <class Call>
+  DEVICE int64_t end(const Call& c) const {
+    return min(c.features, first + width);
+  }
+};
+
 }  // namespace fusible

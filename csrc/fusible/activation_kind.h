@@ -19,7 +19,7 @@ struct Activation {
   float limit;  // gate <= limit, |up| <= limit; infinity for none
   float linear_offset;
   int64_t block;       // columns of gate before as many of up
-  int64_t kernels[2];  // handles of the kernels for kActivationVariants or kBackwardVariants, in order; else zero
+  int64_t kernels[3];  // handles of the kernels for kFunctionVariants or kBackwardVariants, in order; else zero
 };
 
 // A number for each row; null for ones.

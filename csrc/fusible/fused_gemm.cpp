@@ -140,7 +140,7 @@ ActivationParams activation_params(const GroupedGemm& gemm, const GemmConfig& co
 // As for a plain product: short groups have swap_ab tiles, and a pair of blocks reads the weights once.
 GemmConfig choose_activation_config(const GemmProblem& p, const Activation& a, int multiprocessors, int variant) {
   constexpr int kShared = kActivationVariants[0], kSwapAb = kActivationVariants[1], kDeep = kDeepActivationVariant;
-  const bool takes_deep = !p.scale_bias && !p.second_k && !a.kernels[0];
+  const bool takes_deep = !p.scale_bias && !p.second_k && (!a.kernels[0] || a.kernels[2]);
   if (variant < 0) {
     const bool swaps = short_groups(p) && block_fits(a, p.n / 2, kTileVariants[kSwapAb]);
     variant = !swaps ? kShared : takes_deep && short_and_deep(p) ? kDeep : kSwapAb;
@@ -205,7 +205,7 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
     return launch(arriving, entry, config, p, device, stream);
   }
   const KernelEntry entry = forward_entry(p, halves, config.variant);
-  launch(params, entry_of_function(entry, call.activation, kActivationVariants, config.variant), config, p, device,
+  launch(params, entry_of_function(entry, call.activation, kFunctionVariants, config.variant), config, p, device,
          stream);
 }
 

@@ -11,7 +11,9 @@ namespace fusible {
 
 // Positions in kTileVariants of the tiles that these kernels are built for.
 inline constexpr int kActivationVariants[] = {3, 6}, kBackwardVariants[] = {5};
-inline constexpr int kDeepActivationVariant = 9;  // of built-in activations alone, without bias and second pair
+inline constexpr int kDeepActivationVariant = 9;  // without bias and second pair
+// Those that functions of users are compiled for. The last one's kernel may be missing.
+inline constexpr int kFunctionVariants[] = {kActivationVariants[0], kActivationVariants[1], kDeepActivationVariant};
 
 // postact = activation(preact) * scales with preact = `gemm`, which is kNT or kNN into `gemm.out`, or nowhere if that
 // is null. Rows of preact and postact are dense; n counts the columns of preact.

@@ -47,6 +47,7 @@ void visit_activation(Visitor& visitor, Activation& a) {
   visitor.field("curve", a.curve), visitor.field("gated", a.gated), visitor.field("alpha", a.alpha);
   visitor.field("limit", a.limit), visitor.field("linear_offset", a.linear_offset), visitor.field("block", a.block);
   visitor.field("kernel", a.kernels[0]), visitor.field("other_kernel", a.kernels[1]);
+  visitor.field("deep_kernel", a.kernels[2]);
 }
 
 // Where an address points: so many bytes behind the start of a tensor. Those that were given are numbered first, then

@@ -13,4 +13,20 @@ inline cudaLaunchAttribute overlapping() {
   return attribute;
 }
 
+// Launches a kernel of one parameter so.
+template <class Params>
+cudaError_t launch_overlapping(const void* kernel, dim3 blocks, int threads, int shared_bytes, cudaStream_t stream,
+                               const Params& params) {
+  cudaLaunchAttribute attribute = overlapping();
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = blocks;
+  launch.blockDim = dim3(threads);
+  launch.dynamicSmemBytes = shared_bytes;
+  launch.stream = stream;
+  launch.attrs = &attribute;
+  launch.numAttrs = 1;
+  void* arguments[] = {const_cast<Params*>(&params)};
+  return cudaLaunchKernelExC(&launch, kernel, arguments);
+}
+
 }  // namespace fusible

@@ -2,7 +2,7 @@
 // The launches between ranks as values (fusible/launches.h).
 #pragma once
 #include "fusible/launch_calls.h"
-#include "fusible/peers.h"
+#include "fusible/row_slots.h"
 
 namespace fusible {
 
@@ -53,8 +53,9 @@ struct DivideRowsLaunch : LaneLaunch {
   void run() const { divide_rows(call, device, stream); }
 };
 
+template <class Call = PeerRows>
 struct PeerRowsLaunch : LaneLaunch {
-  PeerRows call{};
+  Call call{};
 
   template <class Visitor>
   void visit_peer_rows(Visitor& v) {
@@ -65,19 +66,19 @@ struct PeerRowsLaunch : LaneLaunch {
   void complete() { LaneLaunch::complete(call); }
 };
 
-struct StageRowsLaunch : PeerRowsLaunch {
+struct StageRowsLaunch : PeerRowsLaunch<StageRows> {
   static constexpr const char* kName = "stage_rows";
-  const void* source = nullptr;
-  int64_t pitch = 0;
 
   template <class Visitor>
   void fields(Visitor& v) {
-    visit_peer_rows(v), v.field("source", source), v.field("pitch", pitch);
+    visit_peer_rows(v), v.field("source", call.source), v.field("pitch", call.pitch);
+    v.optional();
+    v.field("slot_of_row", call.slot_of_row), v.field("slots", call.slots);
   }
-  void run() const { stage_rows(call, source, pitch, device, stream); }
+  void run() const { stage_rows(call, device, stream); }
 };
 
-struct PullLaunch : PeerRowsLaunch {
+struct PullLaunch : PeerRowsLaunch<> {
   static constexpr const char* kName = "pull";
   bool fill = false;
 
@@ -88,30 +89,27 @@ struct PullLaunch : PeerRowsLaunch {
   void run() const { pull(call, fill, device, stream); }
 };
 
-struct PullBlocksLaunch : LaneLaunch {
+struct PullBlocksLaunch : PeerRowsLaunch<PullBlocks> {
   static constexpr const char* kName = "pull_blocks";
-  PullBlocks call{};
   bool fill = false;
 
   template <class Visitor>
   void fields(Visitor& v) {
-    visit_lane(v, call), v.field("type", call.type), v.rows("tokens", call.tokens), v.field("columns", call.columns);
-    v.field("top_k", call.top_k), v.field("row_of_slot", call.row_of_slot), v.field("firsts", call.firsts);
-    v.field("capacity", call.capacity), v.field("at", call.at), v.field("out", call.out);
-    v.field("slot_of_row", call.slot_of_row), v.field("arrived", call.arrived), v.field("blocks", call.blocks);
-    v.field("fill", fill);
+    visit_peer_rows(v), v.field("slot_of_row", call.slot_of_row), v.field("arrived", call.arrived);
+    v.field("blocks", call.blocks), v.field("fill", fill);
   }
-  void complete() { LaneLaunch::complete(call); }
   void run() const { pull_blocks(call, fill, device, stream); }
 };
 
-struct PullSumLaunch : PeerRowsLaunch {
+struct PullSumLaunch : PeerRowsLaunch<> {
   static constexpr const char* kName = "pull_sum";
   int blocks = 0;
 
   template <class Visitor>
   void fields(Visitor& v) {
     visit_peer_rows(v), v.field("blocks", blocks);
+    v.optional();
+    v.field("at_slots", call.at_slots);
   }
   void run() const { pull_sum(call, blocks, device, stream); }
 };
@@ -136,6 +134,32 @@ struct NumbersToRowsLaunch : PeerNumbersLaunch {
 struct PullNumbersLaunch : PeerNumbersLaunch {
   static constexpr const char* kName = "pull_numbers";
   void run() const { pull_numbers(call, device, stream); }
+};
+
+// A grouped GEMM of kNT whose rows go to slots.
+struct GemmToSlotsLaunch : GemmLaunch {
+  static constexpr const char* kName = "gemm_to_slots";
+  RowSlots slots{};
+  Addresses buffers;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_product(v), v.field("rank", slots.peers.rank), v.field("buffers", buffers), v.field("state", slots.state);
+    v.field("slot_of_row", slots.slot_of_row), v.field("firsts", slots.firsts), v.field("slots", slots.slots);
+    v.field("at", slots.at);
+    v.optional();
+    visit_bias(v), v.field("row_scale", gemm.epilogue.row_scale), visit_schedule(v);
+  }
+  void complete() {
+    gemm.problem.output = gemm.problem.operand;
+    GemmLaunch::complete();
+    gemm.problem.scale_bias |= gemm.epilogue.row_scale || gemm.epilogue.bias_scale;
+    slots.peers.ranks = static_cast<int>(buffers.size());
+    std::copy(buffers.begin(), buffers.end(), slots.peers.buffers);
+    gemm.out.data = reinterpret_cast<const void*>(buffers[slots.peers.rank] + slots.at);
+    gemm.out.pitch = gemm.problem.n;
+  }
+  void run() const { gemm_to_slots(gemm, slots, device, stream); }
 };
 
 }  // namespace fusible

@@ -88,6 +88,15 @@ struct PeerRows : LaneCall {
   int64_t capacity;
   int64_t at;
   void* out;
+  bool at_slots;  // at `at` are rows of this rank's slots, one behind the other, rather than those of ranks
+};
+
+// Copies of the rows that this rank keeps, to `at` in its buffer; or to the slots of their tokens, in those of others.
+struct StageRows : PeerRows {
+  const void* source;
+  int64_t pitch;
+  const int32_t* slot_of_row;  // of the rows of all ranks; null: they go to the buffer of this rank
+  int64_t slots;               // of a rank
 };
 
 // Rows that are told of block by block, in their order: for a kernel behind it on the stream that waits for them.
@@ -111,8 +120,7 @@ struct PeerNumbers : LaneCall {
 // All throw fusible::Error if a launch fails.
 void publish(const Publish& call, int device, cudaStream_t stream);
 void divide_rows(const DivideRows& call, int device, cudaStream_t stream);
-// Copies the rows that this rank keeps, `source`, to its buffer.
-void stage_rows(const PeerRows& call, const void* source, int64_t pitch, int device, cudaStream_t stream);
+void stage_rows(const StageRows& call, int device, cudaStream_t stream);
 // Copies the tokens of all ranks to the rows of this rank, of the slots of all ranks. With `fill`, the tail is zero.
 void pull(const PeerRows& call, bool fill, int device, cudaStream_t stream);
 // The same by blocks of rows. Lets the next kernel of the stream begin.

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches of quantisers as values (fusible/launches.h). Pitches and numbers of blocks that are no line in the
-// tokens are derived from them when a launch is made.
+// The launches of quantisers, and of products of packed weights, as values (fusible/launches.h). Pitches and numbers of
+// blocks that are no line in the tokens are derived from them when a launch is made.
 #pragma once
 #include "fusible/launch_calls.h"
+#include "fusible/packed_gemm.h"
 #include "fusible/quantize.h"
 
 namespace fusible {
@@ -122,6 +123,24 @@ struct QuantizeWorkspace {
   int64_t bytes() const {
     return largest_magnitudes(scaling, rows, groups, features) * static_cast<int64_t>(sizeof(float));
   }
+};
+
+struct PackedGemmLaunch : OnStream {
+  static constexpr const char* kName = "packed_gemm";
+  PackedGemm call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), v.field("format", call.format), v.rows("tokens", call.tokens), v.field("n", call.n);
+    v.field("k", call.k), v.field("a", call.a), v.field("a_pitch", call.a_pitch), v.field("b", call.b);
+    v.field("b_scales", call.b_scales), visit_groups(v, call.sizes), v.field("output", call.output);
+    v.field("out", call.out), v.field("out_pitch", call.out_pitch);
+    v.optional();
+    v.field("bias", call.bias), v.field("bias_type", call.bias_type), v.field("bias_scale", call.bias_scale);
+    v.field("row_scale", call.row_scale), v.field("alphas", call.alphas), v.field("zero_tail", call.zero_tail);
+  }
+  void complete() {}
+  void run() const { packed_gemm(call, device, stream); }
 };
 
 struct QuantizeBackwardWorkspace {

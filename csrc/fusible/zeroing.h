@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels must find zeroed: counters of tasks, and the tails of token buffers, the rows past the last group. One
+// What kernels must find zeroed: counters, and the tails of token buffers, the rows past the last group. One
 // kernel zeroes all of it. Group sizes are read on the device, so it can be captured in a graph.
 #pragma once
 #include <cuda_runtime_api.h>

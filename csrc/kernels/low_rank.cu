@@ -2,8 +2,8 @@
 // Each block takes as many tiles of 16 rows as every other, of one group after the other. One of its warps copies tiles
 // to a ring of stages in shared memory. Eight multiply them, each its columns, and keep these columns of the factor,
 // and of the gradient of the group at hand, in registers. Another copies gathered rows back to device memory, and
-// another adds up the products of the eight. So nobody waits for the copies of others. Blocks whose share ends within a
-// group leave their part of its gradient to a second kernel, which adds the parts in the order of the rows.
+// another adds up the products of the eight. So nobody waits for the copies of others. Of blocks that share a group,
+// the last to come to its end of it adds up their parts of the gradient, in the order of the rows.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -14,22 +14,25 @@
 #include "device/bulk_copy.cuh"
 #include "device/element.cuh"
 #include "device/groups.cuh"
+#include "device/signal.cuh"
 #include "device/tma.cuh"
 #include "device/vector.cuh"
 #include "device/warp_mma.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
 #include "fusible/low_rank.h"
+#include "fusible/overlapping_launch.h"
 #include "fusible/wrong_sizes.h"
+#include "fusible/zeroing.h"
 
 namespace fusible {
 namespace {
 
-constexpr int kRows = 16;                                              // of a tile
-constexpr int kMultipliers = 8;                                        // warps
-constexpr int kChunkColumns = 64;                                      // a warp has up to four times as many
-constexpr int kThreads = (kMultipliers + 4) * 32, kPartThreads = 256;  // and of the kernels that add parts
-constexpr int kMostStages = 8, kBuffers = 2;                           // of tiles; of products
+constexpr int kRows = 16;                                               // of a tile
+constexpr int kMultipliers = 8;                                         // warps
+constexpr int kChunkColumns = 64;                                       // a warp has up to four times as many
+constexpr int kThreads = (kMultipliers + 4) * 32, kSliceThreads = 256;  // and of the kernel that adds slices
+constexpr int kMostStages = 8, kBuffers = 2;                            // of tiles; of products
 
 // How columns and rows are divided. Ranks count in units of 16.
 struct Division {
@@ -42,7 +45,7 @@ struct Division {
 struct Params {
   LowRankPass call;
   Division division;
-  int32_t* first_tiles;     // of each group, and the number of all, for the kernel that adds parts
+  unsigned* parts_there;    // of a gradient, by the block that has its first, and by warp
   float *parts, *products;  // of gradients, two for each block; of slices [slices, tokens, rank]
 };
 
@@ -98,9 +101,6 @@ struct Schedule : GroupTable {
   DEVICE void find(const Params& p) {
     find_groups(p.call.sizes, static_cast<int>(p.call.rows.tokens), *this);
     __syncwarp();
-    if (blockIdx.x == 0)
-      for (int group = threadIdx.x % 32; group <= p.call.sizes.groups; group += 32)
-        p.first_tiles[group] = first_tile[group];
     if (threadIdx.x % 32) return;
     groups = p.call.sizes.groups, tiles = first_tile[groups];
     const Tasks tasks(tiles, p.division);
@@ -253,6 +253,7 @@ struct Loader {
       const int from = p.call.slot_of_row ? slots[tile.row] / p.call.top_k : tile.row + lane();
       load_rows(tile, from);
     }
+    ptx::let_next_kernel_begin();
   }
 
   // For so many bytes.
@@ -374,11 +375,23 @@ DEVICE void add_products(const Params& p, const BlockMemory<kUnits>& memory, con
   }
 }
 
+// By a warp: gradients of groups without rows, each by one block.
+template <class Out>
+DEVICE void clear_empty_groups(const LowRankPass& c, const GroupTable& table) {
+  const int vectors = static_cast<int>(c.rank * c.rows.columns * sizeof(Out) / sizeof(uint4));
+  for (int group = blockIdx.x; group < c.sizes.groups; group += gridDim.x) {
+    if (table.first_row[group] != table.first_row[group + 1]) continue;
+    auto* const to = static_cast<uint4*>(c.gradient) + int64_t{group} * vectors;
+    for (int i = lane(); i < vectors; i += 32) to[i] = {0, 0, 0, 0};
+  }
+}
+
 // A warp that multiplies.
 template <class T, int kUnits, bool kProduct, bool kGradient>
 struct Multiplier {
   using Memory = BlockMemory<kUnits>;
   static constexpr int kSteps = Memory::kColumns / 16, kChunkSteps = kChunkColumns / 16;
+  static constexpr int kPartLoads = 2 * kChunkSteps;  // at once
 
   const Params& p;
   const Memory memory;
@@ -579,23 +592,65 @@ struct Multiplier {
         store(to + (c.by_columns ? column * rank + at_rank : at_rank * columns + column), numbers);
       }
   }
-  DEVICE void store_part(bool has_start) const {
-    const int width = p.division.slice_columns;
-    float* const to = p.parts + (blockIdx.x * 2 + has_start) * p.division.part_numbers + lane() / 4 * width +
-                      warp() * p.division.warp_columns + lane() % 4 * 2;
+
+  // This lane's part of what a block has of a gradient, which is one of the two that it may leave.
+  DEVICE float4* part(int block, bool has_start) const {
+    const int64_t of_warp = p.division.part_numbers / p.division.warps;
+    return reinterpret_cast<float4*>(p.parts + (block * 2 + has_start) * p.division.part_numbers + warp() * of_warp) +
+           lane();
+  }
+  DEVICE void store_part(float4* to) const {
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit)
 #pragma unroll
-      for (int i = 0; i < 4; i += 2)
-#pragma unroll
-        for (int block = 0; block < 2 * kSteps; ++block) {
-          if (block * 8 >= p.division.warp_columns) break;
-          *reinterpret_cast<float2*>(to + (unit * 16 + i * 4) * width + block * 8) = {gradient[unit][block][i],
-                                                                                      gradient[unit][block][i + 1]};
-        }
+      for (int block = 0; block < 2 * kSteps; ++block) {
+        if (block * 8 >= p.division.warp_columns) break;
+        const float (&from)[4] = gradient[unit][block];
+        *to = {from[0], from[1], from[2], from[3]}, to += 32;
+      }
   }
-  DEVICE void end_group(const RowTile& tile) const {
-    if (!tile.has_whole) return store_part(tile.has_start);
+  DEVICE void add_part(const float4* from) {
+#pragma unroll
+    for (int unit = 0; unit < kUnits; ++unit)
+#pragma unroll
+      for (int first = 0; first < 2 * kSteps; first += kPartLoads) {
+        if (first * 8 >= p.division.warp_columns) break;
+        float4 numbers[kPartLoads];
+#pragma unroll
+        for (int i = 0; i < kPartLoads; ++i) numbers[i] = from[i * 32];
+        from += kPartLoads * 32;
+#pragma unroll
+        for (int i = 0; i < kPartLoads; ++i) {
+          float (&to)[4] = gradient[unit][first + i];
+          to[0] += numbers[i].x, to[1] += numbers[i].y, to[2] += numbers[i].z, to[3] += numbers[i].w;
+        }
+      }
+  }
+  // Of a gradient that several blocks have a part of: whether this warp is the last of them, and then has the sum.
+  // Which one is the last changes nothing: two numbers have one sum, and more are added in the order of their blocks.
+  DEVICE bool sum_of_parts(const RowTile& tile) {
+    const Schedule& schedule = state.schedule;
+    const Tasks tasks(schedule.tiles, p.division);
+    const int from = tile.slice * schedule.tiles, block = blockIdx.x,
+              begin = tasks.block_of(from + schedule.first_tile[tile.group]),
+              end = tasks.block_of(from + schedule.first_tile[tile.group + 1] - 1);
+    const uint32_t others = end - begin;
+    uint32_t* const there = p.parts_there + begin * kMultipliers + warp();
+    if (others > 1 || __ballot_sync(~0u, load_acquire(there) < others)) {
+      store_part(part(block, tile.has_start));
+      __syncwarp();
+      uint32_t before = 0;
+      if (lane() == 0) before = add_acquire_release(there, 1);
+      if (__shfl_sync(~0u, before, 0) < others) return false;
+      __syncwarp();
+    }
+    if (others > 1) clear_gradient();
+    for (int other = begin; other <= end; ++other)
+      if (others > 1 || other != block) add_part(part(other, other == begin));
+    return true;
+  }
+  DEVICE void end_group(const RowTile& tile) {
+    if (!tile.has_whole && !sum_of_parts(tile)) return;
     if (p.call.gradient_type == DType::kFloat32) store_gradient<float>(tile);
     else store_gradient<T>(tile);
   }
@@ -607,8 +662,9 @@ __global__ void __launch_bounds__(kThreads, 1) low_rank_kernel(const __grid_cons
   __shared__ BlockState state;
   const BlockMemory<kUnits> memory{dynamic, p.division.row_bytes, p.division.stage_bytes, p.division.stages,
                                    p.division.warps};
-  if (warp() == kMultipliers) state.schedule.find(p);
   if (threadIdx.x == 0) memory.init_barriers(p.call.gathered);
+  ptx::wait_for_earlier_kernels();
+  if (warp() == kMultipliers) state.schedule.find(p);
   __syncthreads();
   if (warp() < kMultipliers) {
     ptx::registers_increase<232>();
@@ -618,43 +674,20 @@ __global__ void __launch_bounds__(kThreads, 1) low_rank_kernel(const __grid_cons
     if (warp() == kMultipliers) Loader<T, kUnits, kProduct, kGradient>{p, memory, state}.run();
     if (warp() == kMultipliers + 1 && p.call.gathered && ptx::elect_one()) store_gathered(p, memory, state);
     if (kProduct && warp() == kMultipliers + 2) add_products<T>(p, memory, state);
-  }
-}
-
-// A thread has eight ranks of a column. What one block had whole is there already.
-template <class Out>
-__global__ void __launch_bounds__(kPartThreads) add_parts_kernel(const __grid_constant__ Params p) {
-  const LowRankPass& c = p.call;
-  const int group = blockIdx.x, column = blockIdx.y * kPartThreads + threadIdx.x, first_rank = blockIdx.z * 8;
-  if (column >= c.rows.columns) return;
-  const int width = p.division.slice_columns, slice = column / width, tiles = p.first_tiles[c.sizes.groups];
-  const Tasks tasks(tiles, p.division);
-  const int first = slice * tiles + p.first_tiles[group], last = slice * tiles + p.first_tiles[group + 1] - 1;
-  float sums[8] = {};
-  if (first <= last) {
-    const int begin = tasks.block_of(first), end = tasks.block_of(last);
-    if (begin == end) return;
-    for (int block = begin; block <= end; ++block) {
-      const float* part =
-          p.parts + (block * 2 + (block == begin)) * p.division.part_numbers + first_rank * width + column % width;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) sums[i] += part[i * width];
+    if (kGradient && warp() == kMultipliers + 3) {
+      if (p.call.gradient_type == DType::kFloat32) clear_empty_groups<float>(p.call, state.schedule);
+      else clear_empty_groups<T>(p.call, state.schedule);
     }
-  }
-  Out* const to = static_cast<Out*>(c.gradient) + group * c.rank * c.rows.columns;
-  if (c.by_columns) {
-    store(to + column * c.rank + first_rank, sums);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) to[(first_rank + i) * c.rows.columns + column] = static_cast<Out>(sums[i]);
   }
 }
 
 template <class T>
-__global__ void __launch_bounds__(kPartThreads) add_slices_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kSliceThreads) add_slices_kernel(const __grid_constant__ Params p) {
+  ptx::let_next_kernel_begin();
+  ptx::wait_for_earlier_kernels();
   const LowRankPass& c = p.call;
   const int64_t rows = rows_before(c.sizes, c.sizes.groups, c.rows.tokens);
-  const int64_t i = blockIdx.x * int64_t{kPartThreads} + threadIdx.x;
+  const int64_t i = blockIdx.x * int64_t{kSliceThreads} + threadIdx.x;
   if (i >= rows * c.rank) return;
   float sum = 0.f;
   for (int slice = 0; slice < p.division.slices; ++slice) sum += p.products[slice * c.rows.tokens * c.rank + i];
@@ -679,18 +712,19 @@ Division divide(int64_t columns, int64_t rank, int device) {
   return d;
 }
 
-constexpr int64_t kTableBytes = 4 * (kMaxGroups + 4);
+int64_t counters_bytes(const Division& d) { return int64_t{d.blocks} * kMultipliers * sizeof(unsigned); }
 int64_t parts_bytes(const Division& d) { return 2 * d.blocks * d.part_numbers * static_cast<int64_t>(sizeof(float)); }
 
 template <class T, int kUnits, bool kProduct, bool kGradient>
 void launch(const Params& p, cudaStream_t stream) {
-  void (*const kernel)(Params) = low_rank_kernel<T, kUnits, kProduct, kGradient>;
+  const void* const kernel = reinterpret_cast<const void*>(&low_rank_kernel<T, kUnits, kProduct, kGradient>);
   const Division& d = p.division;
   const int shared = BlockMemory<kUnits>::other_bytes(d.warps) + d.stages * d.stage_bytes;
-  FUSIBLE_CUDA_CHECK(
-      cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
-      "shared memory of a pass over rows of low rank");
-  kernel<<<d.blocks, kThreads, shared, stream>>>(p);
+  FUSIBLE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+                     "shared memory of a pass over rows of low rank");
+  FUSIBLE_CUDA_CHECK(launch_overlapping(kernel, d.blocks, kThreads, shared, stream, p), "a pass over ",
+                     p.call.rows.tokens, " rows of ", p.call.rows.columns, " columns, rank ", p.call.rank, ", ",
+                     p.call.sizes.groups, " groups");
 }
 
 // Of higher ranks than 16, the factor and the gradient are too much for the registers together.
@@ -710,15 +744,11 @@ void launch_all(const Params& p, cudaStream_t stream) {
   const LowRankPass& c = p.call;
   if (c.rows.tokens || c.gradient)
     dispatch<1, 2, 4>(p.division.units, [&](auto units) { launch<T, units.value>(p, stream); });
-  if (c.gradient) {
-    const dim3 grid(c.sizes.groups, static_cast<unsigned>(blocks_of(c.rows.columns, kPartThreads)),
-                    static_cast<unsigned>(c.rank / 8));
-    if (c.gradient_type == DType::kFloat32) add_parts_kernel<float><<<grid, kPartThreads, 0, stream>>>(p);
-    else add_parts_kernel<T><<<grid, kPartThreads, 0, stream>>>(p);
-  }
   if (c.product && p.division.slices > 1 && c.rows.tokens) {
-    const auto blocks = static_cast<unsigned>(blocks_of(c.rows.tokens * c.rank, kPartThreads));
-    add_slices_kernel<T><<<blocks, kPartThreads, 0, stream>>>(p);
+    const auto blocks = static_cast<unsigned>(blocks_of(c.rows.tokens * c.rank, kSliceThreads));
+    FUSIBLE_CUDA_CHECK(
+        launch_overlapping(reinterpret_cast<const void*>(&add_slices_kernel<T>), blocks, kSliceThreads, 0, stream, p),
+        "adding up products of ", p.division.slices, " slices of columns");
   }
 }
 
@@ -726,7 +756,7 @@ void launch_all(const Params& p, cudaStream_t stream) {
 
 int64_t low_rank_workspace(int64_t tokens, int64_t columns, int64_t rank, bool gradient, int device) {
   const Division d = divide(columns, rank, device);
-  return kTableBytes + (gradient ? parts_bytes(d) : 0) + (d.slices > 1 ? d.slices * tokens * rank * 4 : 0);
+  return (gradient ? counters_bytes(d) + parts_bytes(d) : 0) + (d.slices > 1 ? d.slices * tokens * rank * 4 : 0);
 }
 
 void low_rank_pass(const LowRankPass& c, int device, cudaStream_t stream) {
@@ -738,13 +768,15 @@ void low_rank_pass(const LowRankPass& c, int device, cudaStream_t stream) {
   FUSIBLE_CHECK((c.rows.tokens / kRows + c.sizes.groups) * division.slices < INT32_MAX, "takes fewer rows than ",
                 c.rows.tokens, " of ", c.rows.columns, " columns");
   auto* const workspace = static_cast<uint8_t*>(c.workspace);
-  uint8_t* const parts = workspace + kTableBytes;
-  Params p{c, division, reinterpret_cast<int32_t*>(workspace), reinterpret_cast<float*>(parts),
-           reinterpret_cast<float*>(parts + (c.gradient ? parts_bytes(division) : 0))};
+  Params p{c, division, nullptr, nullptr, reinterpret_cast<float*>(workspace)};
   p.call.sizes.wrong = wrong_size_word(device);
+  if (c.gradient) {
+    uint8_t* const parts = workspace + counters_bytes(division);
+    p.parts_there = reinterpret_cast<unsigned*>(workspace), p.parts = reinterpret_cast<float*>(parts);
+    p.products = reinterpret_cast<float*>(parts + parts_bytes(division));
+    zero({{{p.parts_there, division.blocks * kMultipliers}}, {}}, device, stream);
+  }
   dispatch_dtype_of_16_bits(c.rows.type, [&](auto type) { launch_all<Element<decltype(type)::value>>(p, stream); });
-  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "a pass over ", c.rows.tokens, " rows of ", c.rows.columns, " columns, rank ",
-                     c.rank, ", ", c.sizes.groups, " groups");
 }
 
 }  // namespace fusible

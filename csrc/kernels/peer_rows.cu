@@ -288,7 +288,9 @@ __device__ Location locate(const int32_t* firsts, int ranks, int64_t capacity, i
 template <class T>
 __device__ uint64_t address_of(const PeerRows& c, int64_t slot) {
   const Location at = locate(c.firsts, c.peers.ranks, c.capacity, c.row_of_slot[slot]);
-  return at.rank < 0 ? 0 : c.peers.buffers[at.rank] + c.at + at.row * c.columns * sizeof(T);
+  if (at.rank < 0) return 0;
+  const int64_t row = c.at_slots ? slot : at.row;
+  return c.peers.buffers[c.at_slots ? c.peers.rank : at.rank] + c.at + row * c.columns * sizeof(T);
 }
 
 // Adds the rows of `count` slots, which kBatch divides and whose addresses the lanes have; kBatch are under way at
@@ -347,18 +349,23 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
     sum_token<T, kVector, kBatch>(c, part / column_blocks, static_cast<unsigned>(part % column_blocks), failed);
 }
 
+// Others may still read their slots where the lane has failed.
 template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads)
-    stage_kernel(const __grid_constant__ PeerRows c, const void* source, int64_t pitch) {
+__global__ void __launch_bounds__(kThreads) stage_kernel(const __grid_constant__ StageRows c) {
   const int64_t row = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
-  if (row >= kept_by(c.firsts, c.peers.rank, c.capacity).count) return;
+  const auto [first, count] = kept_by(c.firsts, c.peers.rank, c.capacity);
+  if (row >= count || (c.slot_of_row && c.state->failed)) return;
   T* to = in_buffer<T>(c.peers, c.peers.rank, c.at) + row * c.columns;
+  if (c.slot_of_row) {
+    const int64_t slot = c.slot_of_row[first + row];
+    to = in_buffer<T>(c.peers, static_cast<int>(slot / c.slots), c.at) + slot % c.slots * c.columns;
+  }
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const int64_t column = column_of<kVector>(blockIdx.y, step);
     if (column < c.columns)
       *reinterpret_cast<Vector<T, kVector>*>(to + column) =
-          read_vector<T, kVector>(static_cast<const T*>(source) + row * pitch + column);
+          read_vector<T, kVector>(static_cast<const T*>(c.source) + row * c.pitch + column);
   }
 }
 
@@ -425,9 +432,9 @@ void launch_sum(const PeerRows& c, int blocks, cudaStream_t stream) {
   else launch_sum_of<T, kVector, 1>(c, blocks, stream);
 }
 template <class T, int kVector>
-void launch_stage(const PeerRows& c, const void* source, int64_t pitch, cudaStream_t stream) {
+void launch_stage(const StageRows& c, cudaStream_t stream) {
   const dim3 grid = grid_of(c, blocks_of(c.capacity, kWarps), kVector);
-  stage_kernel<T, kVector><<<grid, kThreads, 0, stream>>>(c, source, pitch);
+  stage_kernel<T, kVector><<<grid, kThreads, 0, stream>>>(c);
 }
 
 unsigned blocks_of_threads(int64_t threads) { return static_cast<unsigned>(blocks_of(threads, kThreads)); }
@@ -450,15 +457,12 @@ void divide_rows(const DivideRows& c, int device, cudaStream_t stream) {
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "rows of ", c.experts, " experts on ", c.peers.ranks, " ranks");
 }
 
-void stage_rows(const PeerRows& c, const void* source, int64_t pitch, int device, cudaStream_t stream) {
+void stage_rows(const StageRows& c, int device, cudaStream_t stream) {
   if (!c.capacity || !c.columns) return;
   const DeviceGuard guard(device);
-  if (bytes_of(c.type) == 4)
-    fits(c, source, pitch) ? launch_stage<uint32_t, 4>(c, source, pitch, stream)
-                           : launch_stage<uint32_t, 1>(c, source, pitch, stream);
-  else
-    fits(c, source, pitch) ? launch_stage<uint16_t, 8>(c, source, pitch, stream)
-                           : launch_stage<uint16_t, 1>(c, source, pitch, stream);
+  const bool vectors = fits(c, c.source, c.pitch);
+  if (bytes_of(c.type) == 4) vectors ? launch_stage<uint32_t, 4>(c, stream) : launch_stage<uint32_t, 1>(c, stream);
+  else vectors ? launch_stage<uint16_t, 8>(c, stream) : launch_stage<uint16_t, 1>(c, stream);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "staging of at most ", c.capacity, " rows, ", c.columns, " columns");
 }
 

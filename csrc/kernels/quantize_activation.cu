@@ -169,7 +169,7 @@ template <class T, Halves kHalves>
 __global__ void __launch_bounds__(kQuantizeThreads, kForwardBlocks)
     quantize_activation_kernel(const __grid_constant__ QuantizeActivation c, int chunks) {
   __shared__ ForwardShared shared;
-  const TokenBlock block = find_token_block(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks);
+  const TokenBlock block = token_block(c, chunks);
   if (!block.rows) return;
   const TilePosition at;
   read_scales(shared.scales, c.scales, block);
@@ -178,10 +178,10 @@ __global__ void __launch_bounds__(kQuantizeThreads, kForwardBlocks)
   const int pitch = static_cast<int>(c.features) * (kHalves == Halves::kNone ? 1 : 2);
   const T* rows = static_cast<const T*>(c.preact) + block.first_row * int64_t{pitch};
   const TokenCopies copies(c.rows, c.columns, c.features, block.number, block.first_row);
-  const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width,
-                end = min(c.features, first + width);
-  for (int64_t feature = first; feature < end; feature += kScaleBlock) {
-    const TileExtent extent{block.rows, static_cast<int>(min(end - feature, int64_t{kScaleBlock}))};
+  const BlockFeatures in_block(c, chunks);
+  const int64_t end = in_block.end(c);
+  for (int64_t feature = in_block.first; feature < end; feature += kScaleBlock) {
+    const TileExtent extent{block.rows, of_one_tile(end - feature)};
     const unsigned column = static_cast<unsigned>(feature) + feature_that_exists(extent, at.feature());
     const T* preact = rows + first_column<kHalves>(column, up);
     with_form<kHalves>(c.activation, [&](auto function) INLINE {
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, kForwardBlocks)
       }
     });
     if (const int64_t next = feature + kScaleBlock; next < end) {
-      const TileExtent coming{block.rows, static_cast<int>(min(end - next, int64_t{kScaleBlock}))};
+      const TileExtent coming{block.rows, of_one_tile(end - next)};
       const T* gate = rows + first_column<kHalves>(static_cast<unsigned>(next), up);
       prefetch_preact<kHalves>(gate, pitch, up, coming);
     }
@@ -209,26 +209,12 @@ __global__ void __launch_bounds__(kQuantizeThreads, kForwardBlocks)
   }
 }
 
-// The sums of the rows of a half's lanes: that of row c / 2. Each exchange halves the rows that a lane looks after.
-DEVICE float sum_of_row(float (&sums)[kTileRows], const TilePosition& at) {
-#pragma unroll
-  for (int rows = 4; rows; rows /= 2) {
-    const bool upper = at.c & 2 * rows;
-#pragma unroll
-    for (int i = 0; i < rows; ++i) {
-      const float mine = upper ? sums[i + rows] : sums[i], other = upper ? sums[i] : sums[i + rows];
-      sums[i] = mine + __shfl_xor_sync(~0u, other, 2 * rows);
-    }
-  }
-  return sums[0] + __shfl_xor_sync(~0u, sums[0], 1);
-}
-
 template <class T, Halves kHalves>
 __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
     quantize_activation_backward_kernel(const __grid_constant__ QuantizeActivationBackward c, int chunks) {
   extern __shared__ __align__(16) char memory[];
   BackwardShared& shared = *reinterpret_cast<BackwardShared*>(memory);
-  const TokenBlock block = find_token_block(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks);
+  const TokenBlock block = token_block(c, chunks);
   if (!block.rows) return;
   const TilePosition at;
   read_scales(shared.scales, c.scales, block);
@@ -239,10 +225,10 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
   const T* dpostacts = static_cast<const T*>(c.dpostact) + block.first_row * features;
   const TokenCopies preact_copies(c.rows, c.columns, pitch, block.number, block.first_row),
       postact_copies({}, c.postact_columns, c.features, block.number, block.first_row);
-  const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width,
-                end = min(c.features, first + width);
-  for (int64_t feature = first; feature < end; feature += kScaleBlock) {
-    const TileExtent extent{block.rows, static_cast<int>(min(end - feature, int64_t{kScaleBlock}))};
+  const BlockFeatures in_block(c, chunks);
+  const int64_t end = in_block.end(c);
+  for (int64_t feature = in_block.first; feature < end; feature += kScaleBlock) {
+    const TileExtent extent{block.rows, of_one_tile(end - feature)};
     const unsigned column = static_cast<unsigned>(feature), gate = first_column<kHalves>(column, up);
     const int column_of_thread = feature_that_exists(extent, at.feature());
     const T* preact = preacts + gate + column_of_thread * (kHalves == Halves::kNarrow ? 2 : 1);
@@ -271,13 +257,13 @@ __global__ void __launch_bounds__(kQuantizeThreads, kBackwardBlocks)
       float sums[kTileRows];
 #pragma unroll
       for (int i = 0; i < kTileRows; ++i) sums[i] = shared.sums[i][threadIdx.x];
-      const float sum = sum_of_row(sums, at);
+      const float sum = reduce_row(sums, at, [](float a, float b) INLINE { return a + b; });
       const int owned = at.row() + at.c / 2;
       if (at.c % 2 == 0 && owned < block.rows)
         c.workspace[feature / kScaleBlock * c.tokens + block.first_row + owned] = sum;
     }
     if (const int64_t next = feature + kScaleBlock; next < end) {
-      const TileExtent coming{block.rows, static_cast<int>(min(end - next, int64_t{kScaleBlock}))};
+      const TileExtent coming{block.rows, of_one_tile(end - next)};
       const T* gate = preacts + first_column<kHalves>(static_cast<unsigned>(next), up);
       prefetch_preact<kHalves>(gate, pitch, up, coming);
       prefetch_tile(dpostacts + next, features, coming);

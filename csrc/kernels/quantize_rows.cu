@@ -48,14 +48,14 @@ template <class T, bool kRows, bool kColumns, bool kGather>
 __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kGather))
     quantize_rows_kernel(const __grid_constant__ QuantizeRows c, int chunks) {
   __shared__ ColumnsShared shared;
-  const TokenBlock block = find_token_block(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks);
+  const TokenBlock block = token_block(c, chunks);
   if (!block.rows) return;
   const TilePosition at;
   const RowReader<T, kGather> reader(c, block, at);
-  const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width;
+  const BlockFeatures in_block(c, chunks);
   const TokenCopies to(c.rows, c.columns, c.features, block.number, block.first_row);
   quantize_tokens<T, kRows, kColumns>(
-      to, block.rows, first, min(c.features, first + width), shared,
+      to, block.rows, in_block.first, in_block.end(c), shared,
       [&](Tile<T>& tile, int64_t feature, const TileExtent& extent) INLINE { reader.read(tile, feature, extent, at); },
       [&](const Tile<T>& tile, int64_t feature, const TileExtent& extent) INLINE {
         store_rows(tile, at, extent, c.power_of_two, to.rows.data + feature, to.features,
@@ -70,16 +70,16 @@ template <class T, bool kGather>
 __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kGather))
     amax_of_rows_kernel(const __grid_constant__ QuantizeRows c, const Maxima maxima, int chunks) {
   __shared__ ColumnMaxima<T> shared;
-  const TokenBlock block = find_token_block(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks);
+  const TokenBlock block = token_block(c, chunks);
   if (!block.rows) return;
   const TilePosition at;
   const RowReader<T, kGather> reader(c, block, at);
-  const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width,
-                end = min(c.features, first + width);
+  const BlockFeatures in_block(c, chunks);
   const bool columns = maxima.columns && c.columns.data;
+  const int64_t end = in_block.end(c);
   uint32_t most[kTileRows] = {};
-  for (int64_t feature = first; feature < end; feature += kScaleBlock) {
-    const TileExtent extent{block.rows, static_cast<int>(min(end - feature, int64_t{kScaleBlock}))};
+  for (int64_t feature = in_block.first; feature < end; feature += kScaleBlock) {
+    const TileExtent extent{block.rows, of_one_tile(end - feature)};
     Tile<T> tile;
     reader.read(tile, feature, extent, at);
 #pragma unroll
@@ -109,11 +109,11 @@ __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kG
     cast_rows_kernel(const __grid_constant__ QuantizeRows c, const Maxima maxima, int chunks) {
   __shared__ ColumnsShared shared;
   __shared__ float encode_of_row[kScaleBlock];
-  const TokenBlock block = find_token_block(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks);
+  const TokenBlock block = token_block(c, chunks);
   if (!block.rows) return;
   const TilePosition at;
   const RowReader<T, kGather> reader(c, block, at);
-  const int64_t width = static_cast<int64_t>(c.tiles) * kScaleBlock, first = blockIdx.x % chunks * width;
+  const BlockFeatures in_block(c, chunks);
   const TokenCopies to(c.rows, c.columns, c.features, block.number, block.first_row);
   const WholeScales scales{c.power_of_two, c.encode};
   const int t = threadIdx.x;
@@ -121,11 +121,11 @@ __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kG
     const uint32_t amax = maxima.groups ? maxima.groups[block.group] : maxima.rows[block.first_row + t];
     const Encoding encoding = scales.of<T>(amax, block.group);
     encode_of_row[t] = encoding.encode;
-    if (first == 0) to.rows.scales[t] = encoding.decode;
+    if (in_block.first == 0) to.rows.scales[t] = encoding.decode;
   }
   __syncthreads();
   quantize_tokens<T, kRows, kColumns>(
-      to, block.rows, first, min(c.features, first + width), shared,
+      to, block.rows, in_block.first, in_block.end(c), shared,
       [&](Tile<T>& tile, int64_t feature, const TileExtent& extent) INLINE { reader.read(tile, feature, extent, at); },
       [&](const Tile<T>& tile, int64_t feature, const TileExtent& extent)
           INLINE { store_scaled_rows(tile, at, extent, encode_of_row, to.rows.data + feature, to.features); },

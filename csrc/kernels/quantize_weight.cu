@@ -44,8 +44,7 @@ struct WeightTile {
     row_block = rest % blocks.of_rows, group = rest / blocks.of_rows;
     const int64_t in_half = row_block % blocks.of_half * kScaleBlock;
     first_row = row_block / blocks.of_half * blocks.half_rows + in_half, first_column = column_block * kScaleBlock;
-    extent = {static_cast<int>(min(blocks.half_rows - in_half, int64_t{kScaleBlock})),
-              static_cast<int>(min(c.k - first_column, int64_t{kScaleBlock}))};
+    extent = {of_one_tile(blocks.half_rows - in_half), of_one_tile(c.k - first_column)};
     const T* weight = table.used ? reinterpret_cast<const T*>(table.addresses[group])
                                  : static_cast<const T*>(c.weight) + group * c.group_stride;
     weight += (first_row + at.row()) * c.pitch + first_column + at.feature();

@@ -71,16 +71,9 @@ void zero(const Zeroing& zeroing, int device, cudaStream_t stream) {
     for (int t = 0; t < piece.tail_count; ++t)
       most = std::max(most, piece.tails[t].rows.tokens * piece.tails[t].rows.row_bytes / 16 / kThreads + 1);
     const auto blocks = static_cast<unsigned>(std::min<int64_t>(most, 2 * device_properties(device).multiprocessors));
-    cudaLaunchAttribute attribute = overlapping();
-    cudaLaunchConfig_t launch{};
-    launch.gridDim = dim3(blocks);
-    launch.blockDim = dim3(kThreads);
-    launch.stream = stream;
-    launch.attrs = &attribute;
-    launch.numAttrs = 1;
-    void* arguments[] = {&piece};
-    FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, reinterpret_cast<const void*>(&zero_kernel), arguments), "zeroing ",
-                       piece.counter_count, " counters and ", piece.tail_count, " tails");
+    FUSIBLE_CUDA_CHECK(
+        launch_overlapping(reinterpret_cast<const void*>(&zero_kernel), blocks, kThreads, 0, stream, piece), "zeroing ",
+        piece.counter_count, " counters and ", piece.tail_count, " tails");
   }
 }
 

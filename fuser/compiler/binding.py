@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, did_you_mean, shown
-from .flatten import Addressee, BindRecipe, EntrySlots, FlatContainer
+from ..stored_values import check_stores_values
+from .flatten import Addressee, BindRecipe, EntrySlots, FlatContainer, OpEntry
 
 OpKwargs = Mapping[Any, Mapping[str, Any]]
 Assignments = list[dict[str, Any]]  # entry -> keyword -> value
@@ -30,8 +31,20 @@ class BoundArguments(NamedTuple):
         """What a plan may depend on: who reads which value, and what the tensors are like."""
         key: list[Any] = [self.reads]  # itself: the id of one that has gone may come back
         for v in self.values:
-            key += (v.dtype, v.device, v.requires_grad, v.layout, v.is_nested) if isinstance(v, Tensor) else (type(v),)
+            key.append(type(v))
+            if isinstance(v, Tensor):
+                key += (v.dtype, v.device, v.requires_grad, v.layout, v.is_nested)
         return key
+
+    def check_store_values(self, entries: Sequence[OpEntry]) -> None:
+        """Raises where an op would read a tensor whose memory is not its values."""
+        for i, (entry, reads) in enumerate(zip(entries, self.reads, strict=True)):
+            named = {name: self.values[slot] for name, slot in reads}
+            if i == 0 and entry.op is not None:
+                named["x"] = self.values[0]
+            for name, value in named.items():
+                if isinstance(value, Tensor):
+                    check_stores_values(name, value, str(entry))
 
 
 def bind(

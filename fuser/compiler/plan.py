@@ -18,6 +18,7 @@ from ..runtime.autograd import Runtime, StepCapture, refuse_transforms
 from ..runtime.buffers import NamedValue, check_overlaps
 from ..runtime.devices import current_stream
 from ..spec import TensorSpec, check_layout
+from ..stored_values import check_stores_values
 from ..torch_private import profiler_enabled
 from . import legality
 from .graph import OpGraph, X
@@ -100,6 +101,8 @@ class Plan:
             return first + 1
         if first and not isinstance(x, Tensor):
             raise ArgumentError(f"{entry}: x: expected a tensor, got a {type(x).__name__}")
+        if first:
+            check_stores_values("x", x, str(entry))
         spec: TensorSpec | None = TensorSpec.of(x)
         extras: dict[str, TensorSpec] = {}
         end = first
@@ -133,7 +136,7 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     read = {slot: name for name, slot, keyword in reversed([*_keywords(steps)]) if not keyword.buffer} | {0: "x"}
     inputs = tuple(NamedValue(read[slot], slot) for slot in sorted(read))
     buffers = tuple(NamedValue(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
-    by_values = _checks_values(graph, config)
+    by_values = checks_values(graph, config)
     passed: dict[Any, int] | None = None if buffers or by_values else {}
     why = _replay_refusal(steps, by_values)
     return Plan(_with_lifetimes(steps, results), results, inputs, buffers, decisions, graph, config, passed, why)
@@ -156,7 +159,7 @@ def _check_layouts(graph: OpGraph) -> None:
                 check_layout(f"{entry}: {port}", spec.layout, op.layouts)  # type: ignore[union-attr]
 
 
-def _checks_values(graph: OpGraph, config: Config) -> bool:
+def checks_values(graph: OpGraph, config: Config) -> bool:
     """Whether a check may look at values: on the host they are there, with ``debug`` they are waited for."""
     if config.debug or any(op.checks_values for node in graph.entries() if (op := graph.op(node))):
         return True

@@ -184,14 +184,16 @@ def _first_line(error: Exception) -> str:
 
 
 def _notes_of_extras(graph: OpGraph, step: Step) -> tuple[str, ...]:
-    """Where the extra outputs of a step's ops go."""
-    notes = []
+    """Where the extra outputs of a step's ops go, but for those that do not leave the step."""
+    notes, inside = [], {entry.label for entry in step.entries}
     for entry, op in zip(step.entries, step.ops, strict=True):
         for name in op.extra_outputs if op else ():
             readers = [reader for reader, _, output in graph.readers(entry.label) if output == name]
             ends = [f"read by op {' and '.join(readers)}"] if readers else []
-            ends += ["returned"] if graph.returns(entry.label, name, bool(readers)) else []
-            notes.append(f"extra output {name!r}: {', '.join(ends) or 'neither read nor returned'}")
+            returned = graph.returns(entry.label, name, bool(readers))
+            ends += ["returned"] if returned else []
+            if returned or not readers or not inside.issuperset(readers):
+                notes.append(f"extra output {name!r}: {', '.join(ends) or 'neither read nor returned'}")
     return tuple(notes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,6 +11,11 @@ from torch import nn
 from ..compiler.graph import OpGraph
 from ..tracing import KernelCall
 from . import draw
+
+
+def distinct_clauses(reasons: Iterable[str]) -> str:
+    """The reasons as one text, without clauses that repeat."""
+    return "; ".join(dict.fromkeys(clause for reason in reasons if reason for clause in reason.split("; ")))
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class KernelReport:
         """What was recorded; without a record the step calls functions of torch."""
         return cls(
             kernel=" + ".join(dict.fromkeys(call.kernel for call in calls)) or "torch",
-            reason="; ".join(dict.fromkeys(call.reason for call in calls if call.reason)),
+            reason=distinct_clauses(call.reason for call in calls),
             flops=sum(call.flops for call in calls),
             bytes=sum(call.bytes for call in calls),
             configurations=tuple(f"{call.kernel}, {call.configuration}" for call in calls if call.configuration),
@@ -229,7 +234,7 @@ class Explanation:
         """The step's line in the table, and that of its backward where it says something new, or runs on CUDA."""
         shape = "?" if step.shape is None else "x".join(map(str, step.shape))
         saved = f"{step.saved_bytes / max(1, self.rows):.0f}"
-        why = "; ".join(filter(None, (step.reason, *step.notes)))
+        why = distinct_clauses((step.reason, *step.notes))
         labels = " ".join(step.labels)
         yield step.name, labels, step.kernel, shape, *_sizes(step.flops, step.bytes), saved, why
         back = step.backward

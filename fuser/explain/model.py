@@ -13,7 +13,7 @@ from ..compiler.flatten import Container
 from ..errors import ArgumentError
 from ..op import Op
 from . import draw
-from .explanation import Explanation
+from .explanation import Explanation, distinct_clauses
 from .ranges import grouped
 
 
@@ -167,5 +167,4 @@ def _layer(module: nn.Module, path: str, container: LayerContainer | str) -> Exp
     shadowed = len(explanation.steps) == 1  # everything is one step: what else would have fitted is of no interest
     reasons = [reason for step in explanation.steps for reason in (step.reason, step.backward_reason)]
     reasons += [] if shadowed else refused
-    reason = "; ".join(filter(None, dict.fromkeys(reasons)))
-    return ExplainedLayer(path, kind, explanation, reason, container.routing)
+    return ExplainedLayer(path, kind, explanation, distinct_clauses(reasons), container.routing)

@@ -6,7 +6,7 @@ of its plan are ops that promise to be replayable, so none of them looks at its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +26,16 @@ from .capture import TENSOR_TYPES, Capture, Replay
 from .guards import Form
 from .step import CapturedContext, CapturedStep, attribute_version
 
-_OBSERVERS: tuple[tuple[str, Callable[[], Any]], ...] = (
-    ("a profiler is active", profiler_enabled),
-    ("a transform is active", transforms_active),
-    ("a dispatch mode sees every operation", dispatch_mode_depth),  # an export, a counter
-)
-"""Who observes or transforms what a call does: why it is not replayed, and whether that is so now."""
+
+def observer() -> str | None:
+    """Who observes or transforms what a call does, so that it is not replayed; None: nobody."""
+    if profiler_enabled():
+        return "a profiler is active"
+    if transforms_active():
+        return "a transform is active"
+    if dispatch_mode_depth():  # an export, a counter
+        return "a dispatch mode sees every operation"
+    return "forward-mode gradients are active" if forward_ad_state._current_level >= 0 else None
 
 
 class CallKey(NamedTuple):
@@ -51,11 +55,8 @@ def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> C
         return replay_refusal
     if any(layout.hooks):
         return "hooks observe an op"
-    for reason, is_active in _OBSERVERS:
-        if is_active():
-            return reason
-    if forward_ad_state._current_level >= 0:
-        return "forward-mode gradients are active"
+    if (reason := observer()) is not None:
+        return reason
     pool: list[Tensor] = []
     for op in layout.holders:
         if op._modules and computes_parameters(op):

@@ -101,6 +101,11 @@ class GuardedCache:
             form = Form(tensors, rows)
             self._forms.setdefault(key, []).append(form)
         entry, addresses = form[rows], list(map(Tensor.data_ptr, tensors))
-        if entry.refusal is None and reduce(or_, addresses) & 15:  # by its last bits some kernels choose their way
+        if entry.refusal is None and are_misaligned(addresses):
             entry = _MISALIGNED
         return form, entry, addresses
+
+
+def are_misaligned(addresses: Sequence[int]) -> bool:
+    """Whether not all are multiples of 16: by its last bits some kernels choose their way."""
+    return bool(reduce(or_, addresses) & 15)

@@ -20,7 +20,7 @@ from torch import distributed as dist
 from ...fuser import tracing as trace
 from .. import routing as permutation
 from ..routing import Routing
-from . import messages
+from . import memory, messages
 from .errors import CapacityError, PeerError
 from .settings import Settings
 from .transport import DispatchedRows, Exchange
@@ -111,6 +111,11 @@ class CollectiveTransport:
         return DispatchedRows(table, rows, self._arrived(weights, table, "dispatch", fill=True))
 
     def _route(self, exchange: Exchange, top_k_index: Tensor, wanted: frozenset[str]) -> CollectiveTable:
+        if memory.in_capture():
+            raise RuntimeError(
+                f"{exchange.named('dispatch')}: transport 'collective' waits for the host, which a CUDA graph cannot "
+                "capture; make the group with transport='symmetric'"
+            )
         experts = self._settings.num_experts
         ids = torch.where((top_k_index >= 0) & (top_k_index < experts), top_k_index, experts)
         routing = permutation.route(ids, experts, self._settings.dtype)
@@ -147,7 +152,7 @@ class CollectiveTransport:
             if (lane, number) != exchange:
                 raise PeerError(messages.other_step(rank, Exchange(lane, number).named("dispatch"), named))
             if flags != headers[self._rank][3]:
-                raise PeerError(messages.other_gradients(rank, flags, headers[self._rank][3], named))
+                raise PeerError(messages.other_wishes(rank, flags, headers[self._rank][3], named))
 
     def _kept(self, exchange: Exchange, counts: Tensor) -> Tensor:
         """The counts, without rows for which their owner has no room."""
@@ -190,7 +195,8 @@ class CollectiveTransport:
             rows[count:].zero_()
         return rows
 
-    def start_sum(self, rows: Tensor, table: CollectiveTable, kind: str) -> Callable[[], Tensor]:
+    def start_sum(self, rows: Tensor | None, table: CollectiveTable, kind: str) -> Callable[[], Tensor]:
+        assert rows is not None  # there are no slots
         if table.sums is None:
             arrived = self._start_returning(rows, table, kind)
             return lambda: permutation.unpermute(arrived(), table.routing)
@@ -229,6 +235,9 @@ class CollectiveTransport:
                     rows, self._settings.hidden, dtype=self._settings.dtype, device=table.split_sizes.device
                 )
         return buffer[:rows]
+
+    def row_slots(self, table: CollectiveTable) -> None:
+        """Nowhere: ranks do not write one another's memory."""
 
     def lends(self, table: CollectiveTable) -> bool:
         """Whether it has memory for rows: where our own kernels run, which write there at no cost."""

@@ -11,8 +11,11 @@ from torch import Tensor
 from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, TensorSpec
 from ...fuser import tracing as trace
 from ..checks import check_floats, product_dtype
-from ..moe import check_slots, index_dtype
+from ..moe import check_choices, index_dtype
+from ..quantized.recipe import Float8Block
+from . import float8_rows
 from .group import Group
+from .messages import EIGHT_BITS
 from .transport import DispatchedRows, Exchange, Table
 
 
@@ -35,6 +38,10 @@ class EPDispatch(Op):
     Args:
         group: of the ranks.
         lane: which of the group's lanes it uses.
+        recipe: ``Float8Block()``: tokens are quantised before they travel, which halves what does. Rows then have the
+            values of the bytes, in bfloat16: a linear under that recipe multiplies them as it would have multiplied the
+            tokens. The copies for its weight gradients are quantised from those values, which rounds once more. None:
+            tokens travel as they are.
 
     Keywords:
         top_k_index: int32 or int64 [T, k]: the experts of each token, of all ranks. One below 0, or of ``num_experts``
@@ -43,7 +50,7 @@ class EPDispatch(Op):
 
     Raises:
         TypeError: ``group`` is no :class:`Group`.
-        ValueError: the group has no such lane.
+        ValueError: the group has no such lane, or its tokens cannot travel by that recipe.
         ArgumentError: in a call, tokens, ids or weights that do not fit the group.
         CapacityError: a rank would own more rows than there is room for.
         PeerError: a rank did not come, or did something else.
@@ -61,9 +68,11 @@ class EPDispatch(Op):
         x_dtype: torch.dtype
         weights_dtype: torch.dtype
 
-    def __init__(self, group: Group, lane: int = 0) -> None:
+    def __init__(self, group: Group, lane: int = 0, recipe: Float8Block | None = None) -> None:
         super().__init__()
-        self.group, self.lane = group, check_lane("EPDispatch", group, lane)
+        self.group, self.lane, self.recipe = group, check_lane("EPDispatch", group, lane), recipe
+        if recipe is not None and (why := float8_rows.refusal(recipe, group.settings, group.transport)) is not None:
+            raise ValueError(f"EPDispatch: {why}")
 
     def check(
         self,
@@ -76,8 +85,7 @@ class EPDispatch(Op):
         settings = self.group.settings
         x = x._replace(dtype=product_dtype(x.dtype, autocast_dtype))
         check_rows_of(self.group, x, "tokens [T, H]")
-        check_slots("top_k_index", top_k_index, x, "int32 or int64", (torch.int32, torch.int64).__contains__)
-        check_slots("top_k_weights", top_k_weights, x, "floating-point", lambda dtype: dtype.is_floating_point)
+        check_choices(top_k_index, top_k_weights, x)
         for name, slots in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
             if slots.shape[1] != settings.top_k:
                 raise ArgumentError(
@@ -138,9 +146,14 @@ class EPDispatch(Op):
         if trace.active():
             return self._foreseen(x, top_k_index, top_k_weights)
         exchange = self.group.lane(self.lane).begin()
+        wanted = wanted & {"x", "top_k_weights"}
+        if self.recipe is not None:
+            x, wanted = float8_rows.packed(x), wanted | {EIGHT_BITS}
         with self.group.moving() as transport:
-            wanted = wanted & {"x", "top_k_weights"}
-            return transport.dispatch(exchange, x, top_k_index, top_k_weights, wanted, fill, beside)
+            dispatched = transport.dispatch(exchange, x, top_k_index, top_k_weights, wanted, fill, beside)
+        if self.recipe is None:
+            return dispatched
+        return dispatched._replace(rows=float8_rows.unpacked(dispatched.rows, self.group.settings.hidden))
 
     def _foreseen(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> DispatchedRows:
         """Of a run without data; the rows are taken to be as many as the slots where only the data will tell."""
@@ -152,8 +165,11 @@ class EPDispatch(Op):
             count,
         )
         rows = x.new_empty(count, x.shape[1])
+        travelling = rows if self.recipe is None else x.new_empty(count, float8_rows.width(x.shape[1]))
         scales = x.new_empty(count, dtype=torch.promote_types(top_k_weights.dtype, torch.float32))
-        self.group.mover.foresee("dispatch", rows, scales)
+        self.group.mover.foresee("dispatch", travelling, scales)
+        if self.recipe is not None:
+            trace.note("tokens are quantised before they travel, and their rows have the values of the bytes")
         if self.group.local_capacity is None:
             trace.note(f"how many rows there are depends on data; {count} are assumed, one for each slot of this rank")
         trace.note(f"transport {self.group.transport}: {self.group.transport_reason}")
@@ -167,7 +183,8 @@ class EPDispatch(Op):
         return grads
 
     def extra_repr(self) -> str:
-        return f"{self.group!r}, lane={self.lane}"
+        recipe = "" if self.recipe is None else f", recipe={self.recipe}"
+        return f"{self.group!r}, lane={self.lane}{recipe}"
 
 
 class TableForeseen(NamedTuple):
@@ -179,9 +196,13 @@ class TableForeseen(NamedTuple):
     num_rows: int
 
 
-def start_sum(group: Group, rows: Tensor, table: Table, kind: str) -> Callable[[], Tensor]:
-    """Starts the sums of the rows [Q, H] of all ranks; returns what gives those of this rank's tokens [T, H]."""
-    if trace.active():
+def start_sum(group: Group, rows: Tensor | None, table: Table, kind: str) -> Callable[[], Tensor]:
+    """Starts the sums of the rows [Q, H] of all ranks; returns what gives those of this rank's tokens [T, H].
+
+    Args:
+        rows: None: they have gone to slots (:meth:`Transport.row_slots`).
+    """
+    if rows is not None and trace.active():
         group.mover.foresee(kind, rows)
         return lambda: rows.new_empty(table.row_of_slot.shape[0], rows.shape[1])
     with group.moving() as transport:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import distributed as dist
 
+from . import memory
 from .collective import CollectiveTransport
 from .errors import CapacityError, PeerError
 from .settings import Settings
@@ -120,6 +121,9 @@ class Group:
             compute those of weights; 0: all do one after the other.
         overlap_dispatch: with transport ``"symmetric"``, how many multiprocessors bring rows to the experts of an
             :class:`EPGroupedMLP` in bfloat16 while the others multiply those that are there; 0: one after the other.
+        overlap_combine: with transport ``"symmetric"``, whether rows go to the ranks of their tokens as the second
+            linear of an :class:`EPGroupedMLP` computes them (in bfloat16; else right behind it), so that each rank
+            sums from its own memory. Takes memory for ``max_tokens * top_k`` rows more.
 
     Attributes:
         rank, size: of this rank; how many there are.
@@ -151,10 +155,11 @@ class Group:
         timeout: float = 60.0,
         overlap: int = 0,
         overlap_dispatch: int = 0,
+        overlap_combine: bool = False,
     ) -> None:
         self.settings = Settings(
             *(num_experts, max_tokens, top_k, hidden, dtype, capacity, overflow, combine),
-            *(transport, lanes, timeout, overlap, overlap_dispatch),
+            *(transport, lanes, timeout, overlap, overlap_dispatch, overlap_combine),
         )
         self.process_group = process_group if process_group is not None else _world()
         self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
@@ -174,14 +179,24 @@ class Group:
 
     def _share_memory(self) -> None:
         """Lets this rank's GPU and the others read one another's rows."""
-        refusals: list[Any] = [None] * self.size
-        dist.all_gather_object(refusals, SymmetricTransport.refusal(self.settings, self.size), self.process_group)
-        for rank, refusal in enumerate(refusals):
-            if refusal is not None:
-                raise ValueError(f"Group: transport 'symmetric' cannot serve rank {rank}: it {refusal}")
+        self._refuse(SymmetricTransport.refusal(self.settings, self.size))
+        here = memory.Location.here(memory.device())
+        self._refuse(here.unreachable(self._of_ranks(here)))
         mover = SymmetricTransport(self.settings, self.process_group)
         self._mover, self.device = mover, mover.device
         self.devices, self.transport_reason = frozenset({mover.device.type}), "as the group was asked for"
+
+    def _of_ranks(self, value: Any) -> list[Any]:
+        """What each rank has. Collective."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, self.process_group)
+        return values
+
+    def _refuse(self, refusal: str | None) -> None:
+        """Raises on all ranks alike where one cannot have the transport ``symmetric``. Collective."""
+        for rank, each in enumerate(self._of_ranks(refusal)):
+            if each is not None:
+                raise ValueError(f"Group: transport 'symmetric' cannot serve rank {rank}: it {each}")
 
     @property
     def num_local_experts(self) -> int:

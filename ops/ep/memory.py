@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,34 @@ class SharedMemory(NamedTuple):
     bytes: Tensor
     addresses: list[int]
     mapping: Any
+
+
+class Location(NamedTuple):
+    """Where a rank is: its host, and the number of its device there, as its process counts."""
+
+    host: str
+    device: int
+
+    @classmethod
+    def here(cls, on: torch.device | None) -> Location:
+        return cls(socket.gethostname(), -1 if on is None or on.index is None else on.index)
+
+    def unreachable(self, ranks: Sequence[Location]) -> str | None:
+        """Which rank's memory this one cannot read; None: that of all can be asked for."""
+        for rank, other in enumerate(ranks):
+            if other.host != self.host:
+                return f"is on host {self.host}, rank {rank} on {other.host}; it serves the GPUs of one host"
+        for rank, other in enumerate(ranks):
+            counted_alike = 0 <= other.device < torch.cuda.device_count() and 0 <= self.device != other.device
+            if counted_alike and not torch.cuda.can_device_access_peer(self.device, other.device):
+                return f"has cuda:{self.device}, which does not reach cuda:{other.device} of rank {rank}"
+        return None
+
+
+def in_capture() -> bool:
+    """Whether what is launched now goes into a CUDA graph, so that no host may wait and nothing be allocated."""
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
 
 
 def device() -> torch.device | None:

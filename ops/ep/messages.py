@@ -8,11 +8,14 @@ from .settings import Settings
 
 WANTED = ("x", "top_k_weights")
 """The gradients that a backward of a dispatch gives; a bit each."""
+EIGHT_BITS = "8 bits"
+"""Beside them: tokens travel so. Its bit is behind theirs."""
+_FLAGS = (*WANTED, EIGHT_BITS)
 
 
 def flags_of(wanted: Iterable[str]) -> int:
-    """The gradients wanted, as bits."""
-    return sum(1 << WANTED.index(name) for name in wanted)
+    """What is wanted, as bits."""
+    return sum(1 << _FLAGS.index(name) for name in wanted)
 
 
 def other_step(rank: int, theirs: str, mine: str) -> str:
@@ -25,6 +28,18 @@ def other_gradients(rank: int, theirs: int, mine: int, named: str) -> str:
     return (
         f"rank {rank} wants gradients of {_named(theirs)} in {named}, this rank of {_named(mine)}; set requires_grad "
         "alike on all ranks, also where there are no tokens"
+    )
+
+
+def other_wishes(rank: int, theirs: int, mine: int, named: str) -> str:
+    """A rank will have another backward, or its tokens another form. Both are flags."""
+    of_bits = 1 << len(WANTED)
+    if not (theirs ^ mine) & of_bits:
+        return other_gradients(rank, theirs, mine, named)
+    bits = (8, 16) if theirs & of_bits else (16, 8)
+    return (
+        f"rank {rank} sends tokens of {bits[0]} bits in {named}, this rank of {bits[1]}; give EPDispatch the same "
+        "recipe on all ranks"
     )
 
 

@@ -34,6 +34,7 @@ class Settings(NamedTuple):
     timeout: float
     overlap: int
     overlap_dispatch: int
+    overlap_combine: bool
 
     def problem(self, ranks: int) -> str | None:
         """What is wrong with them, for so many ranks; None: nothing."""
@@ -59,6 +60,8 @@ class Settings(NamedTuple):
             blocks = getattr(self, name)
             if type(blocks) is not int or blocks < 0:
                 yield f"{name} must be a number of multiprocessors, 0 for none, got {blocks!r}"
+        if type(self.overlap_combine) is not bool:
+            yield f"overlap_combine must be True or False, got {self.overlap_combine!r}"
         if not _is_number(self.timeout) or self.timeout < 0:
             yield f"timeout must be a number of seconds, 0 for none, got {self.timeout!r}"
         if not self._is_capacity():
@@ -78,16 +81,21 @@ class Settings(NamedTuple):
 
     def rows(self, ranks: int) -> int | None:
         """How many rows a rank can own at once; None: as many as come."""
-        slots, worst = self.max_tokens * self.top_k, self.worst(ranks)
+        worst = self.worst(ranks)
         if self.capacity == "exact":
             return None
         if isinstance(self.capacity, str):
             return worst
-        return min(worst, self.capacity if type(self.capacity) is int else math.ceil(self.capacity * slots))
+        return min(worst, self.capacity if type(self.capacity) is int else math.ceil(self.capacity * self.slots))
+
+    @property
+    def slots(self) -> int:
+        """Of a rank's tokens, at most."""
+        return self.max_tokens * self.top_k
 
     def worst(self, ranks: int) -> int:
         """How many rows a rank owns if every token chooses as many of its experts as it can, each once."""
-        return ranks * self.max_tokens * self.top_k
+        return ranks * self.slots
 
     def difference(self, others: Sequence[Settings]) -> str | None:
         """Which rank has other settings, and where; None: none has."""

@@ -19,6 +19,7 @@ from ...fuser import tracing as trace
 from ..kernels.hopper import arrivals as waiting
 from ..kernels.hopper import peers as kernels
 from ..kernels.hopper import permute as sorting
+from ..kernels.problem import RowSlots
 from . import memory, messages
 from .errors import CapacityError, PeerError
 from .memory import SharedMemory
@@ -38,6 +39,7 @@ class SymmetricTable(NamedTuple):
         slots: of all ranks, [R * T, k] with T = ``max_tokens``.
         row_of_slot: int32 [T, k]: of this rank.
         wanted: the gradients that a backward will give.
+        slot_of_row: int32 [R * T * k]: of the rows of all ranks, where they are sent to slots.
     """
 
     exchange: Exchange
@@ -46,6 +48,7 @@ class SymmetricTable(NamedTuple):
     row_of_slot: Tensor
     num_rows: int
     wanted: frozenset[str]
+    slot_of_row: Tensor | None = None
 
     @property
     def mine(self) -> kernels.Slots:
@@ -62,15 +65,17 @@ class Regions(NamedTuple):
     tokens: int
     row_numbers: int
     rows: int
+    slots: int
     end: int
 
     @classmethod
     def of(cls, settings: Settings, ranks: int, capacity: int, first: int) -> Regions:
         """Those of a lane whose first part begins at byte ``first``."""
-        slots, row = settings.max_tokens * settings.top_k, settings.hidden * settings.dtype.itemsize
+        slots, row = settings.slots, settings.hidden * settings.dtype.itemsize
         sizes = (
             *(2 * ranks * kernels.SIGNAL_BYTES, 4 * ranks * slots, _NUMBER_BYTES * ranks * slots),
             *(settings.max_tokens * row, capacity * _NUMBER_BYTES, capacity * row),
+            slots * row if settings.overlap_combine else 0,
         )
         return cls(*accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=first))
 
@@ -148,6 +153,8 @@ class SymmetricTransport:
     def refusal(settings: Settings, ranks: int) -> str | None:
         """Why it cannot serve such a group on this rank; None: it can."""
         on = memory.device()
+        if memory.in_capture():
+            return "captures a CUDA graph; make the group, and run a step, before that"
         index = None if on is None else on.index or 0
         return kernels.refusal(index, settings.num_experts, ranks, settings.dtype) or memory.refusal()
 
@@ -169,9 +176,8 @@ class SymmetricTransport:
         lane, s = self._lanes[exchange.lane], self._settings
         numbers = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32)).contiguous()
         self._write_tokens(lane, tokens, exchange)
-        most = s.max_tokens * s.top_k
         published = kernels.Published(
-            *(top_k_index.contiguous(), numbers, most, s.num_experts, lane.regions.ids, lane.regions.slot_numbers)
+            *(top_k_index.contiguous(), numbers, s.slots, s.num_experts, lane.regions.ids, lane.regions.slot_numbers)
         )
         lane.meet(exchange, "dispatch", wanted, published)
         lane.reads("tokens")
@@ -200,7 +206,8 @@ class SymmetricTransport:
         slots = kernels.Slots(row_of_slot, firsts, self._capacity)
         first = self._rank * s.max_tokens
         mine = row_of_slot[first : first + tokens]
-        return SymmetricTable(exchange, sizes, slots, mine, self._capacity, wanted), slot_of_row
+        sent = slot_of_row if s.overlap_combine else None
+        return SymmetricTable(exchange, sizes, slots, mine, self._capacity, wanted, sent), slot_of_row
 
     def _pulled(
         self, lane: SymmetricLane, table: SymmetricTable, fill: bool, arriving: kernels.RowsArriving | None = None
@@ -218,17 +225,40 @@ class SymmetricTransport:
         lane.reads("tokens")
         return self._pulled(lane, table, fill)
 
-    def start_sum(self, rows: Tensor, table: SymmetricTable, kind: str) -> Callable[[], Tensor]:
+    def start_sum(self, rows: Tensor | None, table: SymmetricTable, kind: str) -> Callable[[], Tensor]:
         lane, exchange = self._lanes[table.exchange.lane], table.exchange
+        rows = rows if rows is None or rows.stride(-1) == 1 else rows.contiguous()
+        if kind == "combine" and (slots := self.row_slots(table)) is not None:
+            return self._start_sum_of_slots(rows, slots, table)
+        assert rows is not None
         if rows.data_ptr() != lane.launch.buffers[self._rank] + lane.regions.rows:
             lane.will_write("rows", exchange)
-            rows = rows if rows.stride(-1) == 1 else rows.contiguous()
             kernels.stage_rows(lane.launch, exchange.number, rows, table.slots, lane.regions.rows)
         lane.meet(exchange, kind, table.wanted)
         overlap = self._settings.overlap
         if overlap and kind == "dispatch backward" and self._device.type == "cuda":
             return self._sum_beside(lane, table, overlap)
         return lambda: self._sum(lane, table, self._new_sums(table))
+
+    def row_slots(self, table: SymmetricTable) -> RowSlots | None:
+        if table.slot_of_row is None:
+            return None
+        lane = self._lanes[table.exchange.lane]  # ranks have met in the dispatch since these slots were read
+        launch, ends = lane.launch, (table.slots.firsts, self._settings.slots, lane.regions.slots)
+        return RowSlots(launch.rank, launch.buffers, launch.state, table.slot_of_row, *ends)
+
+    def _start_sum_of_slots(self, rows: Tensor | None, slots: RowSlots, table: SymmetricTable) -> Callable[[], Tensor]:
+        lane, exchange = self._lanes[table.exchange.lane], table.exchange
+        if rows is not None:
+            kernels.send_rows(rows, slots)
+        lane.meet(exchange, "combine", table.wanted)
+
+        def summed() -> Tensor:
+            sums = self._new_sums(table)
+            kernels.pull_sum(lane.launch, exchange.number, table.mine, slots.at, sums, at_slots=True)
+            return sums
+
+        return summed
 
     def _new_sums(self, table: SymmetricTable) -> Tensor:
         s = self._settings

@@ -100,10 +100,10 @@ class Transport(Protocol):
             fill: whether the tail shall be zero; else it may be anything.
         """
 
-    def start_sum(self, rows: Tensor, table: Any, kind: str) -> Callable[[], Tensor]:
+    def start_sum(self, rows: Tensor | None, table: Any, kind: str) -> Callable[[], Tensor]:
         """Starts to sum the rows [Q, H] of all ranks by token; returns what gives the sums [T, H] of this rank's.
 
-        Rows may be overwritten once the sums are there.
+        Rows may be overwritten once the sums are there. None: they have gone to :meth:`row_slots`.
         """
 
     def return_numbers(self, numbers: Tensor, table: Any, dtype: torch.dtype, kind: str) -> Tensor:
@@ -113,6 +113,12 @@ class Transport(Protocol):
         """[Q, H]: memory for rows that :meth:`start_sum` is given next on that lane, in a forward or a backward.
 
         None: any memory is as good.
+        """
+
+    def row_slots(self, table: Any) -> Any:
+        """Where the rows of a combine go as they are computed: see :class:`fusible.ops.kernels.RowSlots`.
+
+        None: nowhere but to :meth:`start_sum`, which is told otherwise.
         """
 
     def statistics(self) -> Mapping[str, int]:

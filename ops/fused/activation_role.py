@@ -13,13 +13,13 @@ from .. import link_rows
 from ..activation_spec import ActivationSpec
 from ..bias import Bias
 from ..glu import Activated
+from ..grouped_linear import GroupedLinear
 from ..kernels import Operands
 from ..link import Link
 from ..pointwise import Pointwise
 from ..quantized_linear import in_force
-from .pointwise_chain import LINKS, PointwiseChain, has_function, number_of_gates
+from .pointwise_chain import FUNCTIONS, LINKS, PointwiseChain, has_function, number_of_gates
 
-ACTIVATION = (Activated, Pointwise)
 PREFIX = "act."
 """Of the names of what the activation of a match has."""
 _SIZES = "split_sizes"
@@ -30,34 +30,20 @@ def is_chain(ops: Sequence[Op]) -> bool:
     return has_function(ops) and number_of_gates(ops) < 2
 
 
-ACTIVATION_OR_CHAIN = one_or_run(ACTIVATION, Run(LINKS, PointwiseChain, is_chain))
+ACTIVATION_OR_CHAIN = one_or_run(FUNCTIONS, Run(LINKS, PointwiseChain, is_chain))
 
 
 def with_activation(pattern: Pattern) -> Pattern:
     """A pattern with the role ``act``, and maybe ``scale`` and ``out_scale``, where kernels have such an activation.
 
-    A function may read one number of the row, which then is the scale before the second linear. A scale after that
-    linear joins it, if the function is linear in it.
+    It follows the role ``fc1``. A function may read one number of the row, which then is the scale before the second
+    linear. A scale after that linear joins it, if the function is linear in it.
     """
-    return _with_rows(
-        pattern.where("act has operations that kernels do not know", _is_supported).where(
-            "act reads a number for each column", lambda match: not _reading_columns(match)
-        )
-    )
-
-
-def with_activation_of_columns(pattern: Pattern) -> Pattern:
-    """As :func:`with_activation`, of a pattern with the role ``fc1``: a function may read numbers of columns."""
-    return _with_rows(
+    return (
         pattern.where("act has operations that kernels do not know", _is_supported)
         .where("act and fc1 read different split_sizes", shares_groups)
         .where("act reads a number for each column, which quantised products do not", _is_unquantized_with_columns)
-    )
-
-
-def _with_rows(pattern: Pattern) -> Pattern:
-    return (
-        pattern.where("act adds a matrix, which the epilogue of a backward does not read", _adds_no_matrix)
+        .where("act adds a matrix, which the epilogue of a backward does not read", _adds_no_matrix)
         .where("act reads more than one number of a row", _reads_one_number)
         .where("act reads a number of the row, and so does the scale after it", _scales_once)
         .where("act is not linear in its number of the row, and a scale follows fc2", _is_linear)
@@ -119,6 +105,8 @@ def _link_of(act: Any) -> Link:
 
 
 def _is_unquantized_with_columns(match: Match) -> bool:
+    if not isinstance(match.fc1, GroupedLinear):  # the weights under adapters follow no recipe
+        return True
     return not _reading_columns(match) or in_force(match.fc1.recipe) is None
 
 

@@ -1,7 +1,8 @@
 """The experts of a rank: EPDispatch -> the ops of a GroupedMLP -> EPCombine, from tokens to tokens.
 
 Where the transport has a buffer for rows, the second linear writes there, and so does the gradient of the first one's
-input: neither is allocated for a call. The backward moves that gradient while those of the weights are computed.
+input: neither is allocated for a call. Or the second linear sends its rows to where they are summed. The backward moves
+that gradient while those of the weights are computed.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class EPGroupedMLP(InnerMLP):
         group = self.dispatch.group
         tokens = x, top_k_index, top_k_weights
         table, rows, scales, arriving = self.dispatch.exchange(*tokens, needs_grad, fill=False, beside=True)
-        buffer = None if trace.active() else group.mover.row_buffer(table)
+        buffer, slots = (
+            (None, None) if trace.active() else (group.mover.row_buffer(table), group.mover.row_slots(table))
+        )
         mlp_rows, mlp = self.experts.fwd(
             rows,
             split_sizes=table.split_sizes,
@@ -63,11 +66,12 @@ class EPGroupedMLP(InnerMLP):
             output=buffer,
             grad_input=buffer,
             arrived=None if arriving is None else arriving.counters,
+            slots=slots,
             needs_grad=self.needs_of_experts(needs_grad),
             autocast_dtype=autocast_dtype,
             x_is_inner=False,  # nobody reads the tail of the buffer
         )
-        y = start_sum(group, mlp_rows, table, "combine")()
+        y = start_sum(group, mlp_rows if slots is None else None, table, "combine")()
         return y, self.Saved(table, x.dtype, top_k_weights.dtype, mlp)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:

@@ -21,14 +21,14 @@ from .activation_role import (
     vector_grads,
     vectors_of,
     wants_vectors,
-    with_activation_of_columns,
+    with_activation,
 )
 from .fc1 import FC1, flat, names_of
 from .pointwise_chain import PointwiseChain
 
 
 @register_fusion(
-    with_activation_of_columns(Pattern.path(fc1=GroupedLinear, act=ACTIVATION_OR_CHAIN, scale=optional(Scale))).absent(
+    with_activation(Pattern.path(fc1=GroupedLinear, act=ACTIVATION_OR_CHAIN, scale=optional(Scale))).absent(
         "output", "fc1"
     ),
     priority=20,

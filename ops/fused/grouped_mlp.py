@@ -50,7 +50,7 @@ from .activation_role import (
     vector_grads,
     vectors_of,
     wants_vectors,
-    with_activation_of_columns,
+    with_activation,
 )
 from .fc1 import FC1, FirstLinear, OpPart, filed, flat, names_of
 from .pointwise_chain import PointwiseChain
@@ -81,7 +81,7 @@ def with_one_recipe(pattern: Pattern) -> Pattern:
 
 @register_fusion(
     with_one_recipe(
-        with_activation_of_columns(_PATH)
+        with_activation(_PATH)
         .shares("split_sizes", "fc1", "fc2")
         .absent("output", "fc1")
         .absent("grad_input", "fc2")
@@ -128,11 +128,17 @@ class GroupedMLP(FusedOp):
         fc1_bias_scale: Tensor | None = None,
         fc2_bias_scale: Tensor | None = None,
         arrived: Tensor | None = None,
+        slots: kernels.RowSlots | None = None,
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
-        """``arrived`` is of rows that may come meanwhile, which :class:`EPGroupedMLP` alone gives."""
+        """The experts of an :class:`EPGroupedMLP` are given more.
+
+        Args:
+            arrived: of rows that may come meanwhile.
+            slots: where its rows go; what stands in ``output`` then may be anything.
+        """
         vectors, keep_preact = vectors_of(self.act), reads_preact(needs_grad)
         recompute = thread_config.config.recompute and keep_preact and self._recomputes()
         fc1 = first_linear.forward(
@@ -145,12 +151,14 @@ class GroupedMLP(FusedOp):
             reader=self.fc2,
             arrived=arrived,
         )
-        factors = {
+        factors: dict[str, Any] = {
             "out": None if output is None else output.view(-1, self.fc2.out_features),
             "bias": self._bias(),
             "bias_scale": flat(fc2_bias_scale),
             "row_scale": flat(out_scale_scales),
         }
+        if slots is not None:
+            factors["slots"] = slots
         y, fc2 = self._second(fc1, fc2_bias_scale, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
         hidden_encode = scales_of_forward(self.fc2, fc1.saved.recipe)
         saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales, vectors, hidden_encode)
@@ -192,9 +200,13 @@ class GroupedMLP(FusedOp):
         if isinstance(postact, TokenCopies):
             assert recipe is not None
             assert postact.rows is not None
-            return self.fc2.quantized_fwd(
+            slots = factors.pop("slots", None)
+            y, saved = self.fc2.quantized_fwd(
                 recipe, postact.rows.data, postact, sizes, bias_scale, None, needs, True, factors
             )
+            if slots is not None:
+                kernels.send_rows(y, slots)
+            return y, saved
         weight = self.fc2.matrices("weight", postact.dtype)
         y = kernels.grouped_gemm(Layout.NT, postact, weight, sizes, **factors)
         assert isinstance(y, Tensor)

@@ -15,7 +15,7 @@ from ..grouped_linear import GroupedLinear
 from ..moe import ROUTING
 from ..pointwise import Pointwise
 from ..scale import Scale
-from .activation_role import ACTIVATION_OR_CHAIN, reads_a_row, with_activation_of_columns
+from .activation_role import ACTIVATION_OR_CHAIN, reads_a_row, with_activation
 from .grouped_mlp import GroupedMLP, with_one_recipe
 from .pointwise_chain import PointwiseChain
 from .routed_pattern import routed
@@ -34,7 +34,7 @@ def tokens_to_tokens(dispatch: type[Op], combine: type[Op], to_combine: Iterable
         out_scale=optional(Scale),
         combine=combine,
     )
-    pattern = with_activation_of_columns(routed(path, SCALES, to_combine))
+    pattern = with_activation(routed(path, SCALES, to_combine))
     for buffer in ("output", "grad_input"):
         pattern = pattern.absent(buffer, "fc1").absent(buffer, "fc2")
     return with_one_recipe(pattern)

@@ -89,8 +89,8 @@ class PointwiseChain(FusedOp):
 
 
 def is_run(ops: Sequence[Op]) -> bool:
-    """Whether a chain is worth it: with a function in it, and not the two ops that are a fusion of their own."""
-    is_pair = len(ops) == 2 and isinstance(ops[0], FUNCTIONS) and isinstance(ops[1], Scale)
+    """Whether a chain is worth it: with a function in it, and not the two ops whose kernels are compiled ahead."""
+    is_pair = len(ops) == 2 and isinstance(ops[0], Activated) and isinstance(ops[1], Scale)
     return has_function(ops) and not is_pair
 
 

@@ -55,7 +55,7 @@ def forward(
         scaled_by: the keywords of ``mlp`` that are the routing weights.
     """
     routing = permutation.route(top_k_index, num_experts, tokens.dtype, top_k_weights.contiguous())
-    factors = dict.fromkeys(scaled_by, permutation.scales_of(routing, top_k_weights))
+    factors: dict[str, Any] = dict.fromkeys(scaled_by, permutation.scales_of(routing, top_k_weights))
     recipe = applied(mlp.fc1, tokens.dtype)
     gathers = recipe is not None and not is_delayed(recipe)  # amaxes of steps are those of the rows
     if recipe is not None and gathers and (wgrad_is_quantized(recipe) or "fc1.weight" not in needs_grad):

@@ -27,14 +27,22 @@ from ..moe import Combine, Dispatch
 from ..pointwise import Pointwise
 from ..routing import Routing
 from ..scale import Scale
-from .activation_role import ACTIVATION, spec_of, with_activation
+from .activation_role import (
+    ACTIVATION_OR_CHAIN,
+    spec_of,
+    vector_grads,
+    vectors_of,
+    wants_vectors,
+    with_activation,
+)
+from .pointwise_chain import PointwiseChain
 from .routed_forward import replay_unless_large
 from .routed_pattern import routed, with_as_many_groups
 
 
 def _pattern() -> Pattern:
     path = Pattern.path(
-        dispatch=Dispatch, fc1=GroupedLoRA, act=ACTIVATION, fc2=GroupedLoRA, scale=Scale, combine=Combine
+        dispatch=Dispatch, fc1=GroupedLoRA, act=ACTIVATION_OR_CHAIN, fc2=GroupedLoRA, scale=Scale, combine=Combine
     )
     return with_as_many_groups(with_activation(routed(path, ("scale",))))
 
@@ -48,7 +56,7 @@ class RoutedLoRA(FusedOp):
 
     dispatch: Dispatch
     fc1: GroupedLoRA
-    act: Activated | Pointwise
+    act: Activated | Pointwise | PointwiseChain
     fc2: GroupedLoRA
     scale: Scale
     combine: Combine
@@ -63,6 +71,7 @@ class RoutedLoRA(FusedOp):
         routing: Routing
         weights_dtype: torch.dtype
         x_dtype: torch.dtype
+        vectors: tuple[Tensor, ...] | None
 
     def fwd(
         self,
@@ -78,7 +87,8 @@ class RoutedLoRA(FusedOp):
         routing = permutation.route(top_k_index, self.dispatch.num_experts, tokens.dtype, top_k_weights.contiguous())
         scales, sizes = permutation.scales_of(routing, top_k_weights), routing.split_sizes
         needs = _needs(needs_grad)
-        low1, preact, postact = self._through_fc1(tokens, routing, scales, needs.preact)
+        vectors = vectors_of(self.act)
+        low1, preact, postact = self._through_fc1(tokens, routing, scales, vectors, needs.preact)
         low2 = self.fc2.project(postact, sizes).product
         bias_scale = scales if self.fc2.has_bias else None
         y = self.fc2.product(postact, low2, sizes, bias_scale=bias_scale, tail_unspecified=routing.is_native)
@@ -92,11 +102,17 @@ class RoutedLoRA(FusedOp):
             routing._replace(scales=None),
             top_k_weights.dtype,
             x.dtype,
+            vectors,
         )
         return permutation.unpermute(y, routing), kept
 
     def _through_fc1(
-        self, tokens: Tensor, routing: Routing, scales: Tensor, keep_preact: bool
+        self,
+        tokens: Tensor,
+        routing: Routing,
+        scales: Tensor,
+        vectors: tuple[Tensor, ...] | None,
+        keep_preact: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """What is low-rank of the rows, the pre-activation if it is kept, and the hidden rows times their scales."""
         fc1, sizes = self.fc1, routing.split_sizes
@@ -111,6 +127,7 @@ class RoutedLoRA(FusedOp):
             scales=scales,
             keep_preact=keep_preact,
             tail_unspecified=True,
+            vectors=vectors,
             second=fc1.second(low),
         )
         return low, preact, postact
@@ -129,6 +146,7 @@ class RoutedLoRA(FusedOp):
         assert rows is not None
         through = self._through_activation(saved, rows, dlow2, needs)
         grads = {f"fc2.{name}": gradient for name, gradient in lora_b_grad(of_fc2).items()}
+        grads |= vector_grads(self.act, through.vectors, needs_grad)
         if "top_k_weights" in needs_grad:
             grads["top_k_weights"] = self._weight_grads(saved, rows, through.scales)
         if "fc2.bias" in needs_grad:
@@ -142,11 +160,12 @@ class RoutedLoRA(FusedOp):
 
     def _through_activation(self, saved: Saved, rows: Tensor, dlow: Tensor | None, needs: _Needs) -> ActivationGrads:
         """The gradient of the pre-activation, ``<u, a>`` by row, and ``s a``: those that are wanted."""
-        preact, spec = saved.preact, spec_of(self.act)
+        preact, spec, vectors = saved.preact, spec_of(self.act), saved.vectors
         if preact is None:
             return ActivationGrads(rows, None, None)
         if saved.fc2.weight is None:
-            return ActivationGrads(rows, None, kernels.activate(preact, spec, saved.scales))
+            of_groups = vectors, None if vectors is None else saved.routing.split_sizes
+            return ActivationGrads(rows, None, kernels.activate(preact, spec, saved.scales, *of_groups))
         return kernels.grouped_linear_activation_backward(
             rows,
             saved.fc2.weight,
@@ -156,6 +175,8 @@ class RoutedLoRA(FusedOp):
             scales=saved.scales,
             want_scales=needs.weights,
             want_postact=needs.postact,
+            vectors=vectors,
+            want_vectors=needs.vectors,
             second=back_through(dlow, saved.fc2),
         )
 
@@ -204,6 +225,7 @@ class _Needs(NamedTuple):
     fc1: frozenset[str]
     fc2: frozenset[str]
     weights: bool
+    vectors: bool
     postact: bool
     preact: bool
 
@@ -214,7 +236,8 @@ def _needs(needs_grad: frozenset[str]) -> _Needs:
         {name.removeprefix(prefix) for name in needs_grad if name.startswith(prefix)} for prefix in ("fc1.", "fc2.")
     )
     fc1 |= needs_grad & {"x"}
-    weights = "top_k_weights" in needs_grad
+    weights, vectors = "top_k_weights" in needs_grad, wants_vectors(needs_grad)
     postact = not fc2.isdisjoint(("weight", "lora_a"))
-    fc2 |= {"x"} if fc1 or weights else set()
-    return _Needs(frozenset(fc1), frozenset(fc2), weights, postact, bool(postact or fc1 or weights))
+    through = bool(fc1 or weights or vectors)
+    fc2 |= {"x"} if through else set()
+    return _Needs(frozenset(fc1), frozenset(fc2), weights, vectors, postact, postact or through)

@@ -33,6 +33,7 @@ from .dispatch import (
 from .hopper import extension
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
+from .hopper.peers import send_rows
 from .jit.ahead import compile_ahead
 from .jit.cache import kernel_cache
 from .problem import (
@@ -47,11 +48,13 @@ from .problem import (
     Operands,
     PointwiseGrads,
     PointwiseRows,
+    RowSlots,
     first,
     nbytes,
 )
 from .pytorch.wrong_sizes import raise_reported
 from .ragged import RaggedGemm
+from .tensor_lists import addresses_of, has_objects
 
 __all__ = [
     "ActivationGrads",
@@ -59,11 +62,15 @@ __all__ = [
     "Matrices",
     "OperandPair",
     "Operands",
+    "RowSlots",
+    "addresses_of",
     "compile_ahead",
     "grouped_gemm",
+    "has_objects",
     "kernel_cache",
     "outputs",
     "raise_wrong_sizes",
+    "send_rows",
 ]
 
 
@@ -85,7 +92,12 @@ def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) ->
     return torch.as_tensor(split_sizes, device=device)
 
 
-@kernel(outputs.new_product, only_with_out=("beta",), only_without_out=("out_dtype",), eager_only=("tail_unspecified",))
+@kernel(
+    outputs.new_product,
+    only_with_out=("beta",),
+    only_without_out=("out_dtype",),
+    eager_only=("tail_unspecified", "slots"),
+)
 def grouped_gemm(
     layout: Layout,
     a: Tensor,
@@ -101,6 +113,7 @@ def grouped_gemm(
     row_scale: Tensor | None = None,
     second: OperandPair | None = None,
     tail_unspecified: bool = False,
+    slots: RowSlots | None = None,
 ) -> Matrices:
     """``row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group; see :class:`GroupedGemm`.
 
@@ -112,6 +125,7 @@ def grouped_gemm(
         out_dtype: of what is allocated here; that of ``a`` by default.
         second: operands whose product is added to A B; neither alpha nor beta with them.
         tail_unspecified: the tail of what is allocated here may hold anything: its readers know of it.
+        slots: where the rows go; what is returned may hold anything then.
     """
     fresh = out is None
     if out is None:
@@ -120,9 +134,11 @@ def grouped_gemm(
         out = out.unsqueeze(0)
     layout, b, second = _fold_transpose(layout, b, second)
     problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale, fresh)
-    problem.second, problem.tail_unspecified = second, tail_unspecified
+    problem.second, problem.tail_unspecified, problem.slots = second, tail_unspecified, slots
     choice = _run(problem)
     if choice is not None:
+        if slots is not None and not (choice.backend is hopper and hopper.stores_to_slots(problem)):
+            send_rows(first(out), slots)
         has_tail = fresh and not tail_unspecified and layout is not Layout.TN
         if has_tail and isinstance(out, Tensor) and not choice.zeroes_tail:
             _zero_tail(out, split_sizes, choice)

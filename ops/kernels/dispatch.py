@@ -21,6 +21,7 @@ from . import float32
 from .function import FunctionKernels
 from .hopper import gemm as hopper
 from .hopper import low_rank as hopper_low_rank
+from .hopper import packed_gemm as hopper_packed
 from .hopper import quantize as hopper_quantize
 from .hopper import ragged as hopper_ragged
 from .hopper import rows as hopper_rows
@@ -35,7 +36,7 @@ from .pytorch import grouped_mm, grouped_mm_cpu, loop, ragged_loop
 from .pytorch import pointwise as pytorch_pointwise
 from .pytorch import quantize as pytorch_quantize
 from .pytorch import scaled_gemm as pytorch_scaled
-from .quantized_problem import ActivatedScaledGemm, Multiplying, Quantizing, source
+from .quantized_problem import ActivatedScaledGemm, Multiplying, PackedGemm, Quantizing, source
 from .ragged import RaggedGemm
 
 P_contra = TypeVar("P_contra", contravariant=True)
@@ -60,6 +61,8 @@ class RaggedBackend(Candidate[RaggedGemm], Protocol):
 
 C = TypeVar("C", bound=Candidate[Any])
 K = TypeVar("K")
+FEW_ROWS = 0
+"""As many of a group, on average, read packed weights as they lie; 0: none, until the kernel has been measured."""
 
 
 class Choice(NamedTuple):
@@ -227,6 +230,18 @@ def scaled_products(problem: Multiplying) -> tuple[ScaledProducts, str]:
     """What multiplies quantised operands, and why not our own kernels."""
     refusal = partial(hopper_scaled.refusal, problem)
     return _ours_or(pytorch_scaled, hopper_scaled, refusal, "product of quantised operands", problem.a.data)
+
+
+def packed_refusal(problem: PackedGemm) -> str | None:
+    """Why our own kernel does not read packed weights as they lie; None: it does. Nothing is lost without it."""
+    backend = active_config().backend
+    if backend not in ("auto", hopper.NAME):
+        return f"config(backend={backend!r})"
+    if not FEW_ROWS:
+        return "the kernel that reads packed weights as they lie is off"
+    if problem.rows > FEW_ROWS * problem.groups:
+        return f"{problem.rows} rows of {problem.groups} groups are not few: more than {FEW_ROWS} of each, on average"
+    return hopper_packed.refusal(problem)
 
 
 def scaled_epilogue_refusal(problem: ActivatedScaledGemm) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -105,6 +105,32 @@ class OperandPair(NamedTuple):
     b: Tensor
 
 
+class RowSlots(NamedTuple):
+    """Where the rows of this rank are summed: at the slots of their tokens, in the buffers of the tokens' ranks.
+
+    Attributes:
+        rank: this one; ``buffers``: the addresses of those of all ranks, as this one sees them.
+        state: of the lane; nothing is stored where it says that the lane has failed.
+        slot_of_row: int32 [S]: of the rows of all ranks, among the slots of all.
+        firsts: int32 [R + 1]: the first row of each rank, and the end of the last.
+        slots: of a rank.
+        at: where in a buffer they are, a row for each.
+    """
+
+    rank: int
+    buffers: list[int]
+    state: Tensor
+    slot_of_row: Tensor
+    firsts: Tensor
+    slots: int
+    at: int
+
+    def arguments(self) -> dict[str, Any]:
+        """Of a launch."""
+        tensors = {name: getattr(self, name).data_ptr() for name in ("state", "slot_of_row", "firsts")}
+        return {"rank": self.rank, "buffers": self.buffers, **tensors, "slots": self.slots, "at": self.at}
+
+
 @dataclass(slots=True)
 class GroupedGemm:
     """``out = row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group.
@@ -123,6 +149,7 @@ class GroupedGemm:
         tail_unspecified: rows of ``out`` past the last group may hold anything although it is fresh.
         arrived: counters of the blocks of rows of ``a``, which the kernel before this one on its stream brings; see
             :func:`fusible.ops.kernels.hopper.arrivals.counters`. A backend may wait for that kernel instead.
+        slots: where the rows of the product go, instead of ``out`` or after that.
     """
 
     layout: Layout
@@ -140,6 +167,7 @@ class GroupedGemm:
     second: OperandPair | None = None
     tail_unspecified: bool = False
     arrived: Tensor | None = None
+    slots: RowSlots | None = None
 
     @property
     def groups(self) -> int:
@@ -186,7 +214,7 @@ class GroupedGemm:
         matrices = epilogue.matrices if isinstance(epilogue, Activate) else None
         if epilogue.vectors is None and matrices is None:
             return None
-        return FunctionOperands(epilogue.vectors, self.split_sizes, matrices)
+        return FunctionOperands(epilogue.vectors, self.split_sizes, matrices, tail_unspecified=True)
 
     @property
     def is_product_alone(self) -> bool:
@@ -267,11 +295,13 @@ class FunctionOperands(NamedTuple):
         vectors: the numbers of columns, [groups, F] or [1, F] each.
         split_sizes: [groups], how many rows each group has.
         matrices: the numbers of elements, [T, F] each.
+        tail_unspecified: see :class:`PointwiseRows`.
     """
 
     vectors: Operands
     split_sizes: Tensor
     matrices: Operands = None
+    tail_unspecified: bool = False
 
 
 class PointwiseRows(NamedTuple):
@@ -287,6 +317,7 @@ class PointwiseRows(NamedTuple):
         split_sizes: [groups], of the groups that the vectors are for; None: there is one, of all rows. A row past the
             last group reads zeros of what groups have.
         matrices: the numbers of each element, [rows, C] each, dense, 2 C of gate and up; None as for numbers.
+        tail_unspecified: rows past the last group may hold anything, and count in no sum.
     """
 
     x: Tensor | None
@@ -296,6 +327,14 @@ class PointwiseRows(NamedTuple):
     vectors: Operands = None
     split_sizes: Tensor | None = None
     matrices: Operands = None
+    tail_unspecified: bool = False
+
+    def groups_of_sum(self, name: str) -> Tensor | None:
+        """The sizes of the groups over whose rows the gradient of a number of columns is summed; None: all rows."""
+        if name[0] == "b":
+            return self.split_sizes
+        sizes = self.split_sizes if self.tail_unspecified else None
+        return None if sizes is None else sizes.sum().view(1)
 
     @property
     def operands(self) -> list[Tensor | None]:

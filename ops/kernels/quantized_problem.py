@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..activation_spec import ActivationSpec
 from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling
+from ..quantized.packed import PackedFormat
 from .problem import Matrices, first, nbytes
 
 
@@ -308,6 +309,63 @@ class ScaledWgrad:
 
     def __str__(self) -> str:
         return f"TN {' x '.join(map(str, self.mnk))}"
+
+
+@dataclass(slots=True)
+class PackedGemm:
+    """``out = row_scale * (alpha * A W^T + bias_scale * bias)``, by group: bfloat16 rows times weights of 8 or 4 bits.
+
+    Attributes:
+        a: bfloat16 [T, K].
+        data: [E, N, K] or [E, N, K / 2], with ``scales`` [E, N, blocks of K]: the fields of :class:`PackedWeight`.
+        split_sizes: int32 or int64 [E].
+        out: bfloat16, float16 or float32 [T, N]. Rows past the last group are not touched unless ``fresh``.
+        bias: [E, N]; None: there is none.
+        row_scale, alpha, bias_scale, fresh: as of :class:`ScaledGemm`.
+    """
+
+    a: Tensor
+    data: Tensor
+    scales: Tensor
+    format: PackedFormat
+    split_sizes: Tensor
+    out: Tensor
+    bias: Tensor | None = None
+    row_scale: Tensor | None = None
+    alpha: Tensor | None = None
+    bias_scale: Tensor | None = None
+    fresh: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.a.shape[0]
+
+    @property
+    def groups(self) -> int:
+        return self.split_sizes.shape[0]
+
+    @property
+    def mnk(self) -> tuple[int, int, int]:
+        """Rows, columns and depth of the products, with T for the rows of all groups."""
+        return self.rows, self.data.shape[1], self.a.shape[1]
+
+    @property
+    def factors(self) -> tuple[Tensor | None, ...]:
+        """Of the bias in each row, of each row, of each group."""
+        return self.bias_scale, self.row_scale, self.alpha
+
+    @property
+    def flops(self) -> int:
+        m, n, k = self.mnk
+        return 2 * m * n * k
+
+    @property
+    def bytes(self) -> int:
+        """Every operand read once, the result written once."""
+        return nbytes(self.a, self.data, self.scales, self.bias, *self.factors, self.out)
+
+    def __str__(self) -> str:
+        return f"NT {' x '.join(map(str, self.mnk))}, {self.format.value}, {self.bytes / 1e6:.1f} MB"
 
 
 Quantizing = QuantizeRows | QuantizeWeight | QuantizeActivation | QuantizeActivationBackward | PermuteQuantizedRows

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..checks import check_sizes
+from ..wide_buffers import wide_buffers
 
 SCORES = ("softmax", "sigmoid")
 _TINY = 1e-20  # keeps a sum of sigmoids away from zero, as DeepSeek-V3 does
@@ -93,12 +94,8 @@ class Router(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """``.to()`` and its kin. The selection bias stays float32: in fewer bits its small steps would be lost."""
-        before = self.selection_bias
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        after = self.selection_bias
-        if before is not None and after is not None and after.dtype != before.dtype:
-            self.selection_bias = before.to(after.device)
-        return result
+        with wide_buffers(self, ("selection_bias",)):
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Routes:
         """The routes of tokens [T, H]."""

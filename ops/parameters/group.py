@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...fuser.runtime.devices import stream_of
 from ...fuser.torch_private import tensor_guards
 from ...fuser.tracing import active, has_no_data, is_traced
+from ..kernels import addresses_of
 from ..kernels.problem import Matrices
 
 _MANY_FORMS = 8  # a step has three or four: recording or not, with autocast or without
@@ -43,7 +44,7 @@ def _is_seen_by_torch(cls: Any) -> bool:
 
 
 class _Values(NamedTuple):
-    addresses: list[int]
+    addresses: list[int] | bytes
     matrices: Matrices
 
 
@@ -108,7 +109,7 @@ class ExpertGroup:
 
     def same(self, tensors: Sequence[Tensor]) -> Matrices | None:
         """:meth:`values` of tensors that are of a known form and lie where the group's do; None if they do not."""
-        addresses = list(map(Tensor.data_ptr, tensors))
+        addresses = addresses_of(tensors)
         for form in reversed(self._forms):  # that of backwards is kept last
             values = form.values
             if values is not None and values.addresses == addresses and form.matches(*tensors):
@@ -118,7 +119,7 @@ class ExpertGroup:
         return None
 
     def _values_of(self, form: _Form) -> Matrices:
-        addresses, values = list(map(Tensor.data_ptr, self.tensors)), form.values
+        addresses, values = addresses_of(self.tensors), form.values
         if values is not None and addresses == values.addresses:
             return values.matrices
         one = as_one(self.tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from functools import cache
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from ...fuser import ArgumentError, Op
 from ...fuser.runtime.residuals import Apart
 from ...fuser.tracing import WITHOUT_DATA
 from ..checks import check_parameter
+from ..kernels import has_objects
 from ..kernels.problem import Matrices, first
 from ..quantized.copies import AMAX, SCALES
 from .group import ExpertGroup, as_one
@@ -182,12 +183,15 @@ class ExpertParameters(Op):
 
     def _group(self, name: str) -> ExpertGroup:
         """The parameters of the groups, and what is known of them."""
-        try:
-            parameters, groups = _getter(name, self.num_groups)(self._parameters), self._groups
-        except KeyError:
-            parameters, groups = self._now(name), self._groups
-        if name in groups and False not in map(is_, (group := groups[name]).tensors, parameters):  # replicas share them
-            return group
+        groups = self._groups
+        if name in groups:
+            group = groups[name]
+            if has_objects(self._parameters, _names(name, self.num_groups), group.tensors):
+                return group
+            if group.holds(parameters := self._now(name)):  # replicas share them
+                return group
+        else:
+            parameters = self._now(name)
         group = groups[name] = ExpertGroup(parameters)
         return group
 
@@ -266,7 +270,9 @@ class _Parameters(NamedTuple):
 
     def tensors(self) -> Sequence[Tensor]:
         """Those that the op has now."""
-        return self.op._now(self.name) if self.op.per_group[self.name] else (self.op.one_parameter(self.name),)
+        return (
+            self.op._group(self.name).tensors if self.op.per_group[self.name] else (self.op.one_parameter(self.name),)
+        )
 
     def joined(self, tensors: Sequence[Tensor]) -> Matrices:
         """As matrices, once it is clear that they have the form that the forward read."""

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ...fuser.runtime.buffers import extent
+from ...fuser.stored_values import stores_values
 from ...fuser.torch_private import without_fake_tensors
 from ...fuser.tracing import WITHOUT_DATA, has_no_data
-from ..checks import is_free_to_write, stores_values
+from ..checks import is_free_to_write
+from ..kernels import addresses_of
 from ..kernels.problem import Matrices
 from .group import ExpertGroup
 
@@ -48,7 +50,7 @@ class _Judged(NamedTuple):
     """Tensors that fit, by what was looked at. ``owners`` says when one is gone; until then its id is its own."""
 
     ids: list[int]
-    addresses: list[int]
+    addresses: list[int] | bytes
     kind: tuple[Any, ...]
     owners: list[weakref.ref[Tensor]]
     group: ExpertGroup
@@ -143,8 +145,8 @@ def _forget(
     return forget
 
 
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [] if isinstance(tensors[0], WITHOUT_DATA) else list(map(Tensor.data_ptr, tensors))
+def _addresses(tensors: Sequence[Tensor]) -> list[int] | bytes:
+    return [] if isinstance(tensors[0], WITHOUT_DATA) else addresses_of(tensors)
 
 
 def _judge(op: str, name: str, parameter: nn.Parameter, grad: Any) -> Tensor:

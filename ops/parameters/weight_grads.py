@@ -14,8 +14,8 @@ from ...fuser import Grads
 from ...fuser import tracing as trace
 from ...fuser.op import Delivery, SideEffects
 from ...fuser.replay import capture
+from ...fuser.stored_values import stores_values
 from .. import kernels
-from ..checks import stores_values
 from ..kernels import Layout, Matrices
 from ..quantized.copies import Columns
 from ..quantized_linear import weight_grad

@@ -48,30 +48,17 @@ class _Relu2(torch.autograd.Function):
         return dy * (ctx.relu * 2.0)
 
 
-class _AtMost(torch.autograd.Function):
-    """The smaller one of x and the limit. What was clamped has gradient zero, NaN passes."""
+class _Clamped(torch.autograd.Function):
+    """x clamped to the limit; if ``both``, to minus the limit too. What was clamped has gradient zero, NaN passes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, limit: Number) -> Tensor:
-        ctx.is_over = x > limit
-        return x.clamp(max=limit)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return torch.where(ctx.is_over, 0.0, dy), None
-
-
-class _Within(torch.autograd.Function):
-    """x clamped to plus and minus the limit. What was clamped has gradient zero, NaN passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, limit: Number) -> Tensor:
-        ctx.is_over = x.abs() > limit
-        return x.clamp(-limit, limit)  # type: ignore[arg-type]
+    def forward(ctx: Any, x: Tensor, limit: Number, both: bool) -> Tensor:
+        ctx.is_over = (x.abs() if both else x) > limit
+        return x.clamp(-limit if both else None, limit)  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return torch.where(ctx.is_over, 0.0, dy), None
+        return torch.where(ctx.is_over, 0.0, dy), None, None
 
 
 CURVES: dict[str, Callable[[Tensor, Number], Tensor]] = {
@@ -126,5 +113,5 @@ def value_of(
     if up is None:
         return CURVES[curve](gate, alpha)
     if limit is not None:
-        gate, up = _AtMost.apply(gate, limit), _Within.apply(up, limit)  # type: ignore[no-untyped-call]
+        gate, up = _Clamped.apply(gate, limit, False), _Clamped.apply(up, limit, True)  # type: ignore[no-untyped-call]
     return CURVES[curve](gate, alpha) * (up + linear_offset)

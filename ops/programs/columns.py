@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -12,23 +12,32 @@ from .program import Program
 OperandTensors = Tensor | Sequence[Tensor | None] | None
 
 
-def columns_of(program: Program, vectors: OperandTensors, width: int) -> list[Tensor | None]:
-    """The numbers of columns of each operand, [groups, C] or [1, C], 2 C of gate and up; of a stack, views.
+def tensors_of(operands: Mapping[str, tuple[str, ...]], tensors: OperandTensors, width: int) -> list[Tensor | None]:
+    """The tensor of each operand of a program, as wide as its inputs, C for each; of a stack, views.
+
+    Numbers of columns are [groups, C] or [1, C], matrices [rows, C]; those of gate and up have 2 C columns.
 
     Args:
+        operands: those of a kind, by name, with their inputs.
         width: C.
     """
-    operands = () if vectors is None else zip(program.column_operands.items(), vectors, strict=False)
+    pairs = () if tensors is None else zip(operands.items(), tensors, strict=False)
     return [
-        None if vector is None else vector[: 1 if name[0] == "a" else None, : len(inputs) * width]
-        for (name, inputs), vector in operands
+        None if tensor is None else tensor[: 1 if name[0] == "a" else None, : len(inputs) * width]
+        for (name, inputs), tensor in pairs
     ]
 
 
-def matrices_of(program: Program, matrices: OperandTensors, width: int) -> list[Tensor | None]:
-    """The matrix of each operand, [rows, C], 2 C of gate and up; of a stack, views."""
-    operands = () if matrices is None else zip(program.matrix_operands.values(), matrices, strict=False)
-    return [None if matrix is None else matrix[:, : len(inputs) * width] for inputs, matrix in operands]
+def equal_gradient(program: Program, inputs: Sequence[str]) -> str | None:
+    """The name of the gradient that an operand's is, value for value: ``dy`` or ``dx``; None: it is one of its own.
+
+    That of an operand that is only added is that of what it is added to. A number of columns sums it over rows.
+    """
+    outputs = dict(program.outputs)
+    gradients = [outputs[f"d{name}"] for name in inputs]
+    if gradients == ["dy"]:
+        return "dy"
+    return "dx" if gradients == [outputs[f"d{name}"] for name in program.arguments] else None
 
 
 def of_rows(vector: Tensor, split_sizes: Tensor | None, rows: int) -> Tensor:

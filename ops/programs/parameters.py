@@ -37,9 +37,12 @@ class Parameters(NamedTuple):
             reserved: names that none may have.
 
         Raises:
-            ValueError: a column or a constant is no parameter of the function, or both; or a name is reserved.
+            ValueError: a column or a constant is no parameter of the function, or both; or a name is reserved; or the
+                function does not take by position what it must.
         """
-        further = _parameters(function)[skipped:]
+        parameters = _parameters(function)
+        _check_positions(function, parameters, skipped, {*columns, *constants})
+        further = parameters[skipped:]
         named = {p.name for p in further if p.kind in _NAMED}
         for name in (*columns, *constants):
             if name in columns and name in constants:
@@ -71,7 +74,24 @@ def _parameters(function: Function) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(function).parameters.values())
     except ValueError:  # a builtin without a signature takes what it is a function of
-        return []
+        return [inspect.Parameter("arguments", inspect.Parameter.VAR_POSITIONAL)]
+
+
+def _check_positions(
+    function: Function, parameters: list[inspect.Parameter], first: int, by_name: Collection[str]
+) -> None:
+    """That the first arguments can be given by position, and so all others but those that are given by name."""
+    positional = [p for p in parameters if p.kind in _POSITIONAL]
+    takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    if len(positional) < first and not takes_any:
+        wanted = "x" if first == 1 else "gate and up"
+        raise ValueError(f"Pointwise: {name_of(function)} must take {wanted} by position{definition_of(function)}")
+    for p in parameters:
+        if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in by_name:
+            raise ValueError(
+                f"Pointwise: {name_of(function)} takes {p.name!r} by name alone{definition_of(function)}; "
+                "a number of a row comes by position"
+            )
 
 
 def definition_of(function: Any) -> str:

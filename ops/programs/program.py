@@ -131,6 +131,11 @@ class Program:
         return _operands(self.matrices)
 
     @cached_property
+    def tensor_operands(self) -> Mapping[str, tuple[str, ...]]:
+        """Both, in that order."""
+        return {**self.column_operands, **self.matrix_operands}
+
+    @cached_property
     def constants(self) -> tuple[str, ...]:
         """The inputs that are one number for all elements."""
         return tuple([name for name in self.inputs if name[0] == "c"])

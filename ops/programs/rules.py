@@ -42,14 +42,6 @@ def _filled(e: Builder, _: Any, fill: Value, *__: Any, **___: Any) -> Value:
     return fill
 
 
-def _new_full(e: Builder, _: Value, size: Any, fill: Value, **__: Any) -> Value:
-    return fill
-
-
-def _copied(e: Builder, _: Value, source: Value, *__: Any) -> Value:
-    return source
-
-
 def _clamp(e: Builder, x: Value, low: Any = None, high: Any = None, min: Any = None, max: Any = None) -> Value:
     low, high = (low if min is None else min), (high if max is None else max)
     x = x if low is None else e("maximum", x, low)
@@ -67,10 +59,6 @@ def _gelu(e: Builder, x: Value, approximate: str) -> tuple[Value, Value]:
     cdf = e("add", e("mul", e("erf", e("mul", x, _ERF_SCALE)), 0.5), 0.5)
     density = e("mul", e("exp", e("mul", e("mul", x, x), -0.5)), _DENSITY)
     return e("mul", x, cdf), e("add", cdf, e("mul", x, density))
-
-
-def _gelu_backward(e: Builder, dy: Value, x: Value, approximate: str = "none") -> Value:
-    return e("mul", dy, _gelu(e, x, approximate)[1])
 
 
 def _silu_backward(e: Builder, dy: Value, x: Value) -> Value:
@@ -131,14 +119,14 @@ RULES: dict[str, Rule] = {
     "silu": lambda e, x: e("mul", x, e("sigmoid", x)),
     "silu_backward": _silu_backward,
     "gelu": lambda e, x, approximate="none": _gelu(e, x, approximate)[0],
-    "gelu_backward": _gelu_backward,
+    "gelu_backward": lambda e, dy, x, approximate="none": e("mul", dy, _gelu(e, x, approximate)[1]),
     "softplus_backward": _softplus_backward,
     "sigmoid_backward": lambda e, dy, y: e("mul", dy, e("mul", y, e("sub", 1.0, y))),
     "tanh_backward": lambda e, dy, y: e("mul", dy, e("sub", 1.0, e("mul", y, y))),
     "threshold_backward": lambda e, dy, x, at: e("where", e("le", x, at), 0.0, dy),
     "_to_copy": _cast,
-    "copy": _copied,
-    "new_full": _new_full,
+    "copy": lambda e, to, source, *_: source,
+    "new_full": lambda e, x, size, fill, **_: fill,
     **dict.fromkeys(["alias", "detach", "view", "view_of", "expand", "clone", "lift_fresh", "scalar_tensor"], _first),
     **dict.fromkeys(["full", "full_like", "fill"], _filled),
     **dict.fromkeys(["empty_like", "new_empty", "empty_permuted"], _constant(math.nan)),  # to be written to

@@ -125,10 +125,22 @@ def _compare_parts(function: Function, inputs: tuple[str, ...], constants: Seque
 
 
 def _call(function: Function, leaves: Sequence[Tensor], constants: Sequence[Tensor | float]) -> Tensor:
-    y = function(*[leaf * 1.0 for leaf in leaves], *constants)  # not the leaves themselves: it may write in place
+    try:
+        y = function(*[leaf * 1.0 for leaf in leaves], *constants)  # not the leaves themselves: it may write in place
+    except (NotPointwiseError, UnknownFunctionError):
+        raise
+    except Exception as error:
+        error.add_note(_note_of_error(function, leaves))
+        raise
     if not isinstance(y, Tensor):
         raise NotPointwiseError(f"{name_of(function)}: must return one tensor, returned a {type(y).__name__}")
     return y
+
+
+def _note_of_error(function: Function, leaves: Sequence[Tensor]) -> str:
+    """Which function raised it, on which tensors."""
+    shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
+    return f"{name_of(function)} raised this on tensors {shapes}; a function of one element takes any shape"
 
 
 def _gradients(y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> Sequence[Tensor | None]:

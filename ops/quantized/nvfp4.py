@@ -129,9 +129,14 @@ def product_factors(amax: Tensor, other: Tensor) -> Tensor:
 
 
 def dequantize(quantised: NVFP4Data) -> Tensor:
-    """bfloat16 [..., K], exactly the codes times the scales of their blocks; without the scales of the groups."""
-    values = split(from_e2m1(unpack(quantised.data)), -1, NV_BLOCK)
-    return (values * quantised.scales.float().unsqueeze(-1)).flatten(-2).bfloat16()
+    """bfloat16 [..., K], without the scales of the groups."""
+    return block_values(quantised.data, quantised.scales)
+
+
+def block_values(data: Tensor, scales: Tensor) -> Tensor:
+    """bfloat16 [..., K], exactly the codes times the scales of their blocks."""
+    values = split(from_e2m1(unpack(data)), -1, NV_BLOCK)
+    return (values * scales.float().unsqueeze(-1)).flatten(-2).bfloat16()
 
 
 def filled_up(split_sizes: Tensor) -> Tensor:

@@ -28,10 +28,10 @@ from .copies import (
 )
 from .formats import E4M3, FORMATS
 from .mxfp8 import MXColumns, MXRows
-from .nvfp4 import NVFP4Data
+from .packed import PackedFormat, PackedWeight, unpacked
 from .recipe import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, Recipe
 from .reference import Blocks, groups_of, token_blocks
-from .schemes import Copy, scheme_of
+from .schemes import Copy, scheme_of, without_group_scales
 
 
 class TokenOperands(NamedTuple):
@@ -121,7 +121,7 @@ def of_row_copy(recipe: Recipe, copy: Copy, split_sizes: Tensor) -> Rows:
         case MXFP8():
             return mxfp8.regroup_rows(MXRows(copy.data, copy.scales))
         case NVFP4():
-            return RowValues(_without_group_scales(copy), copy.amax)
+            return RowValues(without_group_scales(copy), copy.amax)
     return QuantizedRows(copy.data, copy.scales)
 
 
@@ -140,14 +140,9 @@ def of_column_copy(recipe: Recipe, copy: Copy, split_sizes: Tensor, rows: int) -
         case MXFP8():
             return mxfp8.regroup_columns(MXColumns(copy.data, copy.scales), split_sizes)
         case NVFP4():
-            values = _without_group_scales(copy).transpose(1, 2).flatten(0, 1)
+            values = without_group_scales(copy).transpose(1, 2).flatten(0, 1)
             return ColumnValues(values, nvfp4.filled_up(split_sizes), copy.amax)
     return BlockedColumns(copy.data, copy.scales)
-
-
-def _without_group_scales(copy: Copy) -> Tensor:
-    assert copy.amax is not None
-    return nvfp4.dequantize(NVFP4Data(copy.data, copy.scales, copy.amax))
 
 
 def of_weight(recipe: Recipe, weight: Tensor, both: bool, encode: Tensor | None = None) -> WeightOperands:
@@ -178,14 +173,24 @@ def of_rowwise(recipe: Recipe, copy: Copy, halves: int = 1) -> WeightOperand:
     match recipe:
         case Float8Tensor():
             return WeightOperand(copy.data, copy.scales.unsqueeze(-1).expand(copy.data.shape[:2]))
-        case MXFP8(compute="exact"):
-            return WeightOperand(mxfp8.dequantize_rows(MXRows(copy.data, copy.scales)))
-        case MXFP8():
+        case MXFP8(compute="fast"):
             regrouped = mxfp8.regroup_weight(MXRows(copy.data, copy.scales), halves)
             return WeightOperand(regrouped.data, regrouped.scales)
-        case NVFP4():
-            return WeightOperand(_without_group_scales(copy), amax=copy.amax)
+        case MXFP8() | NVFP4():
+            packed = of_staying(recipe, copy)
+            assert isinstance(packed, PackedWeight)
+            return WeightOperand(unpacked(packed.data, packed.scales, packed.format), amax=packed.amax)
     return WeightOperand(copy.data, copy.scales)
+
+
+def of_staying(recipe: Recipe, copy: Copy) -> WeightOperand | PackedWeight:
+    """For the forward, of a weight that stays as it is: packed where its values are exact in 16 bits."""
+    match recipe:
+        case MXFP8(compute="exact"):
+            return PackedWeight(copy.data, copy.scales, PackedFormat.MXFP8)
+        case NVFP4():
+            return PackedWeight(copy.data, copy.scales, PackedFormat.NVFP4, copy.amax)
+    return of_rowwise(recipe, copy)
 
 
 def of_columnwise(recipe: Recipe, copy: Copy) -> WeightOperand:

@@ -250,20 +250,20 @@ class NVScheme:
         return Copy(*nvfp4.quantize_weight(weight.mT))
 
     def row_values(self, copy: Copy, split_sizes: Tensor) -> Tensor:
-        values = _without_group_scales(copy)
+        values = without_group_scales(copy).float()
         factors = torch.nn.functional.pad(_group_scales(copy), (0, 1))
         return values * factors[reference.groups_of(split_sizes, values.shape[0])].unsqueeze(-1)
 
     def column_values(self, copy: Copy, split_sizes: Tensor, rows: int) -> Tensor:
         blocks = reference.token_blocks(split_sizes, rows, nvfp4.NV_BLOCK)
-        values = _without_group_scales(copy)
+        values = without_group_scales(copy).float()
         if self.is_transformed:  # sums are exact in double, so they are the same on every device
             values = (values.double() @ nvfp4.hadamard(values.device).double().t()).float()
         values = values * _group_scales(copy)[blocks.group].view(-1, 1, 1)
         return reference.scatter(values.transpose(1, 2), blocks, rows)
 
     def weight_values(self, copy: Copy, halves: int) -> Tensor:
-        return _without_group_scales(copy) * _group_scales(copy).view(-1, 1, 1)
+        return without_group_scales(copy).float() * _group_scales(copy).view(-1, 1, 1)
 
     def transposed_values(self, copy: Copy, halves: int) -> Tensor:
         return self.weight_values(copy, halves).mT
@@ -274,6 +274,7 @@ def _group_scales(copy: Copy) -> Tensor:
     return 1 / nvfp4.encode_scales(copy.amax)
 
 
-def _without_group_scales(copy: Copy) -> Tensor:
+def without_group_scales(copy: Copy) -> Tensor:
+    """The values of a copy in NVFP4, bfloat16, but for the factor of each group."""
     assert copy.amax is not None
-    return nvfp4.dequantize(NVFP4Data(copy.data, copy.scales, copy.amax)).float()
+    return nvfp4.dequantize(NVFP4Data(copy.data, copy.scales, copy.amax))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -361,6 +361,19 @@ def assert_vectors(t: Tensors, out: ActivationGrads, by_row: Operands) -> None:
 def fits(spec: ActivationSpec, variant: int) -> bool:
     """Whether a tile takes blocks of so many columns: a consumer of swap_ab ones (6) stores 128."""
     return spec.block != 128 or variant not in (6, 9)
+
+
+def variants(case: Case) -> list[int]:
+    """The tiles that a forward is built for."""
+    built = extension.library()
+    deep = [] if case.bias or case.rank else [built.DEEP_ACTIVATION_VARIANT]
+    return [each for each in (*built.ACTIVATION_VARIANTS, *deep) if fits(case.spec, each)]
+
+
+def check_forward_in_all_tiles(device: str, case: Case) -> None:
+    """:func:`check_forward` in each of them."""
+    for variant in variants(case):
+        check_forward(device, replace(case, variant=variant))
 
 
 def check_the_bias_changes_nothing_else(device: str, name: str) -> None:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...activation_spec import ActivationSpec
-from ...programs.columns import columns_of, matrices_of
+from ...programs.columns import tensors_of
 from ...programs.program import Program
 from ..architecture import assumed
 from ..jit import epilogue as functions
-from ..jit.operands import Input, inputs_of
+from ..jit.operands import inputs_of
 from ..jit.pointwise_driver import MOST_OPERANDS
-from ..problem import Activate, ActivateBackward, Epilogue, GroupedGemm, Layout, OperandPair, Operands, addresses, first
+from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, Operands, addresses, first
 from . import arrivals
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
 from .rows import ActivationFields, activation, scale_arguments
@@ -79,8 +78,7 @@ def _forward_refusal(problem: GroupedGemm, epilogue: Activate) -> str | None:
         return "takes no factor but the scales of the bias"
     rows = (postact,) if preact is None else (postact, preact)
     why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
-    why = why or _vectors_refusal(epilogue.spec, epilogue.vectors, postact.shape[-1])
-    why = why or _matrices_refusal(epilogue, postact.shape[-1])
+    why = why or _operands_refusal(problem, epilogue.spec, postact.shape[-1])
     return why or _function_refusal(problem, epilogue.spec, postact.shape[-1])
 
 
@@ -94,7 +92,7 @@ def _backward_refusal(problem: GroupedGemm, epilogue: ActivateBackward) -> str |
         return "needs biases of 16 or 32 bits"
     rows = (epilogue.preact, grads.preact) if grads.postact is None else (epilogue.preact, grads.preact, grads.postact)
     why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
-    why = why or _vectors_refusal(epilogue.spec, epilogue.vectors, problem.mnk[1])
+    why = why or _operands_refusal(problem, epilogue.spec, problem.mnk[1])
     return why or _function_refusal(problem, epilogue.spec, problem.mnk[1])
 
 
@@ -118,19 +116,13 @@ def _handles(form: functions.EpilogueForm) -> tuple[int, ...] | None:
 def _form(problem: GroupedGemm, program: Program, block: int | None, columns: int) -> functions.EpilogueForm:
     ending, extras = problem.epilogue, (problem.bias is not None, problem.second is not None)
     backward = isinstance(ending, ActivateBackward)
-    types = _types(columns_of(program, None if ending is None else ending.vectors, columns), program.column_operands)
-    matrices = ending.matrices if isinstance(ending, Activate) else None
-    of_elements = _types(matrices_of(program, matrices, columns), program.matrix_operands)
+    of_operands = zip(program.tensor_operands.values(), _operands(problem, program, columns), strict=False)
+    dtypes = tuple([tensor.dtype for names, tensor in of_operands if tensor is not None for _ in names])
+    types, of_elements = dtypes[: len(program.columns)], dtypes[len(program.columns) :]
     sums = isinstance(ending, ActivateBackward) and ending.grads.vectors is not None
     layout = problem.layout, problem.a.dtype, block, columns
     scales = ending is not None and ending.scales is not None
     return functions.form_of(program, backward, *layout, *extras, types, sums, scales, of_elements)
-
-
-def _types(operands: Sequence[Tensor | None], inputs: Mapping[str, tuple[str, ...]]) -> tuple[torch.dtype, ...]:
-    """Of each input that an operand is."""
-    of_operands = zip(operands, inputs.values(), strict=False)
-    return tuple([operand.dtype for operand, names in of_operands if operand is not None for _ in names])
 
 
 def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ActivationFields:
@@ -140,55 +132,34 @@ def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> A
     kept = None if problem.epilogue is None else problem.epilogue.kernels
     handles = kept or _handles(_form(problem, spec.program, spec.block, columns))
     assert handles is not None
-    kernel, *others = handles
-    return activation(spec, columns)._replace(kernel=kernel, other_kernel=others[0] if others else 0)
+    kernel, other, deep = (*handles, 0, 0)[:3]
+    return activation(spec, columns)._replace(kernel=kernel, other_kernel=other, deep_kernel=deep)
 
 
-def _vectors_refusal(spec: ActivationSpec, vectors: Operands, columns: int) -> str | None:
-    """They are read in pieces of 16 bytes."""
-    if spec.program is None or vectors is None:
+def _operands_refusal(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> str | None:
+    """Numbers of columns and matrices are read in pieces of 16 bytes."""
+    program = spec.program
+    if program is None or problem.of_groups is None:
         return None
-    if len(spec.program.columns) > MOST_OPERANDS:
-        return f"takes at most {MOST_OPERANDS} numbers of a column, got {len(spec.program.columns)}"
-    for vector in columns_of(spec.program, vectors, columns):
-        if vector is None or vector.dtype not in TYPE_CODES:
-            return "needs numbers of columns of 16 or 32 bits"
-        if not vector.is_contiguous() or addresses(vector)[0] % 16:
-            return "needs numbers of columns that are dense and aligned to 16 bytes"
-    return None
-
-
-def _matrices_refusal(epilogue: Activate, columns: int) -> str | None:
-    """They are read in pieces of 16 bytes, beside the numbers of columns."""
-    program, block = epilogue.spec.program, epilogue.spec.block
-    if program is None or epilogue.matrices is None:
-        return None
-    if len(program.columns + program.matrices) > MOST_OPERANDS:
-        count = len(program.columns + program.matrices)
+    if (count := len(program.columns + program.matrices)) > MOST_OPERANDS:
         return f"takes at most {MOST_OPERANDS} numbers of a column or an element, got {count}"
-    if block in _NARROW and any(len(inputs) == 2 for inputs in program.matrix_operands.values()):
-        return f"has no loads of matrices of gate and up for blocks of {block} columns"
-    for matrix in matrices_of(program, epilogue.matrices, columns):
-        if matrix is None or matrix.dtype not in TYPE_CODES:
-            return "needs matrices of 16 or 32 bits"
-        if not matrix.is_contiguous() or addresses(matrix)[0] % 16:
-            return "needs matrices that are dense and aligned to 16 bytes"
+    if spec.block in _NARROW and any(len(names) == 2 for names in program.matrix_operands.values()):
+        return f"has no loads of matrices of gate and up for blocks of {spec.block} columns"
+    for tensor in _operands(problem, program, columns):
+        if tensor is None or tensor.dtype not in TYPE_CODES:
+            return "needs numbers of columns and matrices of 16 or 32 bits"
+        if not tensor.is_contiguous() or addresses(tensor)[0] % 16:
+            return "needs numbers of columns and matrices that are dense and aligned to 16 bytes"
     return None
 
 
-def _matrices_of(program: Program, epilogue: Epilogue, columns: int) -> tuple[Input, ...]:
-    """The inputs of a program that are numbers of elements."""
-    if not isinstance(epilogue, Activate) or epilogue.matrices is None:
-        return ()
-    operands = matrices_of(program, epilogue.matrices, columns)
-    return inputs_of(program.matrix_operands, operands, epilogue.spec.block or columns)
-
-
-def _vectors_of(program: Program, vectors: Operands, block: int | None, columns: int) -> tuple[Input, ...]:
-    """The inputs of a program that are numbers of columns."""
-    if vectors is None:
-        return ()
-    return inputs_of(program.column_operands, columns_of(program, vectors, columns), block or columns)
+def _operands(problem: GroupedGemm, program: Program, columns: int) -> list[Tensor | None]:
+    """The numbers of columns that a program reads, and the matrices."""
+    of_groups = problem.of_groups
+    if of_groups is None:
+        return []
+    vectors = tensors_of(program.column_operands, of_groups.vectors, columns)
+    return vectors + tensors_of(program.matrix_operands, of_groups.matrices, columns)
 
 
 def _scales_refusal(scales: Tensor | None) -> str | None:
@@ -237,7 +208,7 @@ def forward(
         bias_scale=address(bias_scale),
         scales=scales,
         scales_type=scales_type,
-        vectors=_vector_addresses(epilogue, postact.shape[-1]),
+        vectors=_input_addresses(p, postact.shape[-1]),
         variant=variant,
         **launch,
         **second_fields(p.second),
@@ -272,7 +243,7 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
         postact=address(grads.postact),
         dbias=address(grads.bias),
         dbias_type=bias_type,
-        vectors=_vector_addresses(epilogue, columns),
+        vectors=_input_addresses(p, columns),
         **({} if program is None or dvectors is None else dvectors.fields(program, epilogue.spec.block or columns)),
         workspace=workspace.data_ptr(),
         variant=variant,
@@ -282,12 +253,12 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
         dvectors.finish()
 
 
-def _vector_addresses(epilogue: Activate | ActivateBackward, columns: int) -> list[int]:
-    spec = epilogue.spec
-    if spec.program is None:
+def _input_addresses(problem: GroupedGemm, columns: int) -> list[int]:
+    spec = None if problem.epilogue is None else problem.epilogue.spec
+    if spec is None or spec.program is None or problem.of_groups is None:
         return []
-    vectors = _vectors_of(spec.program, epilogue.vectors, spec.block, columns)
-    return [each.address for each in (*vectors, *_matrices_of(spec.program, epilogue, columns))]
+    operands = _operands(problem, spec.program, columns)
+    return [each.address for each in inputs_of(spec.program.tensor_operands, operands, spec.block or columns)]
 
 
 def second_depth(problem: GroupedGemm) -> int:
@@ -318,7 +289,7 @@ class _ColumnGradients(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, out: Operands, columns: int) -> _ColumnGradients:
-        gradients = columns_of(program, out, columns)
+        gradients = tensors_of(program.column_operands, out, columns)
         return cls(gradients, [None if each is None else each.contiguous() for each in gradients])
 
     def fields(self, program: Program, block: int) -> dict[str, list[int]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..architecture import assumed
-from ..problem import Activate, GroupedGemm, Layout, Matrices, OperandPair, addresses, first
+from ..problem import Activate, GroupedGemm, Layout, Matrices, OperandPair, RowSlots, addresses, first
 from . import epilogue
 from .epilogue import Addressing
 from .extension import TYPE_CODES, compiled, device_refusal, stream, workspace_bytes
@@ -104,7 +104,49 @@ def run(problem: GroupedGemm) -> None:
         epilogue.backward(problem, ending, addressing(problem.b))
 
 
+def stores_to_slots(problem: GroupedGemm) -> bool:
+    """Whether the product has a kernel whose rows go to slots, so that ``out`` stays as it is."""
+    p = problem
+    without_more = p.epilogue is None and p.second is None and p.alpha is None and p.beta is None
+    return without_more and p.layout is Layout.NT and p.a.dtype == first(p.out).dtype == torch.bfloat16
+
+
+def _run_to_slots(p: GroupedGemm, slots: RowSlots) -> None:
+    weights, biases = addressing(p.b), NO_MATRICES if p.bias is None else bias_addressing(p.bias)
+    bias_scale, row_scale = (None if each is None else each.to(torch.float32) for each in (p.bias_scale, p.row_scale))
+    workspace = p.a.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
+    (tokens, features), device = p.a.shape, p.a.get_device()
+    compiled().gemm_to_slots(
+        layout=LAYOUTS[p.layout],
+        operand=TYPE_CODES[p.a.dtype],
+        device=device,
+        stream=stream(device),
+        groups=p.groups,
+        tokens=tokens,
+        n=first(p.out).shape[-1],
+        k=features,
+        a=p.a.data_ptr(),
+        a_pitch=p.a.stride(0),
+        b=weights[0][0],
+        b_pitch=weights[0][1],
+        b_group=weights[0][2],
+        b_addresses=weights[1],
+        sizes=p.split_sizes.data_ptr(),
+        int64_sizes=p.split_sizes.dtype == torch.int64,
+        **slots.arguments(),
+        bias=biases[0][0],
+        bias_type=0 if p.bias is None else TYPE_CODES[first(p.bias).dtype],
+        bias_pitch=biases[0][1],
+        bias_addresses=biases[1],
+        bias_scale=0 if bias_scale is None else bias_scale.data_ptr(),
+        row_scale=0 if row_scale is None else row_scale.data_ptr(),
+        workspace=workspace.data_ptr(),
+    )
+
+
 def _run_product(p: GroupedGemm) -> None:
+    if p.slots is not None and stores_to_slots(p):
+        return _run_to_slots(p, p.slots)
     alpha, alphas = (1.0, None) if p.alpha is None else one_or_each(p.alpha, p.groups)
     beta, betas = (1.0, None) if p.beta is None else one_or_each(p.beta, p.groups)
     launch(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..problem import RowSlots
 from .extension import TYPE_CODES, address, compiled, device_refusal, stream
 from .permute import MAX_EXPERTS
 
@@ -200,6 +201,27 @@ def stage_rows(lane: LaneLaunch, exchange: int, rows: Tensor, slots: Slots, at: 
     compiled().stage_rows(**_rows(lane, exchange, rows, slots, at), source=rows.data_ptr(), pitch=rows.stride(0))
 
 
+def send_rows(rows: Tensor, slots: RowSlots) -> None:
+    """Copies the rows [Q, H] that this rank keeps to the slots of their tokens."""
+    device = rows.get_device()
+    compiled().stage_rows(
+        device=device,
+        stream=stream(device),
+        **slots.arguments(),
+        report=0,
+        exchange=0,
+        type=TYPE_CODES[rows.dtype],
+        tokens=0,
+        columns=rows.shape[1],
+        top_k=0,
+        row_of_slot=0,
+        capacity=rows.shape[0],
+        out=0,
+        source=rows.data_ptr(),
+        pitch=rows.stride(0),
+    )
+
+
 def pull(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, fill: bool) -> None:
     """The rows [Q, H] of this rank from the tokens [T, H] of all, which are at ``at`` in the buffers.
 
@@ -223,13 +245,16 @@ def pull_blocks(
     )
 
 
-def pull_sum(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, blocks: int = 0) -> None:
+def pull_sum(
+    lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, blocks: int = 0, at_slots: bool = False
+) -> None:
     """The sums [T, H] of the rows of this rank's tokens, which are at ``at`` in the buffers.
 
     Args:
         blocks: how many multiprocessors it may take; 0: all.
+        at_slots: the rows are those of this rank's slots, in its own buffer.
     """
-    compiled().pull_sum(**_rows(lane, exchange, out, slots, at), blocks=blocks)
+    compiled().pull_sum(**_rows(lane, exchange, out, slots, at), blocks=blocks, at_slots=at_slots)
 
 
 def numbers_to_rows(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor) -> None:

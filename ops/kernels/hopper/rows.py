@@ -144,7 +144,8 @@ class ActivationFields(NamedTuple):
     linear_offset: float
     block: int
     kernel: int = 0  # of a user's function, for the first tile variant of its direction
-    other_kernel: int = 0  # and for the second, if there is one
+    other_kernel: int = 0  # for the second, if there is one
+    deep_kernel: int = 0  # and for that of deep products, if there is one
 
 
 @cache

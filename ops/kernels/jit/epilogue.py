@@ -16,7 +16,7 @@ from ...programs.program import Program
 from ..hopper.extension import library
 from ..problem import Layout
 from .compilation import ELEMENTS, compiled
-from .compiler import CompileError
+from .compiler import CompileError, SpillError
 from .driver import LoadedKernel
 from .operands import column_types, matrix_types
 
@@ -83,7 +83,7 @@ def refusal(form: EpilogueForm) -> str | None:
 
 @lru_cache(maxsize=4096)
 def handles(form: EpilogueForm) -> tuple[int, ...] | str:
-    """The handles of the kernels, one for each tile variant of the direction; or why they cannot be compiled.
+    """The handles of the kernels, one for each of :func:`variants`; or why they cannot be compiled.
 
     The first call compiles them, which takes seconds, unless they are kept on disk.
     """
@@ -91,7 +91,7 @@ def handles(form: EpilogueForm) -> tuple[int, ...] | str:
         raise RuntimeError("an epilogue is compiled at its first call; call it once before the capture")
     start = time.perf_counter()
     try:
-        loaded = tuple(_in_threads(lambda variant: load(sources(form, variant)), _variants(form)))
+        loaded = tuple(_in_threads(lambda variant: _load_variant(form, variant), variants(form)))
     except CompileError as error:
         return str(error).partition("\n")[0]
     direction = "backward" if form.backward else "forward"
@@ -139,9 +139,8 @@ def compile_ahead(form: EpilogueForm) -> int:
     Raises:
         CompileError: see :func:`compiled`.
     """
-    variants = _variants(form)
-    _in_threads(lambda variant: len(compiled(sources(form, variant), ARCHITECTURE)), variants)
-    return len(variants)
+    _in_threads(lambda variant: len(compiled(sources(form, variant), ARCHITECTURE)), variants(form))
+    return len(variants(form))
 
 
 def load(texts: list[str]) -> int:
@@ -149,9 +148,22 @@ def load(texts: list[str]) -> int:
     return LoadedKernel(compiled(texts, ARCHITECTURE)).handle
 
 
-def _variants(form: EpilogueForm) -> list[int]:
-    built: list[int] = library().BACKWARD_VARIANTS if form.backward else library().ACTIVATION_VARIANTS
-    return built
+def variants(form: EpilogueForm) -> list[int]:
+    """The tile variants of a form, of which a launch chooses one; the one of deep products is last."""
+    if form.backward:
+        return list(library().BACKWARD_VARIANTS)
+    takes_deep = not form.scale_bias and not form.second
+    return [*library().ACTIVATION_VARIANTS, *([library().DEEP_ACTIVATION_VARIANT] if takes_deep else [])]
+
+
+def _load_variant(form: EpilogueForm, variant: int) -> int:
+    """The handle of a kernel; 0 for one that another tile can stand in for, where registers do not suffice."""
+    try:
+        return load(sources(form, variant))
+    except SpillError:
+        if variant != library().DEEP_ACTIVATION_VARIANT:
+            raise
+        return 0
 
 
 def _epilogue(form: EpilogueForm) -> str:

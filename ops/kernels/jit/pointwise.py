@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import zip_longest
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...programs.columns import columns_of, matrices_of, sums
+from ...programs.columns import equal_gradient, sums, tensors_of
 from ...programs.cpp import function_type
 from ...programs.program import Program
 from ..architecture import Capability, assumed, capability_of
@@ -21,7 +21,7 @@ from . import pointwise_driver
 from .compilation import ELEMENTS, compiled, compiler
 from .compiler import CompileError
 from .driver import LoadedKernel
-from .operands import column_types, inputs_of, matrix_types
+from .operands import Input, column_types, inputs_of, matrix_types
 from .pointwise_driver import MOST_CONSTANTS, MOST_OPERANDS, PARAMS_BYTES, THREADS
 
 NAME = "hopper"  # chosen and refused as our other kernels are
@@ -81,15 +81,17 @@ def forward(program: Program, rows: PointwiseRows, out: Tensor) -> None:
 
 def backward(program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGrads) -> None:
     """Fills what ``out`` has tensors for."""
-    operands, vectors = program.column_operands, columns_of(program, out.vectors, dy.shape[1])
+    operands, gradients = program.column_operands, {"dy": dy, "dx": out.x}
+    vectors = tensors_of(operands, out.vectors, dy.shape[1])
     written, terms = list[Tensor | None](), list[Tensor | None]()
     for vector, inputs in zip(vectors, operands.values(), strict=False):
-        term = None if vector is None else _term(program, inputs, dy, out.x)
+        equal = None if vector is None else equal_gradient(program, inputs)
+        term = None if equal is None else gradients[equal]
         shape = dy.shape[0], dy.shape[1] * len(inputs)
         is_written = vector is not None and term is None
         written.append(dy.new_empty(shape, dtype=torch.float32) if is_written else None)
         terms.append(written[-1] if term is None else term)
-    matrices = matrices_of(program, out.matrices, dy.shape[1])
+    matrices = tensors_of(program.matrix_operands, out.matrices, dy.shape[1])
     dense = [None if each is None else each if each.is_contiguous() else torch.empty_like(each) for each in matrices]
     if any(each is not None for each in (out.x, *_listed(out.numbers), *dense, *written)):
         _launch("backward", program, rows, dy, None, out._replace(matrices=dense), written)
@@ -98,16 +100,7 @@ def backward(program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGr
             matrix.copy_(filled)
     for term, vector, name in zip(terms, vectors, operands, strict=False):
         if term is not None and vector is not None:
-            _sum_by_group(term, rows.split_sizes if name[0] == "b" else None, vector)
-
-
-def _term(program: Program, column: Sequence[str], dy: Tensor, dx: Tensor | None) -> Tensor | None:
-    """That of dy and dx whose sum is the gradient of an operand of columns, such as a bias; None if it is neither's."""
-    outputs = dict(program.outputs)
-    gradients = [outputs[f"d{name}"] for name in column]
-    if gradients == ["dy"]:
-        return dy
-    return dx if gradients == [outputs[f"d{name}"] for name in program.arguments] else None
+            _sum_by_group(term, rows.groups_of_sum(name), vector)
 
 
 def _sum_by_group(by_row: Tensor, split_sizes: Tensor | None, out: Tensor) -> None:
@@ -134,9 +127,9 @@ def _launch(
     device, (count, width) = columns.get_device(), columns.shape
     block, numbers, dnumbers = rows.block or width, _listed(rows.numbers), _listed(grads.numbers)
     sizes = rows.split_sizes if any(name[0] == "b" for name in program.columns) else None
-    vectors = inputs_of(program.column_operands, _dense(columns_of(program, rows.vectors, width)), block)
+    vectors = _dense_inputs(program.column_operands, rows.vectors, width, block)
     dcolumns = inputs_of(program.column_operands, dcolumns_of_operands, block)
-    matrices = inputs_of(program.matrix_operands, _dense(matrices_of(program, rows.matrices, width)), block)
+    matrices = _dense_inputs(program.matrix_operands, rows.matrices, width, block)
     dmatrices = inputs_of(program.matrix_operands, _listed(grads.matrices), block)
     form = KernelForm(
         *(direction, program, columns.dtype, _types(len(program.rows), numbers, dnumbers)),
@@ -168,9 +161,12 @@ def _launch(
     )
 
 
-def _dense(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Those of a stack may be narrower than it."""
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+def _dense_inputs(
+    operands: Mapping[str, tuple[str, ...]], tensors: Operands, width: int, block: int
+) -> tuple[Input, ...]:
+    """Of operands of several numbers. Those of a stack may be narrower than it."""
+    dense = [None if each is None else each.contiguous() for each in tensors_of(operands, tensors, width)]
+    return inputs_of(operands, dense, block)
 
 
 def _listed(operands: Operands) -> list[Tensor | None]:

@@ -70,13 +70,13 @@ def run(problem: GroupedGemm) -> None:
         fresh.set_()  # type: ignore[call-overload]  # lets go of memory that is not needed
     ends, end = _ends(p)
     result = product(p, ends)
-    if end < p.rows and p.layout is not Layout.TN:
-        result[end:].zero_()
     if p.bias is not None:
         groups = few_rows.groups_of(loop.group_sizes(p.split_sizes, p.rows))
         few_rows.add_vectors(result[: len(groups)], p.bias, groups)
     if p.row_scale is not None:
         result.mul_(p.row_scale.unsqueeze(-1))
+    if end < p.rows and p.layout is not Layout.TN:
+        result[end:].zero_()
     if fresh is not None:
         fresh.set_(result.contiguous())  # type: ignore[call-overload]
     if isinstance(epilogue, Activate):

@@ -26,7 +26,7 @@ class Order(NamedTuple):
 
     Attributes:
         slot_of_row, token_of_row: [S].
-        row_of_slot: [T, k].
+        row_of_slot: [T, k]; None where one token has all rows, and they may be summed in any order.
         expert_of_row: [S]; the last for rows of no expert.
         ends: int32 [E]: where the rows of each expert end.
         end: where those of the last do.
@@ -34,7 +34,7 @@ class Order(NamedTuple):
 
     slot_of_row: Tensor
     token_of_row: Tensor
-    row_of_slot: Tensor
+    row_of_slot: Tensor | None
     expert_of_row: Tensor
     ends: Tensor
     end: int
@@ -64,7 +64,7 @@ def refusal(x: Tensor, top_k_index: Tensor, up: Tensor, down: Tensor) -> str | N
 def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Forward | None:
     """The weighted sum of what its experts make of each token; None in a mode whose tensors hold no data."""
     up, down, up_bias, down_bias, spec, transposed = experts
-    order = _order(top_k_index, up.shape[0])
+    order = _order(top_k_index, up.shape[0], x.dtype)
     if order is None:
         return None
     loop.keep_freed_memory()
@@ -89,7 +89,7 @@ class Backward:
         self, kept: Forward, tokens: Tensor | None, experts: Experts, dy: Tensor, of_weights: bool, of_down: bool
     ) -> None:
         self.order, self.scales, self.tokens, self.experts = kept.order, kept.scales, tokens, experts
-        self.rows = dy.index_select(0, self.order.token_of_row)
+        self.rows, self.num_tokens = dy.index_select(0, self.order.token_of_row), dy.shape[0]
         dpostact = _through(self.rows, experts.down, self.order, not experts.transposed)
         dots = torch.empty_like(kept.scales) if of_weights else None
         postact = torch.empty_like(dpostact) if of_down else None
@@ -108,7 +108,8 @@ class Backward:
         if bias is not None:
             dots += few_rows.row_dots(self.rows, bias, order.expert_of_row)
         _zero_tail(dots, order)
-        return dots.index_select(0, order.row_of_slot.view(-1)).view_as(order.row_of_slot).to(dtype)
+        of_slots = torch.empty_like(dots).scatter_(0, order.slot_of_row, dots)
+        return of_slots.view(self.num_tokens, -1).to(dtype)
 
     def up(self) -> Tensor:
         """As the first weight is stored."""
@@ -140,16 +141,23 @@ class Backward:
         return few_rows.column_sums(rows[:end], self.order.expert_of_row[:end], experts, scales)
 
 
-def _order(top_k_index: Tensor, groups: int) -> Order | None:
-    slots = top_k_index.shape[1]
+def _order(top_k_index: Tensor, groups: int, dtype: torch.dtype) -> Order | None:
+    tokens, slots = top_k_index.shape
     ids, slot_of_row = top_k_index.reshape(-1).sort(stable=True)
     if type(ids) is not Tensor:
         return None
+    if int(ids[0]) < 0:  # of no expert, as those past the last are, which come last
+        return _order(top_k_index.masked_fill(top_k_index < 0, groups), groups, dtype)
     ends = torch.searchsorted(ids, _numbers(groups, 1, ids.dtype), right=True, out_int32=True)
     end = int(ends[-1])
     if end < ids.shape[0]:
         ids.clamp_(max=groups - 1)
-    token_of_row = slot_of_row if slots == 1 else torch.floor_divide(slot_of_row, slots)
+    if tokens == 1:
+        token_of_row = _zeros(slots)
+        if slots <= 2 and dtype.itemsize > 2:  # two numbers have one sum; of 16 bits, embedding_bag rounds as it likes
+            return Order(slot_of_row, token_of_row, None, ids, ends, end)
+    else:
+        token_of_row = slot_of_row if slots == 1 else torch.floor_divide(slot_of_row, slots)
     row_of_slot = torch.empty_like(slot_of_row).scatter_(0, slot_of_row, _numbers(ids.shape[0]))
     return Order(slot_of_row, token_of_row, row_of_slot.view(-1, slots), ids, ends, end)
 
@@ -187,6 +195,8 @@ def _multiply(problem: GroupedGemm, order: Order, shape: tuple[int, ...]) -> Ten
 
 def _sum_of_slots(rows: Tensor, order: Order) -> Tensor:
     _zero_tail(rows, order)
+    if order.row_of_slot is None:
+        return rows.sum(0, keepdim=True)
     slots, count = order.row_of_slot.view(-1), order.row_of_slot.shape[1]
     return torch.embedding_bag(rows, slots, _numbers(slots.shape[0], count))[0]
 
@@ -195,6 +205,12 @@ def _sum_of_slots(rows: Tensor, order: Order) -> Tensor:
 def _numbers(end: int, step: int = 1, dtype: torch.dtype = torch.int64) -> Tensor:
     """``arange``, kept between calls: nothing writes into it, and making it takes a part of a short call's time."""
     return torch.arange(0, end, step, dtype=dtype, device="cpu")
+
+
+@lru_cache(_MOST_NUMBERS)
+def _zeros(count: int) -> Tensor:
+    """Kept in the same way."""
+    return torch.zeros(count, dtype=torch.int64, device="cpu")
 
 
 def _zero_tail(rows: Tensor, order: Order) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 class SizeReport:
     """What has been found on a device, there and in a copy on the host: the group counted from 1, and its size."""
 
+    @torch.inference_mode(False)  # calls of every mode write into both
     def __init__(self, device: torch.device) -> None:
         self._on_device = torch.zeros(2, dtype=torch.int64, device=device)
         self._on_host = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -11,10 +11,11 @@ import torch
 
 from .. import GroupedLinear, Sequential, __version__, config, installation
 from ..benchmarks.arguments import command
-from ..fuser import RefusedError, registry
+from ..fuser import RefusedError, registry, torch_private
 from ..fuser.config import BACKENDS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TESTED_TORCH = ("2.11", "2.13")  # docs/support.md tells where
 
 
 def main(argv: Sequence[str]) -> None:
@@ -32,6 +33,8 @@ def about() -> dict[str, Any]:
         "folder": str(installation.FOLDER),
         "kernels": installation.kernels(),
         "torch": torch.__version__,
+        "torch_is_tested": ".".join(torch.__version__.split(".")[:2]) in TESTED_TORCH,
+        "torch_lacks": [*torch_private.missing],
         "cpu_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -45,7 +48,10 @@ def lines(facts: dict[str, Any]) -> Iterator[str]:
     """The same for people."""
     yield f"fusible   {facts['fusible']} from {facts['folder']}"
     yield f"kernels   {facts['kernels']}"
-    yield f"torch     {facts['torch']}, {facts['cpu_threads']} CPU threads"
+    untested = "" if facts["torch_is_tested"] else f"; not tested with it, but with {' and '.join(TESTED_TORCH)}"
+    yield f"torch     {facts['torch']}, {facts['cpu_threads']} CPU threads{untested}"
+    if facts["torch_lacks"]:
+        yield f"torch     lacks {', '.join(facts['torch_lacks'])}: docs/support.md says what happens instead"
     yield f"python    {facts['python']}, {facts['system']}"
     yield f"device    {facts['device'] or 'no CUDA device'}"
     yield f"fusions   {', '.join(facts['fusions'])}"

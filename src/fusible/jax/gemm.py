@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -57,16 +58,16 @@ def grouped_gemm(
     sizes = last_dims if ragged_depth else first_dims
     _check_operands(lhs, rhs, sizes, ragged_depth, transpose_rhs)
     check_sharding(_NAME, lhs, rhs, sizes, bias, into)
-    a = lhs.reshape(-1, lhs.shape[-1])
+    a = as_rows(lhs)
     layout, b = (Layout.NT if transpose_rhs else Layout.NN), rhs
     if ragged_depth:
-        layout, b = Layout.TN, rhs.reshape(-1, rhs.shape[-1])
+        layout, b = Layout.TN, as_rows(rhs)
     columns = b.shape[1 if layout is Layout.NT else -1]
     shape = (sizes.shape[0], a.shape[1], columns) if ragged_depth else (*lhs.shape[:-1], columns)
     if bias is not None:
         check_shape(_NAME, "bias", bias, (sizes.shape[0], columns))
     dtype = _result_dtype(lhs.dtype, preferred_element_type, into, shape)
-    rows = into if into is None or ragged_depth else into.reshape(-1, columns)
+    rows = into if into is None or ragged_depth else as_rows(into)
     return _product(layout, dtype, *vary_alike(a, b, sizes, bias, rows)).reshape(shape)
 
 
@@ -94,7 +95,7 @@ def ragged_dot(
     for name, value in (("group_offset", group_offset), ("out_sharding", out_sharding)):
         if value is not None:
             raise ArgumentError(f"ragged_dot: {name} is not taken; {fixes[name]}")
-    if precision not in (None, jax.lax.Precision.DEFAULT):
+    if precision not in (None, "default", jax.lax.Precision.DEFAULT):
         raise ArgumentError(f"ragged_dot: precision is not taken, sums are in float32; got {precision!r}")
     check_array("ragged_dot", "lhs", lhs, 2)
     check_array("ragged_dot", "rhs", rhs, 3)
@@ -169,6 +170,11 @@ def _operand_grads(layout: Layout, a: Any, b: Any, sizes: Any, dout: Any) -> tup
             return product(Layout.NT, dout, b), product(Layout.TN, a, dout)
         case Layout.TN:
             return product(Layout.NT, b, dout), product(Layout.NN, a, dout)
+
+
+def as_rows(array: Any) -> Any:
+    """[..., C] as [T, C], also where C is 0."""
+    return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 def no_gradient(sizes: Any) -> Any:

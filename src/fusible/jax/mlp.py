@@ -18,7 +18,7 @@ from .activation import activation as activation_of
 from .calls import Layout
 from .checks import check_array, check_depths, check_one_dtype, check_shape, check_sharding, check_sizes
 from .errors import ArgumentError
-from .gemm import no_gradient
+from .gemm import as_rows, no_gradient
 from .versions import vary_alike
 
 _NAME = "grouped_mlp"
@@ -105,7 +105,7 @@ def grouped_mlp(
     )
     _check(static, x, w13, w2, sizes, probs, b13, b2)
     check_sharding(_NAME, x, w13, w2, sizes, probs, b13, b2)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = as_rows(x)
     factors = None if probs is None else probs.reshape(-1)
     operands = Arrays(*vary_alike(rows, w13, w2, sizes, factors, b13, b2))
     y: jax.Array = _mlp(static, operands)

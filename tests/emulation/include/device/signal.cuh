@@ -24,6 +24,10 @@ DEVICE void add_release(uint32_t* to, uint32_t number) {
   emulation::check_memory(reinterpret_cast<uintptr_t>(to), sizeof number, "a signal");
   std::atomic_ref<uint32_t>(*to).fetch_add(number, std::memory_order_release);
 }
+DEVICE uint32_t add_acquire_release(uint32_t* to, uint32_t number) {
+  emulation::check_memory(reinterpret_cast<uintptr_t>(to), sizeof number, "a signal");
+  return std::atomic_ref<uint32_t>(*to).fetch_add(number, std::memory_order_acq_rel);
+}
 DEVICE uint32_t load_acquire(const uint32_t* from) {
   emulation::check_memory(reinterpret_cast<uintptr_t>(from), sizeof *from, "a look at a signal");
   return std::atomic_ref<uint32_t>(*const_cast<uint32_t*>(from)).load(std::memory_order_acquire);

@@ -1,0 +1,114 @@
+"""How fast a step with few rows reads weights: of 16 bits, and those that stay quantised.
+
+    python -m fusible.benchmarks.few_rows --preset mixtral --tokens 8
+
+The first linear of a layer's experts. Bytes are those of the weights whose experts have rows, each once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product as pairs
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from fusible import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor
+from fusible.ops import kernels
+from fusible.ops.kernels import Layout, dispatch
+from fusible.ops.kernels.problem import nbytes
+from fusible.ops.quantized import operands
+from fusible.ops.quantized.recipe import Recipe
+from fusible.ops.quantized_linear import copies_of, product
+
+from .arguments import positive
+from .problem import PRESETS, Preset
+from .timing import interleaved, markdown
+
+CALLS = 10  # of a graph
+FEW = 16  # rows of a group, of which the kernel for packed weights is asked
+Way = tuple[Callable[[], Any], int]
+
+RECIPES: Mapping[str, tuple[Recipe, int]] = {  # with the rows for which packed weights are read as they lie
+    "Float8Block": (Float8Block(), 0),
+    "Float8Row": (Float8Row(), 0),
+    "Float8Tensor": (Float8Tensor(), 0),
+    "MXFP8": (MXFP8(), 0),
+    "MXFP8, as it lies": (MXFP8(), FEW),
+    "NVFP4": (NVFP4(), 0),
+    "NVFP4, as it lies": (NVFP4(), FEW),
+}
+
+
+def ways(preset: Preset, tokens: int, device: str) -> tuple[Tensor, dict[str, Way]]:
+    """The split sizes; by name the product, and the bytes of its weights."""
+    experts, k, n = preset.experts, preset.features, 2 * preset.hidden
+    ids = torch.rand(tokens, experts, device=device).topk(min(preset.top_k, experts), -1).indices
+    sizes = ids.view(-1).bincount(minlength=experts)
+    x = torch.randn(ids.numel(), k, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(experts, n, k, device=device, dtype=torch.bfloat16)
+    by_name: dict[str, Way] = {
+        "bfloat16": (partial(kernels.grouped_gemm, Layout.NT, x, weight, sizes), nbytes(weight)),
+    }
+    for name, (recipe, rows) in RECIPES.items():
+        by_name[name] = quantised(recipe, rows, x, weight, sizes)
+    return sizes, by_name
+
+
+def quantised(recipe: Recipe, rows_as_they_lie: int, x: Tensor, weight: Tensor, sizes: Tensor) -> Way:
+    """Of a weight that stays quantised, by rows that are quantised already."""
+    copy = operands.rowwise_copy(recipe, weight)
+    rows = copies_of(recipe, x, sizes, rows=True, wgrad=False).rows
+    assert rows is not None
+
+    def run() -> Tensor:
+        with patch.object(dispatch, "FEW_ROWS", rows_as_they_lie):
+            return product(recipe, rows, operands.of_staying(recipe, copy), sizes, torch.bfloat16)
+
+    return run, nbytes(copy.data, copy.scales)
+
+
+def graph_of(run: Callable[[], Any]) -> Callable[[], None]:
+    """Some calls as a graph, so that the host is not timed."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            run()
+    return graph.replay
+
+
+def rows_of(preset: Preset, tokens: int, rounds: int) -> list[Sequence[str]]:
+    """A line of the table for each way."""
+    sizes, by_name = ways(preset, tokens, "cuda")
+    share = float((sizes > 0).float().mean())
+    graphs = {name: graph_of(run) for name, (run, _) in by_name.items()}
+    seconds = interleaved(graphs, rounds, "cuda", steady=True)
+    lines: list[Sequence[str]] = []
+    for name, (_, size) in by_name.items():
+        once = seconds[name] / CALLS
+        moved = size * share
+        lines.append((name, f"{once * 1e6:.1f}", f"{moved / 1e6:.1f}", f"{moved / once / 1e9:.0f}"))
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints a table for every preset and number of tokens."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", choices=PRESETS, nargs="+", default=["mixtral", "qwen3"])
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[8, 32])
+    parser.add_argument("--rounds", type=positive, default=7)
+    args = parser.parse_args(argv)
+    for name, tokens in pairs(args.preset, args.tokens):
+        with torch.inference_mode():
+            lines = rows_of(PRESETS[name], tokens, args.rounds)
+        print(markdown([f"{name}, {tokens} tokens", "µs", "MB of weights", "GB/s"], lines), end="\n\n")
+
+
+if __name__ == "__main__":
+    main()

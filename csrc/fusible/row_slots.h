@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+// A product whose rows go where they are summed: to the slots of their tokens, in the buffers of the tokens' ranks.
+#pragma once
+#include "fusible/grouped_gemm.h"
+#include "fusible/peers.h"
+
+namespace fusible {
+
+// Where the rows of this rank go. A rank has as many slots as every other one, and a row for each at `at` in its
+// buffer.
+struct RowSlots {
+  Peers peers;
+  const LaneState* state;      // where it says that the lane has failed, nothing is stored: others may be reading
+  const int32_t* slot_of_row;  // of the rows of all ranks: among the slots of all ranks
+  const int32_t* firsts;       // [ranks + 1]: the first row of each rank
+  int64_t slots, at;
+};
+
+// Behind the parameters of the kernel that stores its rows one after the other.
+template <class Params>
+struct WithRowSlots : Params {
+  RowSlots slots;
+};
+
+// `gemm` is kNT, of bf16, and its `out` the address of this rank's slots; rows of no group go nowhere. Throws
+// fusible::Error, like grouped_gemm.
+void gemm_to_slots(const GroupedGemm& gemm, const RowSlots& slots, int device, cudaStream_t stream);
+
+}  // namespace fusible

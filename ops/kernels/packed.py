@@ -1,0 +1,73 @@
+"""The door to products of rows and weights that stay in 8 or 4 bits: few rows read them as they lie.
+
+Where our own kernel does not take a problem, the weights are dequantised whole and multiplied in 16 bits. Both are the
+same product, up to the order of sums.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...fuser import tracing as trace
+from ..quantized.packed import PackedFormat, unpacked
+from . import grouped_gemm
+from .custom_ops import kernel
+from .dispatch import packed_refusal
+from .hopper import packed_gemm as hopper
+from .problem import Layout, Matrices, stacked
+from .quantized_problem import PackedGemm
+
+
+def new_packed_product(a: Tensor, data: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    """Memory for a product."""
+    return a.new_empty((a.shape[0], data.shape[1]), dtype=out_dtype)
+
+
+@kernel(new_packed_product, only_without_out=("out_dtype",))
+def packed_gemm(
+    a: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    split_sizes: Tensor,
+    format: PackedFormat,
+    *,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    alpha: Tensor | None = None,
+    bias: Matrices | None = None,
+    bias_scale: Tensor | None = None,
+    row_scale: Tensor | None = None,
+) -> Tensor:
+    """``row_scale * (alpha * A W^T + bias_scale * bias)`` by group, of bfloat16 rows; see :class:`PackedGemm`.
+
+    Args:
+        data, scales: the fields of :class:`PackedWeight`.
+        out: where to write; rows past the last group stay as they are.
+        out_dtype: of what is allocated here; that of ``a`` by default.
+    """
+    fresh = out is None
+    if out is None:
+        out = new_packed_product(a, data, out_dtype)
+    vectors = None if bias is None else stacked(bias)
+    problem = PackedGemm(a, data, scales, format, split_sizes, out, vectors, row_scale, alpha, bias_scale, fresh)
+    why = packed_refusal(problem)
+    if why is not None:
+        return _multiply_in_16_bits(problem, why)
+    if trace.active():
+        trace.record(trace.KernelCall(f"{hopper.NAME} (packed weight)", "", problem.flops, problem.bytes, str(problem)))
+    elif not a.is_meta and problem.rows:
+        hopper.run(problem)
+    return out
+
+
+def _multiply_in_16_bits(p: PackedGemm, why: str) -> Tensor:
+    if p.a.is_cuda:
+        trace.note(f"the weights are dequantised: {why}")
+    factors: dict[str, Any] = {"alpha": p.alpha, "bias": p.bias, "bias_scale": p.bias_scale, "row_scale": p.row_scale}
+    factors |= {"out_dtype": p.out.dtype} if p.fresh else {"out": p.out}
+    y = grouped_gemm(Layout.NT, p.a, unpacked(p.data, p.scales, p.format), p.split_sizes, **factors)
+    assert isinstance(y, Tensor)
+    return y
