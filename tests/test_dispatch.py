@@ -97,6 +97,27 @@ def test_a_backward_epilogue_that_does_not_fit_raises_when_strict():
         dispatch.choose(problem(epilogue), tracing=False)
 
 
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("rows", "depth", "bias", "apart"),
+    [(160, 4096, False, True), (320, 4096, False, True), (159, 4096, False, False), (321, 4096, False, False)]
+    + [(200, 4088, False, False), (200, 4096, True, False)],
+)
+def test_a_backward_epilogue_that_is_slower_is_a_kernel_of_its_own(rows, depth, bias, apart):
+    """Two groups; strict takes it, for nothing is refused."""
+    tokens, hidden = 2 * rows, 8
+    grads = ActivationGrads(dense(tokens, 2 * hidden), None, None, dense(2, 2 * hidden) if bias else None)
+    epilogue = ActivateBackward(SPEC, None, dense(tokens, 2 * hidden), grads)
+    sizes = torch.tensor([rows, rows])
+    wanted = GroupedGemm(
+        Layout.NN, dense(tokens, depth), dense(2, depth, hidden), sizes, grads.preact, fresh=True, epilogue=epilogue
+    )
+    with config(strict=True):
+        reason = dispatch.choose(wanted, tracing=False).epilogue_reason
+
+    assert reason == ("is slower at 160 to 320 rows per group and such a depth" if apart else None)
+
+
 def test_a_cpu_asks_no_kernel_of_ours():
     assert dispatch.choose(with_block(24), tracing=False) == (grouped_mm_cpu, "", None)
     assert dispatch.activation_choice(SPEC, dense(T, F), None) == (activation, "hopper needs a CUDA device, got cpu")

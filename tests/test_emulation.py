@@ -18,8 +18,9 @@ from emulation import build, harness
 
 from fusible.benchmarks import gemm_contestants, grouped_gemm
 from fusible.benchmarks.problem import Problem
+from fusible.ops import kernels
 from fusible.ops.activation_spec import ActivationSpec, gated, interleaved
-from fusible.ops.kernels.hopper import extension
+from fusible.ops.kernels.hopper import epilogue, extension
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.problem import Layout
 
@@ -69,8 +70,7 @@ def test_depth_of_long_groups_is_split(sizes: tuple[int, ...], k: int, n: int) -
 
 
 def test_depth_of_few_deep_tiles_is_split_by_choice() -> None:
-    """A chosen tile that has room for its sums gives the bits of the one asked for; with less room, or bias, the depth
-    is whole."""
+    """The chosen tile gives the bits of the one that splits; with a bias, the depth is whole."""
     case = gemm.Case(Layout.TN, (5000,), k=136, n=200, dtype=torch.float16)
     chosen, asked, whole = (gemm.Problem("cpu", replace(case, variant=variant)) for variant in (-1, SPLIT_K, 2))
     for problem in (chosen, asked, whole):
@@ -89,6 +89,37 @@ def test_sums_of_16_bits_are_rounded_once(variant: int) -> None:
     """One and two row blocks of a consumer by turns, and output stages in all their slots."""
     gemm.check_one_rounding("cpu", (131, 0, 77, 1, 64), 136, 264, variant)
     gemm.check_one_rounding("cpu", (20, 300, 1), 584, 136, variant)
+
+
+def test_backward_whose_product_is_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of deep products of short groups, against float64; the gradients of the scales of a tail are zero."""
+    rows, depth, hidden, tail = (170, 0, 330), 4096, 24, 3
+    generator, tokens = torch.Generator().manual_seed(0), sum(rows)
+    dy, weight, preact = (
+        torch.randn(*shape, generator=generator).to(torch.bfloat16)
+        for shape in ((tokens + tail, depth), (3, depth, hidden), (tokens + tail, 2 * hidden))
+    )
+    scales = torch.rand(tokens + tail, generator=generator)
+    of_preact, of_scales = preact[:tokens].double().requires_grad_(), scales[:tokens].double().requires_grad_()
+    gate, up = of_preact.chunk(2, -1)
+    postact = torch.nn.functional.silu(gate) * up * of_scales[:, None]
+    parts = zip(dy[:tokens].double().split(rows), weight.double(), strict=True)
+    postact.backward(torch.cat([part @ matrix for part, matrix in parts]))
+
+    monkeypatch.delattr(epilogue, "backward")
+    got = kernels.grouped_linear_activation_backward(
+        *(dy, weight, preact, torch.tensor(rows), gated("silu", None, 1.0, 0.0, "concat")),
+        scales=scales,
+        want_scales=True,
+        want_postact=True,
+    )
+
+    assert got.scales is not None
+    assert not got.scales[tokens:].any()
+    for came, should in ((got.preact, of_preact.grad), (got.scales, of_scales.grad), (got.postact, postact.detach())):
+        assert came is not None
+        assert should is not None
+        assert (came[:tokens].double() - should).norm() <= 0.006 * should.norm()
 
 
 def test_tiles_of_the_benchmark() -> None:

@@ -143,7 +143,9 @@ def test_tiles_of_few_long_groups_are_halved(sizes: tuple[int, ...], k: int, wid
 
 @pytest.mark.parametrize("sizes", [(8192,), (1, 0, 20000, 500), (9000, 9000)], ids=str)
 def test_depth_of_long_groups_is_split(sizes: tuple[int, ...]) -> None:
-    check_split("cuda", sizes, 768, 1000, extension.library().SPLIT_K)
+    """By choice, since they are few deep tiles, and where it is asked for."""
+    for variant in (-1, extension.library().SPLIT_K):
+        check_split("cuda", sizes, 768, 1000, variant)
 
 
 @pytest.mark.parametrize("variant", variants(Layout.TN))

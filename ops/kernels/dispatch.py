@@ -106,7 +106,8 @@ def choose(problem: GroupedGemm, tracing: bool) -> Choice:
         return choice
     why = choice.backend.epilogue_refusal(problem)
     if why is None:
-        return choice
+        slower = hopper.slower_epilogue(problem) if choice.backend is hopper else None
+        return choice if slower is None else choice._replace(epilogue_reason=slower)
     if choice.backend is hopper and active_config().strict:
         raise RefusedError(
             f"strict: the activation runs as a kernel of its own, because {hopper.NAME}'s epilogue {why}"

@@ -53,6 +53,23 @@ def refusal(problem: GroupedGemm) -> str | None:
     return _backward_refusal(problem, epilogue)
 
 
+def slower(problem: GroupedGemm) -> str | None:
+    """Why a product whose epilogue this backend has is faster with a kernel over rows behind it; None: it is not.
+
+    Tiles of this epilogue round the rows of a group up to 64, and tiles of such products alone to 16.
+    """
+    epilogue, depth = problem.epilogue, problem.mnk[2]
+    if type(epilogue) is not ActivateBackward or epilogue.spec.program is not None or problem.second is not None:
+        return None
+    if (
+        epilogue.grads.bias is not None
+        or epilogue.vectors is not None
+        or not 160 <= problem.rows // problem.groups <= 320
+    ):
+        return None
+    return "is slower at 160 to 320 rows per group and such a depth" if depth >= 4096 else None
+
+
 def _forward_refusal(problem: GroupedGemm, epilogue: Activate) -> str | None:
     postact, block, preact = first(problem.out), epilogue.spec.block, epilogue.preact
     if block is not None and block not in (*_NARROW, postact.shape[-1]) and (block % 8 or _TILE % (2 * block)):
