@@ -212,18 +212,13 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
   if constexpr (!K::kSpareRegisters || K::kScaleBias) ahead();
 }
 // The same for a consumer whose rows do not exist (a loop of its own: a branch around wgmma makes ptxas serialise it).
-template <class K, class Meanwhile>
-DEVICE void skip(typename K::Storage& s, PipelineState<K::kStages>& state, int blocks, int lane, Meanwhile meanwhile) {
+template <class K>
+DEVICE void skip(typename K::Storage& s, PipelineState<K::kStages>& state, int blocks, int lane) {
   for (int block = 0; block < blocks; ++block) {
     barrier_wait(&s.full[state.stage], state.phase);
-    meanwhile(state.stage);
     release<K>(s, state.stage, lane);
     state.advance();
   }
-}
-template <class K>
-DEVICE void skip(typename K::Storage& s, PipelineState<K::kStages>& state, int blocks, int lane) {
-  skip<K>(s, state, blocks, lane, [](int) {});
 }
 
 }  // namespace fusible

@@ -26,7 +26,6 @@ struct RowScaling : FastRowScaling {
   template <class K>
   class Factors {
    public:
-    static constexpr bool kReadsToTheEnd = false;
     explicit DEVICE Factors(const WorkTile&) {}
     DEVICE void read(const typename K::Storage&, int, int, int, int) {}
     DEVICE void begin_unit(int, const typename K::Storage&, int, int) {}

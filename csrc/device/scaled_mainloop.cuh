@@ -14,17 +14,6 @@ namespace fusible {
 
 constexpr int kUnits = 2;
 
-template <class K>
-inline constexpr bool kStaggers = false;
-template <class K>
-  requires requires { K::Scaling::kStaggers; }
-inline constexpr bool kStaggers<K> = K::Scaling::kStaggers;
-template <class K>
-DEVICE void tell_begun(typename K::Storage& s, int stage, int consumer, int lane) {
-  if constexpr (kStaggers<K>)
-    if (consumer == 0 && lane == 0) barrier_arrive(&s.scales.begun[stage]);
-}
-
 // acc = A B over all of k, for the first kUsed of the consumer's units. `meanwhile` is called when the first product is
 // under way, and before `acc` is written.
 template <class K, int kUsed, class Meanwhile>
@@ -35,15 +24,13 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
   using B = typename K::B;
   using Factors = typename K::Scaling::template Factors<K>;
   const int blocks = k_blocks_of<K>(tile, p);
-  constexpr bool kInStage = Factors::kReadsToTheEnd;                        // of the stage
+  constexpr bool kInStage = A::kRaggedDepth;  // scales are read from the stage until its end
   constexpr bool kOverlaps = !K::kScaleBias || K::Scaling::kScalesColumns;  // there are registers for it
   if constexpr (!kOverlaps) meanwhile();
   Factors factors(tile);
   float part[64];
   const auto stage = [&](auto steps, auto first) INLINE {
     barrier_wait(&s.full[state.stage], state.phase);
-    if constexpr (kStaggers<K>)
-      if (consumer == 1) barrier_wait(&s.scales.begun[state.stage], state.phase);
 #pragma unroll
     for (int unit = 0; unit < kUsed; ++unit) {
       const uint8_t* a =
@@ -59,7 +46,6 @@ DEVICE void multiply_scaled(float (&acc)[kUnits][64], typename K::Storage& s, Pi
       if (unit == 0) factors.read(s, state.stage, consumer, warp, lane);
       factors.begin_unit(unit, s, state.stage, lane);
       wgmma_wait<0>();
-      if (unit == 0) tell_begun<K>(s, state.stage, consumer, lane);
       if (!kInStage && unit == kUsed - 1) release<K>(s, state.stage, lane);
       factors.template promote<first.value>(acc[unit], part, s, state.stage, unit, lane);
     }
@@ -113,7 +99,7 @@ DEVICE void consume_scaled(typename K::Storage& s, const typename K::Params& p, 
     const int mine = K::row_blocks(tile, consumer);
     if (mine == 0) {
       end_tile_before();
-      skip<K>(s, state, k_blocks_of<K>(tile, p), lane, [&](int stage) { tell_begun<K>(s, stage, consumer, lane); });
+      skip<K>(s, state, k_blocks_of<K>(tile, p), lane);
       pass_over_tile<K>(s, epilogue_phase);
     } else if (K::kUnitsAreRows ? mine == 1 : K::narrow(tile, p)) {
       multiply_scaled<K, 1>(acc, s, state, tile, p, consumer, warp, lane, end_tile_before);

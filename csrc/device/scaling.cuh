@@ -24,7 +24,7 @@ struct NothingToPut {
 
 // Of operands of 16 bits: there are none.
 struct NoScaling {
-  static constexpr bool kScaled = false, kScalesColumns = false, kPacksColumns = false;
+  static constexpr bool kScaled = false, kScalesColumns = false;
   template <class K>
   using Putting = NothingToPut<K>;
   template <class P>
@@ -61,7 +61,7 @@ DEVICE void promote_rows(float (&acc)[64], const float (&part)[64], const float 
 }
 
 struct Scaling1D2D {
-  static constexpr bool kScaled = true, kScalesColumns = false, kPacksColumns = false;
+  static constexpr bool kScaled = true, kScalesColumns = false;
   template <class P>
   using Params = Params1D2D<P>;
   template <int kTileM, int kTileN, int kStages>
@@ -118,7 +118,6 @@ struct Scaling1D2D {
   template <class K>
   class Factors {
    public:
-    static constexpr bool kReadsToTheEnd = false;  // of a stage: scales
     explicit DEVICE Factors(const WorkTile& tile) : shift_(shift(tile.tokens_start + tile.row)) {}
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
       rows_.read(s.scales.a[stage] + shift_, consumer, warp, lane);
@@ -144,7 +143,6 @@ struct Scaling1D2D {
 
 struct Scaling1D1D {
   static constexpr bool kScaled = true, kScalesColumns = false;
-  static constexpr bool kPacksColumns = false;  // a warp leaves scales of columns in the stage
   template <class K>
   using Putting = NothingToPut<K>;
   template <class P>
@@ -170,7 +168,6 @@ struct Scaling1D1D {
   template <class K>
   class Factors {
    public:
-    static constexpr bool kReadsToTheEnd = true;
     explicit DEVICE Factors(const WorkTile&) {}
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
       rows_.read(s.scales.a[stage], consumer, warp, lane);

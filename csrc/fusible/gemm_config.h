@@ -55,13 +55,7 @@ inline constexpr TileVariant kTileVariants[] = {
 };
 // Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariant = {128, 256, 2, 1, 3, 8};  // of rows of tokens
-inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8},
-                                                       {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8},
-                                                       {128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
-// Of a position there: scales are read as 16 bits (device/power_of_two_scaling.cuh).
-constexpr bool needs_powers_of_two(int scaled_wgrad_variant) { return scaled_wgrad_variant >= 2; }
-// The second consumer stays behind the first.
-constexpr bool staggers(int scaled_wgrad_variant) { return scaled_wgrad_variant >= 4; }
+inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
 // Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 // Where the depth of weight gradients is split: tiles times slices of the groups that are, and slices of a group.

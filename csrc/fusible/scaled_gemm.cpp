@@ -146,14 +146,13 @@ void scaled_wgrad(const ScaledWgrad& call, int device, cudaStream_t stream) {
   const GemmConfig config = choose_scaled_wgrad_config(p, device_properties(device).multiprocessors, gemm.variant);
   const TileVariant& tile = config.tile();
   const int64_t blocks = p.tokens / kScaleBlock + p.groups;
-  PowerOfTwoParams1D1D<GemmParams> params{{prepare_shape(gemm, config, stream)}};
+  Params1D1D<GemmParams> params{prepare_shape(gemm, config, stream)};
   params.a = blocked_tokens_map(gemm.a, blocks, p.m, 64);
   params.b = blocked_tokens_map(gemm.b, blocks, p.n, tile.tile_n / 2);
   params.out = weight_output_map(gemm.out, p.groups, p.m, p.n);
   params.shape.narrow_end = last_tile_is_narrow(p, tile);
   params.a_scales = scales_map(call.a_scales, p.m, blocks, p.m, tile.tile_m);
   params.b_scales = scales_map(call.b_scales, p.n, blocks, p.n, tile.tile_n);
-  params.column_scales = call.b_scales, params.columns = static_cast<int>(p.n);
   launch(params, built(scaled_wgrad_entry(p.output, config.variant), config, p), config, p, device, stream);
 }
 

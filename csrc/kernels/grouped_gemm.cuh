@@ -7,7 +7,6 @@
 #pragma once
 #include "device/epilogue_store.cuh"
 #include "device/policies.cuh"
-#include "device/power_of_two_scaling.cuh"
 #include "device/scaled_mainloop.cuh"
 #include "device/split_k.cuh"
 #include "device/swap_ab.cuh"
@@ -68,9 +67,8 @@ struct GroupedGemmKernel {
 
   DEVICE static void init(Storage& s) {
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(&s.full[i], Groups::kProducers + Scaling::kPacksColumns);
+      barrier_init(&s.full[i], Groups::kProducers);
       barrier_init(&s.empty[i], kCluster * kConsumers * 4);  // every consumer warp of the cluster
-      if constexpr (kStaggers<GroupedGemmKernel>) barrier_init(&s.scales.begun[i], 4);
     }
     for (int i = 0; i < kConsumers * Layout::kSlots; ++i) {
       barrier_init(&s.out_full[0][i], kWholeWarp ? 128 : 4);  // the threads or warps of a consumer
@@ -80,8 +78,7 @@ struct GroupedGemmKernel {
       barrier_init(&s.epilogue.full, 32);
       barrier_init(&s.epilogue.empty, kConsumers * 128);
     }
-    constexpr bool kFetches = kScaleBias || Scaling::kPacksColumns;
-    constexpr int kReaders = kConsumers * (128 + (kWholeWarp ? 32 * Epilogue::kStoreWarps : 1)) + (kFetches ? 32 : 0);
+    constexpr int kReaders = kConsumers * (128 + (kWholeWarp ? 32 * Epilogue::kStoreWarps : 1)) + (kScaleBias ? 32 : 0);
     s.work.init(kReaders);  // threads of the consumers, of the store warps, of the warp that fetches
     barrier_init_fence();
   }
@@ -229,8 +226,7 @@ struct GroupedGemmKernel {
       if (warp == 0) {
         Groups::template produce<GroupedGemmKernel>(s, p, rank);
       } else if (warp == 1) {
-        if constexpr (Scaling::kPacksColumns) Scaling::template pack_columns<GroupedGemmKernel>(s, p);
-        else Groups::template fetch<GroupedGemmKernel>(s, p);
+        Groups::template fetch<GroupedGemmKernel>(s, p);
       } else if (kWholeWarp || ptx::elect_one()) {
         const int store_warp = warp - (kApart && warp >= kConsumersEnd ? kConsumersEnd - 2 : 2);
         constexpr int kStoreThreads = kWholeWarp ? Epilogue::kStoreWarps : 1;

@@ -14,18 +14,14 @@ using ScaledKernel = GroupedGemmKernel<TokenRows<E4M3>, WeightRows<E4M3, kScaled
 template <class Out, bool kScaleBias>
 using ScaledHalvesKernel = GroupedGemmKernel<TokenRows<E4M3>, GateUpRows<E4M3, kScaledVariant.tile_n>, Out, kScaleBias,
                                              kScaledVariant, HalvesStoreEpilogue, TokenGroups, Scaling1D2D>;
-template <class Out, TileVariant kVariant, class Scaling>
+template <class Out, TileVariant kVariant>
 using ScaledWgradKernel = GroupedGemmKernel<BlockedTokens<E4M3>, BlockedTokensB<E4M3, kVariant.tile_n>, Out, false,
-                                            kVariant, StoreEpilogue, BlockedGroups, Scaling>;
+                                            kVariant, StoreEpilogue, BlockedGroups, Scaling1D1D>;
 
 template <class Out, int kVariant>
 KernelEntry scaled_wgrad_entry_of_variant() {
   if constexpr (kVariant > 0 && std::is_same_v<Out, float>) return {};
-  else
-    return entry_of<ScaledWgradKernel<
-        Out, kScaledWgradVariants[kVariant],
-        std::conditional_t<staggers(kVariant), StaggeredScaling1D1D,
-                           std::conditional_t<needs_powers_of_two(kVariant), PowerOfTwoScaling1D1D, Scaling1D1D>>>>();
+  else return entry_of<ScaledWgradKernel<Out, kScaledWgradVariants[kVariant]>>();
 }
 
 template <class Out, size_t... kVariants>

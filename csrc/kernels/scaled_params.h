@@ -27,11 +27,6 @@ template <class P>
 struct Params1D1D : P {
   CUtensorMap a_scales, b_scales;  // [blocks of tokens, rows of the operand]
 };
-template <class P>
-struct PowerOfTwoParams1D1D : Params1D1D<P> {
-  const float* column_scales;  // what b_scales maps
-  int columns;
-};
 
 // `rows`: of the activation, in the place of its `postact`.
 struct QuantizedActivationParams : ActivationParams {

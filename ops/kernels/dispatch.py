@@ -61,8 +61,8 @@ class RaggedBackend(Candidate[RaggedGemm], Protocol):
 
 C = TypeVar("C", bound=Candidate[Any])
 K = TypeVar("K")
-FEW_ROWS = 0
-"""As many of a group, on average, read packed weights as they lie; 0: none, until the kernel has been measured."""
+FEW_ROWS = 16
+"""As many of a group, on average, read packed weights as they lie. More than a handful have not been timed."""
 
 
 class Choice(NamedTuple):
@@ -237,8 +237,6 @@ def packed_refusal(problem: PackedGemm) -> str | None:
     backend = active_config().backend
     if backend not in ("auto", hopper.NAME):
         return f"config(backend={backend!r})"
-    if not FEW_ROWS:
-        return "the kernel that reads packed weights as they lie is off"
     if problem.rows > FEW_ROWS * problem.groups:
         return f"{problem.rows} rows of {problem.groups} groups are not few: more than {FEW_ROWS} of each, on average"
     return hopper_packed.refusal(problem)
