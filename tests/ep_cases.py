@@ -408,7 +408,7 @@ def reduced(group: ep.Group, batch: Batch) -> Tensor:
 @case
 def any_problem_gives_the_bits_of_one_process(world: World) -> None:
     @settings(
-        max_examples=20, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=10, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(
@@ -451,7 +451,7 @@ def any_sequence_of_calls_gives_the_bits_of_one_process(world: World) -> None:
     mine, layers = [batch.of(world.rank) for batch in batches], [part(of, lane) for of in groups for lane in (0, 1)]
 
     @settings(
-        max_examples=8, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
+        max_examples=4, derandomize=True, database=None, deadline=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     @given(

@@ -95,7 +95,7 @@ def test_a_hot_call_does_the_same_work_again():
 def test_a_parameter_for_each_expert_costs_no_calls_for_each(groups):
     one, many = (Calls(groups, single_grouped_weight=single).run() for single in (True, False))
 
-    assert many[0] - one[0] <= 60
+    assert many[0] - one[0] <= 70  # of them 8 of the extension, where it is built: each asks all parameters at once
     assert many[1] - one[1] <= 60
 
 

@@ -205,8 +205,7 @@ def launch(
     addressings = addressing(b), addressing(out), NO_MATRICES if bias is None else bias_addressing(bias)
     zero_tail = fresh and not tail_unspecified and layout is not Layout.TN
     anywhere = addressings[0][1] or addressings[1][1] or addressings[2][1]
-    nbytes = _workspace_bytes(layout, a, first(out), sizes.shape[0], variant) if dynamic or anywhere else 0
-    workspace = a.new_empty(nbytes, dtype=torch.uint8) if nbytes else None
+    workspace = _workspace(layout, a, first(out), sizes.shape[0], variant) if dynamic or anywhere else None
     _launch(
         layout,
         a,
@@ -224,23 +223,19 @@ def launch(
         alpha=alpha,
         beta=beta,
         accumulate=accumulate,
-        others={
-            "variant": variant,
-            "workspace_bytes": nbytes,
-            "zero_tail": zero_tail,
-            **epilogue.second_fields(second),
-        },
+        others={"variant": variant, "zero_tail": zero_tail, **epilogue.second_fields(second)},
     )
     if not fresh:
         torch.autograd.graph.increment_version(out)
 
 
-def _workspace_bytes(layout: Layout, a: Tensor, out: Tensor, groups: int, variant: int) -> int:
+def _workspace(layout: Layout, a: Tensor, out: Tensor, groups: int, variant: int) -> Tensor:
     """What a product needs for itself."""
     if layout is not Layout.TN:
-        return workspace_bytes(groups)
+        return a.new_empty(workspace_bytes(groups), dtype=torch.uint8)
     (tokens, m), codes = a.shape, (LAYOUTS[layout], TYPE_CODES[out.dtype])
-    return int(compiled().gemm_workspace_bytes(*codes, groups, tokens, m, out.shape[-1], variant))
+    nbytes = compiled().gemm_workspace_bytes(*codes, groups, tokens, m, out.shape[-1], variant)
+    return a.new_empty(nbytes, dtype=torch.uint8)
 
 
 def _launch(
@@ -299,6 +294,7 @@ def _launch(
         betas=0 if betas is None else betas.data_ptr(),
         beta=beta,
         workspace=0 if workspace is None else workspace.data_ptr(),
+        workspace_bytes=0 if workspace is None else workspace.nbytes,
         **others,
     )
 
