@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,27 +23,45 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 
 SLOW = {
+    "test_arriving_rows": "starts processes, compiles csrc with g++",
     "test_benchmarks": "times and draws",
+    "test_building": "builds with stand-ins for compilers",
+    "test_chains_in_epilogues": "runs the kernels on the CPU",
     "test_compile": "compiles with torch.compile",
     "test_compile_functional": "compiles with torch.compile",
     "test_compile_guards": "compiles with torch.compile",
     "test_computed_parameters": "compiles with torch.compile",
     "test_configuration": "compiles csrc with g++",
     "test_demo": "trains",
+    "test_docs": "runs the examples of the docs",
     "test_emulation": "compiles csrc with g++, runs the kernels on the CPU",
     "test_ep": "starts processes",
     "test_ep_proof": "starts processes, compiles csrc with g++",
     "test_ep_symmetric": "starts processes, compiles csrc with g++",
     "test_fsdp": "starts processes, compiles csrc with g++",
+    "test_function_fusions": "every fusion with functions of users",
+    "test_installation": "starts processes",
+    "test_jax": "compiles with jax",
+    "test_jax_bench": "compiles with jax",
+    "test_jax_example": "trains",
+    "test_jax_setup": "starts processes",
+    "test_jax_transforms": "compiles with jax",
     "test_library": "compiles with torch.compile",
     "test_lifetimes": "collects garbage after every call",
     "test_megatron_dispatcher": "starts processes, compiles csrc with g++",
+    "test_on_import": "starts processes",
+    "test_pointwise_cpp": "compiles functions of users with g++",
     "test_properties": "draws hundreds of examples",
     "test_random_experts": "thousands of problems",
+    "test_recipes": "models under every recipe",
     "test_recipes_emulated": "runs the kernels on the CPU",
     "test_replay": "compiles csrc with g++",
     "test_torchtitan_dispatcher": "starts processes",
+    "test_transformers": "models of transformers",
+    "test_transformers_classes": "models of transformers",
     "test_transformers_compile": "compiles with torch.compile",
+    "test_transformers_float8": "models of transformers",
+    "test_without_jax": "starts processes",
 }
 """What ``make test`` leaves out, by file, and why it takes so long; ``make test-all`` runs it."""
 
@@ -60,6 +79,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for name, why in SLOW.items():
         terminalreporter.line(f"{name}: {why}")
     terminalreporter.line("and in other files, what runs the kernels on the CPU")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that are left out are not imported: what they need takes longer than many tests."""
+    return True if "not slow" in config.option.markexpr and collection_path.stem in SLOW else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
