@@ -27,10 +27,9 @@ from fusible.ops.quantized_linear import copies_of, product
 
 from .arguments import positive
 from .problem import PRESETS, Preset
-from .timing import interleaved, markdown
+from .timing import graph_of, interleaved, markdown
 
 CALLS = 10  # of a graph
-FEW = 16  # rows of a group, of which the kernel for packed weights is asked
 Way = tuple[Callable[[], Any], int]
 
 RECIPES: Mapping[str, tuple[Recipe, int]] = {  # with the rows for which packed weights are read as they lie
@@ -38,9 +37,9 @@ RECIPES: Mapping[str, tuple[Recipe, int]] = {  # with the rows for which packed 
     "Float8Row": (Float8Row(), 0),
     "Float8Tensor": (Float8Tensor(), 0),
     "MXFP8": (MXFP8(), 0),
-    "MXFP8, as it lies": (MXFP8(), FEW),
+    "MXFP8, as it lies": (MXFP8(), dispatch.FEW_ROWS),
     "NVFP4": (NVFP4(), 0),
-    "NVFP4, as it lies": (NVFP4(), FEW),
+    "NVFP4, as it lies": (NVFP4(), dispatch.FEW_ROWS),
 }
 
 
@@ -72,22 +71,11 @@ def quantised(recipe: Recipe, rows_as_they_lie: int, x: Tensor, weight: Tensor, 
     return run, nbytes(copy.data, copy.scales)
 
 
-def graph_of(run: Callable[[], Any]) -> Callable[[], None]:
-    """Some calls as a graph, so that the host is not timed."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            run()
-    return graph.replay
-
-
 def rows_of(preset: Preset, tokens: int, rounds: int) -> list[Sequence[str]]:
     """A line of the table for each way."""
     sizes, by_name = ways(preset, tokens, "cuda")
     share = float((sizes > 0).float().mean())
-    graphs = {name: graph_of(run) for name, (run, _) in by_name.items()}
+    graphs = {name: graph_of(run, CALLS) for name, (run, _) in by_name.items()}
     seconds = interleaved(graphs, rounds, "cuda", steady=True)
     lines: list[Sequence[str]] = []
     for name, (_, size) in by_name.items():

@@ -8,7 +8,8 @@ The passes are those of a step of routed experts with adapters. Bytes are those 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from fusible.ops.kernels.problem import nbytes
 
 from .arguments import positive
 from .problem import PRESETS, Preset
-from .timing import interleaved, markdown
+from .timing import graph_of, interleaved, markdown
 
 CALLS = 10  # of a graph
 Pass = tuple[Tensor, Layout, dict[str, Any]]
@@ -63,17 +64,6 @@ def once(of: Pass, sizes: Tensor, kinds: frozenset[str]) -> low_rank.LowRank:
         low_rank.PASSES = before
 
 
-def graph_of(of: Pass, sizes: Tensor, kinds: frozenset[str], calls: int) -> Callable[[], None]:
-    """So many passes as a graph, so that the host is not timed."""
-    once(of, sizes, kinds)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            once(of, sizes, kinds)
-    return graph.replay
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -86,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for name, of in all_passes.items():
         kinds = {"kernel": low_rank.ALL_PASSES, "products": frozenset[str]()}
-        graphs = {key: graph_of(of, sizes, kinds[key], CALLS) for key in kinds}
+        graphs = {key: graph_of(partial(once, of, sizes, kinds[key]), CALLS) for key in kinds}
         seconds = interleaved(graphs, args.rounds, "cuda", steady=True)
         micros = [seconds[key] / CALLS * 1e6 for key in kinds]
         moved = nbytes(of[0], of[2].get("factor"), of[2].get("low"), *once(of, sizes, low_rank.ALL_PASSES))

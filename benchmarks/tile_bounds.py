@@ -143,9 +143,7 @@ def row(name: str, shape: ProductShape, tile: Tile, sizes: Sequence[int]) -> lis
     ends = last_end(cycles, blocks), last_end(sorted(cycles, reverse=True), blocks)
     moved = sum(task.bytes_of(tile.swap_ab) for task in every) / BANKS
     weights = len(sizes) * shape.columns * (shape.depth or shape.fixed_rows) * 2
-    shares = [
-        f"{share:.2f}" for share in (*(ideal / end for end in (sum(cycles) / blocks, *ends)), sum(cycles) / moved)
-    ]
+    shares = [f"{ideal / end:.2f}" for end in (sum(cycles) / blocks, *ends)] + [f"{sum(cycles) / moved:.2f}"]
     times = f"{flops / H200_FLOPS * 1e6:.0f}", f"{weights / H200_BYTES * 1e6:.0f}"
     return [name, str(tile), f"{len(every) / blocks:.1f}", *shares, *times]
 

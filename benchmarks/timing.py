@@ -48,6 +48,17 @@ def interleaved(
     return {name: median(times[1:]) for name, times in seconds.items()}
 
 
+def graph_of(function: Callable[[], object], calls: int) -> Function:
+    """So many calls as a CUDA graph, so that the host is not timed."""
+    function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            function()
+    return graph.replay
+
+
 def relative(functions: Mapping[str, Function], rounds: int, device: torch.device | str = "cpu") -> dict[str, float]:
     """Median time of each function as a multiple of the first one's, from neighbouring calls: first, it, it, first.
 

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ...fuser.errors import shown
 from ..kernels.quantized import quantize_rows
+from ..kernels.quantized_problem import ceil_blocks
 from ..quantized.copies import BLOCK
-from ..quantized.formats import from_e8m0
+from ..quantized.formats import E4M3, from_e8m0
 from ..quantized.recipe import Float8Block
 from .settings import Settings
 
-E4M3 = torch.float8_e4m3fn
 _ALIGNED = 16  # bytes
 
 
@@ -34,7 +34,7 @@ def refusal(recipe: object, settings: Settings, transport: str) -> str | None:
 
 def width(hidden: int) -> int:
     """16-bit numbers of a row."""
-    return -(-(hidden + _blocks(hidden)) // _ALIGNED) * _ALIGNED // 2
+    return -(-(hidden + ceil_blocks(hidden)) // _ALIGNED) * _ALIGNED // 2
 
 
 def packed(x: Tensor) -> Tensor:
@@ -45,16 +45,12 @@ def packed(x: Tensor) -> Tensor:
     exponents = copies.rows.scales.view(torch.int32)[:, :tokens] >> 23
     out = torch.zeros(tokens, 2 * width(hidden), dtype=torch.uint8, device=x.device)
     out[:, :hidden] = copies.rows.data.view(torch.uint8)
-    out[:, hidden : hidden + _blocks(hidden)] = exponents.mT
+    out[:, hidden : hidden + ceil_blocks(hidden)] = exponents.mT
     return out.view(torch.bfloat16)
 
 
 def unpacked(rows: Tensor, hidden: int) -> Tensor:
     """bfloat16 [Q, H], of rows that :func:`packed` gave."""
     data = rows.view(torch.uint8)
-    scales = from_e8m0(data[:, hidden : hidden + _blocks(hidden)]).repeat_interleave(BLOCK, 1)[:, :hidden]
-    return (data[:, :hidden].view(E4M3).float() * scales).bfloat16()
-
-
-def _blocks(hidden: int) -> int:
-    return -(-hidden // BLOCK)
+    scales = from_e8m0(data[:, hidden : hidden + ceil_blocks(hidden)]).repeat_interleave(BLOCK, 1)[:, :hidden]
+    return (data[:, :hidden].view(E4M3.dtype).float() * scales).bfloat16()

@@ -174,8 +174,28 @@ class PermuteQuantizedRows:
         return f"permute {' x '.join(map(str, self.row_of_slot.shape))} slots"
 
 
+class _GroupedProduct:
+    """What follows from the sizes of a product, whatever its operands are."""
+
+    __slots__ = ()
+    split_sizes: Tensor
+
+    @property
+    def groups(self) -> int:
+        return self.split_sizes.shape[0]
+
+    @property
+    def mnk(self) -> tuple[int, int, int]:
+        raise NotImplementedError
+
+    @property
+    def flops(self) -> int:
+        m, n, k = self.mnk
+        return 2 * m * n * k
+
+
 @dataclass(slots=True)
-class ScaledGemm:
+class ScaledGemm(_GroupedProduct):
     """``out = row_scale * (alpha * A W^T + bias_scale * bias)``, by group: rows times quantised weights.
 
     The sum over blocks b of the depth is ``fma(a_scale[b] * w_scale[b], S_b, y)`` in float32 and increasing b, where
@@ -215,18 +235,9 @@ class ScaledGemm:
         return self.a.data.shape[0]
 
     @property
-    def groups(self) -> int:
-        return self.split_sizes.shape[0]
-
-    @property
     def mnk(self) -> tuple[int, int, int]:
         """Rows, columns and depth of the products, with T for the rows of all groups."""
         return self.rows, self.weight.shape[1], self.weight.shape[2]
-
-    @property
-    def flops(self) -> int:
-        m, n, k = self.mnk
-        return 2 * m * n * k
 
     @property
     def bytes(self) -> int:
@@ -264,7 +275,7 @@ class ActivatedScaledGemm:
 
 
 @dataclass(slots=True)
-class ScaledWgrad:
+class ScaledWgrad(_GroupedProduct):
     """``out[g] (+)= A_g B_g^T``: for each group the product of two operands in blocks of its tokens.
 
     The sum over the blocks of a group is ``fma(a_scale * b_scale, S, y)`` in float32 and the order of the tokens. A
@@ -289,18 +300,9 @@ class ScaledWgrad:
     fresh: bool = False
 
     @property
-    def groups(self) -> int:
-        return self.split_sizes.shape[0]
-
-    @property
     def mnk(self) -> tuple[int, int, int]:
         """Rows, columns and depth of the products, with T for the depth of all groups."""
         return self.a.data.shape[1], self.b.data.shape[1], self.rows
-
-    @property
-    def flops(self) -> int:
-        m, n, k = self.mnk
-        return 2 * m * n * k
 
     @property
     def bytes(self) -> int:
@@ -312,7 +314,7 @@ class ScaledWgrad:
 
 
 @dataclass(slots=True)
-class PackedGemm:
+class PackedGemm(_GroupedProduct):
     """``out = row_scale * (alpha * A W^T + bias_scale * bias)``, by group: bfloat16 rows times weights of 8 or 4 bits.
 
     Attributes:
@@ -341,10 +343,6 @@ class PackedGemm:
         return self.a.shape[0]
 
     @property
-    def groups(self) -> int:
-        return self.split_sizes.shape[0]
-
-    @property
     def mnk(self) -> tuple[int, int, int]:
         """Rows, columns and depth of the products, with T for the rows of all groups."""
         return self.rows, self.data.shape[1], self.a.shape[1]
@@ -353,11 +351,6 @@ class PackedGemm:
     def factors(self) -> tuple[Tensor | None, ...]:
         """Of the bias in each row, of each row, of each group."""
         return self.bias_scale, self.row_scale, self.alpha
-
-    @property
-    def flops(self) -> int:
-        m, n, k = self.mnk
-        return 2 * m * n * k
 
     @property
     def bytes(self) -> int:

@@ -198,7 +198,8 @@ def forward(
         kept = p.a.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
         launch = {"workspace": kept.data_ptr()}
     compiled().linear_activation(
-        **_product(p, epilogue.spec, postact.shape[-1], p.mnk[1], weights),
+        activation=activation_of(p, epilogue.spec, postact.shape[-1]),
+        **product_fields(p, p.mnk[1], weights),
         preact=address(epilogue.preact),
         postact=postact.data_ptr(),
         bias=bias_address,
@@ -234,7 +235,8 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
     )
     workspace = p.a.new_empty(size, dtype=torch.uint8)
     library.linear_activation_backward(
-        **_product(p, epilogue.spec, columns, columns, weights),
+        activation=activation_of(p, epilogue.spec, columns),
+        **product_fields(p, columns, weights),
         preact=epilogue.preact.data_ptr(),
         dpreact=grads.preact.data_ptr(),
         scales=scales,
@@ -309,11 +311,10 @@ class _ColumnGradients(NamedTuple):
                 gradient.copy_(dense)
 
 
-def _product(p: GroupedGemm, spec: ActivationSpec, columns: int, n: int, weights: Addressing) -> dict[str, Any]:
-    """What both directions begin with: the activation, the stream, the product, its operands and groups."""
+def product_fields(p: GroupedGemm, n: int, weights: Addressing) -> dict[str, Any]:
+    """The fields of a launch for the stream, the product of rows, its operands and groups, in their order."""
     device, sizes, (first_weight, pitch, distance) = p.a.get_device(), p.split_sizes, weights[0]
     return {
-        "activation": activation_of(p, spec, columns),
         "layout": int(p.layout is Layout.NN),
         "operand": TYPE_CODES[p.a.dtype],
         "device": device,

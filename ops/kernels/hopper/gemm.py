@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from ..architecture import assumed
 from ..problem import Activate, GroupedGemm, Layout, Matrices, OperandPair, RowSlots, addresses, first
 from . import epilogue
 from .epilogue import Addressing
-from .extension import TYPE_CODES, compiled, device_refusal, stream, workspace_bytes
+from .extension import TYPE_CODES, address, compiled, device_refusal, stream, workspace_bytes
 
 NAME = "hopper"
 MAX_GROUPS = 512
@@ -112,34 +113,13 @@ def stores_to_slots(problem: GroupedGemm) -> bool:
 
 
 def _run_to_slots(p: GroupedGemm, slots: RowSlots) -> None:
-    weights, biases = addressing(p.b), NO_MATRICES if p.bias is None else bias_addressing(p.bias)
-    bias_scale, row_scale = (None if each is None else each.to(torch.float32) for each in (p.bias_scale, p.row_scale))
+    bias_scale, row_scale = as_float32(p.bias_scale), as_float32(p.row_scale)
     workspace = p.a.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
-    (tokens, features), device = p.a.shape, p.a.get_device()
     compiled().gemm_to_slots(
-        layout=LAYOUTS[p.layout],
-        operand=TYPE_CODES[p.a.dtype],
-        device=device,
-        stream=stream(device),
-        groups=p.groups,
-        tokens=tokens,
-        n=first(p.out).shape[-1],
-        k=features,
-        a=p.a.data_ptr(),
-        a_pitch=p.a.stride(0),
-        b=weights[0][0],
-        b_pitch=weights[0][1],
-        b_group=weights[0][2],
-        b_addresses=weights[1],
-        sizes=p.split_sizes.data_ptr(),
-        int64_sizes=p.split_sizes.dtype == torch.int64,
+        **epilogue.product_fields(p, p.mnk[1], addressing(p.b)),
         **slots.arguments(),
-        bias=biases[0][0],
-        bias_type=0 if p.bias is None else TYPE_CODES[first(p.bias).dtype],
-        bias_pitch=biases[0][1],
-        bias_addresses=biases[1],
-        bias_scale=0 if bias_scale is None else bias_scale.data_ptr(),
-        row_scale=0 if row_scale is None else row_scale.data_ptr(),
+        **bias_fields(p.bias, bias_scale),
+        row_scale=address(row_scale),
         workspace=workspace.data_ptr(),
     )
 
@@ -312,6 +292,23 @@ def addressing(matrices: Matrices) -> Addressing:
 
 def bias_addressing(bias: Matrices) -> Addressing:
     return ((bias.data_ptr(), bias.stride(0), 0), []) if isinstance(bias, Tensor) else addressing(bias)
+
+
+def bias_fields(bias: Matrices | None, bias_scale: Tensor | None) -> dict[str, Any]:
+    """The fields of a bias, whose scales are float32."""
+    (data, pitch, _), listed = NO_MATRICES if bias is None else bias_addressing(bias)
+    return {
+        "bias": data,
+        "bias_type": 0 if bias is None else TYPE_CODES[first(bias).dtype],
+        "bias_pitch": pitch,
+        "bias_addresses": listed,
+        "bias_scale": address(bias_scale),
+    }
+
+
+def as_float32(factors: Tensor | None) -> Tensor | None:
+    """Factors of rows or groups as kernels read them."""
+    return None if factors is None else factors.to(torch.float32)
 
 
 def one_or_each(factor: float | Tensor | None, groups: int) -> tuple[float, Tensor | None]:

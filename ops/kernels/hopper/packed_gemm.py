@@ -9,7 +9,7 @@ from ...quantized.packed import PackedFormat
 from ..problem import addresses
 from ..quantized_problem import PackedGemm
 from .extension import TYPE_CODES, address, compiled, device_refusal, stream
-from .gemm import MAX_GROUPS, MAX_ROWS
+from .gemm import MAX_GROUPS, MAX_ROWS, as_float32
 
 NAME = "hopper"
 _CODES = {PackedFormat.MXFP8: 0, PackedFormat.NVFP4: 1}
@@ -56,8 +56,8 @@ def run(p: PackedGemm) -> None:
     """One launch on the current stream."""
     (tokens, n, k), device = p.mnk, p.a.get_device()
     bias = None if p.bias is None else _readable(p.bias)
-    vectors = [None if factors is None else factors.float().contiguous() for factors in p.factors]
-    bias_scale, row_scale, alphas = vectors
+    vectors = map(as_float32, p.factors)
+    bias_scale, row_scale, alphas = [None if each is None else each.contiguous() for each in vectors]
     compiled().packed_gemm(
         device=device,
         stream=stream(device),

@@ -8,6 +8,7 @@ from ...quantized.copies import BLOCK
 from ..quantized_problem import ActivatedScaledGemm
 from . import scaled_gemm
 from .extension import TYPE_CODES, compiled
+from .gemm import as_float32, bias_fields
 from .rows import activation, scale_arguments
 
 NAME = "hopper (e4m3, activation in the epilogue)"
@@ -45,14 +46,14 @@ def run(problem: ActivatedScaledGemm) -> None:
     """Fills ``rows``, and ``product.out`` unless that has no rows."""
     product, rows = problem.product, problem.rows
     scales, scales_type = scale_arguments(problem.scales)
-    bias_scale, workspace = scaled_gemm.as_float32(product.bias_scale), scaled_gemm.new_workspace(product)
+    bias_scale, workspace = as_float32(product.bias_scale), scaled_gemm.new_workspace(product)
     compiled().scaled_activation(
         activation=activation(problem.activation, rows.data.shape[1]),
         **scaled_gemm.row_fields(product, workspace),
         power_of_two=problem.power_of_two,
         rows=rows.data.data_ptr(),
         row_scales=rows.scales.data_ptr(),
-        **scaled_gemm.bias_fields(product.bias, bias_scale),
+        **bias_fields(product.bias, bias_scale),
         scales=scales,
         scales_type=scales_type,
         zero_tail=product.out.shape[0] > 0,

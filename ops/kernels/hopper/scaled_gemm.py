@@ -11,7 +11,7 @@ from ...quantized.copies import BLOCK
 from ..problem import Matrices, addresses, first
 from ..quantized_problem import Multiplying, ScaledGemm, ScaledWgrad, ceil_blocks
 from .extension import TYPE_CODES, address, compiled, device_refusal, stream, workspace_bytes
-from .gemm import MAX_GROUPS, MAX_ROWS, NO_MATRICES, addressing, bias_addressing
+from .gemm import MAX_GROUPS, MAX_ROWS, addressing, as_float32, bias_fields
 
 NAME = "hopper"
 
@@ -74,18 +74,6 @@ def _scale_fields(p: ScaledGemm) -> dict[str, Any]:
     return {**fields, "b_scales_column": strides[2], "halves": p.halves == 2}
 
 
-def bias_fields(bias: Matrices | None, bias_scale: Tensor | None) -> dict[str, Any]:
-    """The fields of a bias, whose scales are float32."""
-    (data, pitch, _), listed = NO_MATRICES if bias is None else bias_addressing(bias)
-    return {
-        "bias": data,
-        "bias_type": 0 if bias is None else TYPE_CODES[first(bias).dtype],
-        "bias_pitch": pitch,
-        "bias_addresses": listed,
-        "bias_scale": address(bias_scale),
-    }
-
-
 def launch_wgrad(p: ScaledWgrad, variant: int = -1) -> None:
     """One launch on the current stream.
 
@@ -134,10 +122,6 @@ def _operand_fields(
 def new_workspace(p: Multiplying) -> Tensor:
     """What a launch needs for itself."""
     return p.a.data.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
-
-
-def as_float32(factors: Tensor | None) -> Tensor | None:
-    return None if factors is None else factors.to(torch.float32)
 
 
 def _operands_refusal(p: Multiplying) -> str | None:
