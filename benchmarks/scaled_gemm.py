@@ -1,13 +1,17 @@
 """Products of e4m3 operands with scales of blocks of 128 or of whole rows, against bfloat16 and others' fp8.
 
     python -m fusible.benchmarks.scaled_gemm            the first linear of five models, and its gradients
+    python -m fusible.benchmarks.scaled_gemm --linears fc1 fc2              both linears
     python -m fusible.benchmarks.scaled_gemm --wgrad-tiles 0 1 --rounds 7   some tiles
 
 Random normals are quantised; the rows are spread unevenly. ``rows`` are our products of operands that have one scale
 for each row. ``dense`` is one product of as many operations by ``torch._scaled_mm`` with one scale for each operand:
 ``fast`` leaves all sums to the tensor cores, ``two-level`` does not. ``grouped`` is ``torch._scaled_grouped_mm`` of the
 operands of ``rows``; groups of weight gradients are rounded to multiples of 16 rows for it. ``deepgemm`` has scales of
-blocks, and rows that are padded: groups start at multiples of 128.
+blocks, and rows that are padded beforehand, as it must have them: groups start at multiples of 128. Only the rows that
+are no padding count as operations. Its weight gradients are added to float32, so ``fp32 +=`` is what they compare with.
+
+An untimed call goes before each that is timed, so that nobody waits for the host.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -43,7 +49,7 @@ Function = Callable[[], Tensor]
 
 
 class Shape(NamedTuple):
-    """The first linear of a model, and its tokens before they are multiplied by top-k."""
+    """A model, and its tokens before they are multiplied by top-k."""
 
     preset: str
     tokens: int
@@ -68,18 +74,22 @@ class GemmOperands(NamedTuple):
     sizes: Tensor  # [E]
 
 
-def operands(shape: Shape) -> GemmOperands:
+LINEARS = ("fc1", "fc2")
+
+
+def operands(shape: Shape, linear: str) -> GemmOperands:
     """Random normals."""
     model = PRESETS[shape.preset]
-    rows, columns = shape.tokens * model.top_k // model.ranks, 2 * model.hidden
+    rows = shape.tokens * model.top_k // model.ranks
+    columns, depth = (2 * model.hidden, model.features) if linear == "fc1" else (model.features, model.hidden)
     random = torch.Generator("cuda").manual_seed(0)
 
     def draw(*size: int, scale: float = 1.0) -> Tensor:
         return torch.randn(size, generator=random, device="cuda", dtype=torch.bfloat16) * scale
 
     sizes = split_sizes("random", model.experts, rows).cuda()
-    weight = draw(model.experts, columns, model.features, scale=model.features**-0.5)
-    return GemmOperands(draw(rows, model.features), weight, draw(rows, columns), sizes)
+    weight = draw(model.experts, columns, depth, scale=depth**-0.5)
+    return GemmOperands(draw(rows, depth), weight, draw(rows, columns), sizes)
 
 
 def transposed(o: GemmOperands) -> GemmOperands:
@@ -159,7 +169,7 @@ def forward(o: GemmOperands) -> dict[str, Function]:
         gemm.launch(Layout.NT, o.x, o.weight, by_bfloat16, o.sizes)
         return by_bfloat16
 
-    return functions | {"bf16": bf16} | _torch_forward(rowwise) | _deepgemm_forward(problem)
+    return functions | {"bf16": bf16} | _torch_forward(rowwise) | _deepgemm(partial(deepgemm.float8_product, problem))
 
 
 def _ran(problem: ScaledGemm | ScaledWgrad, tile: int = -1) -> Tensor:
@@ -198,13 +208,13 @@ def _torch_forward(p: ScaledGemm) -> dict[str, Function]:
     return {name: function for name, function in functions.items() if _runs(name, function)}
 
 
-def _deepgemm_forward(p: ScaledGemm) -> dict[str, Function]:
-    """DeepGEMM's, where it is installed and runs; its result has rows of padding."""
-    why = deepgemm.PEER.refusal(p.out.device, torch.bfloat16)
+def _deepgemm(make: Callable[[], deepgemm.Float8Product]) -> dict[str, Function]:
+    """DeepGEMM's, where it is installed and runs."""
+    why = deepgemm.PEER.refusal("cuda", torch.bfloat16)
     if why is not None:
         print(f"deepgemm is left out: {why}")
         return {}
-    function = deepgemm.float8_product(p)
+    function = make()
     return {"deepgemm": function} if _runs("deepgemm", function) else {}
 
 
@@ -237,16 +247,20 @@ def wgrad(o: GemmOperands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str
         gemm.launch(Layout.TN, o.dy, o.x, by_bfloat16, o.sizes)
         return by_bfloat16
 
-    return functions | {"bf16": bf16} | _torch_wgrad(o)
+    return functions | {"bf16": bf16} | _torch_wgrad(o) | _deepgemm(partial(deepgemm.float8_wgrad, adding))
 
 
 def _torch_wgrad(o: GemmOperands) -> dict[str, Function]:
-    """torch's own, of one scale a column, if it runs; it takes no groups but of multiples of 16 rows."""
+    """torch's own, of those that run here: groups have one scale a column, and multiples of 16 rows."""
     (dy, _), (x, _) = (quantized(operand.mT.contiguous()) for operand in (o.dy, o.x))
     ends = o.sizes.cumsum(0) // 16 * 16
     ends[-1] = len(o.x)
     ends = ends.to(torch.int32)
     of_dy, of_x = (torch.ones(len(o.sizes) * len(columns), device="cuda") for columns in (dy, x))
+    one = torch.ones((), device="cuda")
+
+    def dense(fast: bool) -> Tensor:
+        return torch._scaled_mm(dy, x.mT, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
     def grouped(fast: bool) -> Tensor:
         return torch._scaled_grouped_mm(
@@ -254,6 +268,8 @@ def _torch_wgrad(o: GemmOperands) -> dict[str, Function]:
         )
 
     functions: dict[str, Function] = {
+        "dense fast": lambda: dense(True),
+        "dense two-level": lambda: dense(False),
         "grouped fast": lambda: grouped(True),
         "grouped two-level": lambda: grouped(False),
     }
@@ -298,8 +314,9 @@ def check(functions: dict[str, Function]) -> dict[str, float]:
     """
     want, errors = functions["bf16"]().clone(), {}
     for name in functions:
-        if name.startswith(("ours", "tile", "rows")):
-            got = functions[name]()
+        if name.startswith(("ours", "tile", "rows", "deepgemm")):
+            function = functions[name]
+            got = function.result() if isinstance(function, deepgemm.Float8Product) else function()
             total = sum(float((g.float() - w.float()).square().sum()) for g, w in _chunks(got, want))
             errors[name] = (total / sum(float(w.float().square().sum()) for _, w in _chunks(want, want))) ** 0.5
             got.fill_(torch.nan)
@@ -315,7 +332,7 @@ def _chunks(a: Tensor, b: Tensor) -> list[tuple[Tensor, Tensor]]:
 def measure(functions: dict[str, Function], flops: int, rounds: int, accurate: bool) -> list[tuple[str, str, str]]:
     """Rows of the table: name, TFLOP/s, error."""
     errors = check(functions) if accurate else {}
-    seconds = interleaved(functions, rounds, "cuda")
+    seconds = interleaved(functions, rounds, "cuda", steady=True)
     return [
         (name, f"{flops / seconds[name] / 1e12:.0f}", f"{errors[name]:.4f}" if name in errors else "")
         for name in functions
@@ -332,22 +349,27 @@ def main(argv: Sequence[str] | None = None) -> None:
         choices=["forward", "dgrad", "wgrad", "activation"],
         default=["forward", "dgrad", "wgrad"],
     )
+    parser.add_argument("--linears", nargs="+", choices=LINEARS, default=["fc1"])
     parser.add_argument("--wgrad-tiles", nargs="*", type=int, default=[], help="by their numbers")
     arguments = parser.parse_args(argv)
-    for name in arguments.shapes:
-        o = operands((SHAPES | FEW_ROWS)[name])
+    for linear, name in product(arguments.linears, arguments.shapes):
+        o = operands((SHAPES | FEW_ROWS)[name], linear)
         flops = 2 * o.dy.numel() * o.x.shape[1]
-        for product in arguments.products:
-            if product == "activation":
-                functions = activation(o)
-            elif product in ("forward", "dgrad"):
-                functions = forward(o if product == "forward" else transposed(o))
-            else:
-                functions = wgrad(o, arguments.wgrad_tiles, torch.bfloat16)
+        for asked in arguments.products:
+            functions = contestants(o, asked, arguments.wgrad_tiles)
             rows = measure(functions, flops, arguments.rounds, accurate="bf16" in functions)
-            print(f"{name} {product}")
+            print(f"{name} {linear} {asked}")
             print(markdown(("contestant", "TFLOP/s", "error"), rows), flush=True)
             del functions
+
+
+def contestants(o: GemmOperands, asked: str, tiles: Sequence[int]) -> dict[str, Function]:
+    """Those of a product, by its name on the command line."""
+    if asked == "activation":
+        return activation(o)
+    if asked == "wgrad":
+        return wgrad(o, tiles, torch.bfloat16)
+    return forward(o if asked == "forward" else transposed(o))
 
 
 if __name__ == "__main__":

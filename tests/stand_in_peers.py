@@ -274,6 +274,73 @@ def deepgemm_tn(
         d[group] += left.mT @ right
 
 
+def decoded_rows(operand: tuple[Tensor, Tensor]) -> Tensor:
+    """Blocks of 128 bytes of a row have a scale each; the scales of a block of features lie one after the other."""
+    data, scales = operand
+    assert data.dtype == torch.float8_e4m3fn
+    assert data.is_contiguous()
+    assert scales.shape == (data.shape[0], -(-data.shape[1] // 128))
+    assert scales.stride() == (1, data.shape[0])
+    return data.float() * scales.repeat_interleave(128, 1)[:, : data.shape[1]]
+
+
+def deepgemm_float8_nt(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    d: Tensor,
+    grouped_layout: Tensor,
+    recipe: tuple[int, int, int] | None = None,
+    recipe_a: tuple[int, int] | None = None,
+    recipe_b: tuple[int, int] | None = None,
+    compiled_dims: str = "nk",
+    disable_ue8m0_cast: bool = False,
+    use_psum_layout: bool = False,
+    ensure_zero_padding: bool = True,
+    expected_m_for_psum_layout: int | None = None,
+) -> None:
+    weight, scales = b
+    assert weight.is_contiguous()
+    assert scales.is_contiguous()
+    assert d.dtype == torch.bfloat16
+    n, k = weight.shape[1:]
+    wide = scales.repeat_interleave(128, 1)[:, :n].repeat_interleave(128, 2)[..., :k]
+    deepgemm_nt(decoded_rows(a), weight.float() * wide, d, grouped_layout)
+
+
+def deepgemm_float8_columns(
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    d: Tensor,
+    ks_cpu: list[int],
+    grouped_layout: Tensor,
+    c: Tensor | None = None,
+    recipe: tuple[int, int, int] = (1, 1, 128),
+    compiled_dims: str = "mn",
+    use_psum_layout: bool = False,
+) -> None:
+    assert c is d
+    assert d.dtype == torch.float32
+    assert grouped_layout.dtype == torch.int32
+    assert grouped_layout.tolist() == ks_cpu
+    assert all(k % 128 == 0 for k in ks_cpu)
+    left, right = (decoded_columns(operand, size, ks_cpu) for operand, size in ((a, d.shape[1]), (b, d.shape[2])))
+    for group, (one, other) in enumerate(zip(left, right, strict=True)):
+        d[group] += one @ other.mT
+
+
+def decoded_columns(operand: tuple[Tensor, Tensor], features: int, ks_cpu: list[int]) -> Iterator[Tensor]:
+    """Of each group its features in rows of its tokens; all bytes are in one dimension, group after group."""
+    data, scales = operand
+    assert data.shape == (features * sum(ks_cpu),)
+    assert scales.shape == (features, sum(ks_cpu) // 128)
+    assert scales.stride() == (1, features)
+    first = start = 0
+    for k in ks_cpu:
+        bytes_ = data[start : start + features * k].view(features, k)
+        yield bytes_.float() * scales[:, first : first + k // 128].repeat_interleave(128, 1)
+        first, start = first + k // 128, start + features * k
+
+
 class TransformerEngineGroupedLinear(nn.Module):
     def __init__(
         self,
@@ -330,6 +397,8 @@ def modules() -> dict[str, dict[str, Any]]:
         "m_grouped_bf16_gemm_nt_contiguous": deepgemm_nt,
         "m_grouped_bf16_gemm_nn_contiguous": deepgemm_nn,
         "k_grouped_bf16_gemm_tn_contiguous": deepgemm_tn,
+        "m_grouped_fp8_gemm_nt_contiguous": deepgemm_float8_nt,
+        "k_grouped_fp8_gemm_nt_contiguous": deepgemm_float8_columns,
         "get_mk_alignment_for_contiguous_layout": lambda: ALIGNMENT,
     }
     return {

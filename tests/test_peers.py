@@ -18,13 +18,15 @@ import stand_in_peers
 import torch
 from torch import Tensor
 
-from fusible.benchmarks import grouped_mlp, hf
+from fusible.benchmarks import grouped_mlp, hf, scaled_gemm
 from fusible.benchmarks.contestant import interleaved, separated
 from fusible.benchmarks.contestants import CONTESTANTS
 from fusible.benchmarks.left_out import LeftOut, footer
-from fusible.benchmarks.peers import PEERS, quack
+from fusible.benchmarks.peers import PEERS, deepgemm, quack
 from fusible.benchmarks.peers.deepgemm import padding_of
 from fusible.benchmarks.problem import Problem
+from fusible.ops.kernels.pytorch import scaled_gemm as loop
+from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad
 
 SMALL = ["--experts", "3", "--features", "16", "--hidden", "24", "--tokens", "20", "--rounds", "1", "--dtype", "fp32"]
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
@@ -216,6 +218,39 @@ def test_rows_of_deepgemm_are_padded_by_group() -> None:
     assert padding.sizes == padding.device_sizes.tolist() == [4, 0, 4, 4]
     assert padding.group_of_padded_row.tolist() == [0, 0, 0, -1, 2, 2, 2, 2, 3, -1, -1, -1]
     assert padding.padded_index.tolist() == [0, 1, 2, 4, 5, 6, 7, 8]
+
+
+def float8_problems(sizes: Tensor) -> tuple[ScaledGemm, ScaledWgrad]:
+    """A product of rows, whose features are no multiple of a block, and a weight gradient; results are NaN."""
+    rows, (columns, features) = int(sizes.sum()), (144, 208)
+    random = torch.Generator().manual_seed(0)
+    x, dy, weight = (
+        torch.randn(shape, generator=random, dtype=torch.bfloat16)
+        for shape in ((rows, features), (rows, columns), (len(sizes), columns, features))
+    )
+    y, dweight = torch.full((rows, columns), torch.nan), torch.full(weight.shape, torch.nan)
+    blocks = scaled_gemm.blocked_columns(dy, sizes), scaled_gemm.blocked_columns(x, sizes)
+    return (
+        ScaledGemm(scaled_gemm.quantized_rows(x), *scaled_gemm.quantized_weight(weight), 1, sizes, y.bfloat16()),
+        ScaledWgrad(*blocks, sizes, rows, dweight),
+    )
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("sizes", [[130, 1, 0, 257], [128, 256]])
+def test_deepgemm_multiplies_what_our_kernels_multiply(sizes: list[int]) -> None:
+    product, wgrad = float8_problems(torch.tensor(sizes))
+    loop.run(product)
+    loop.run(wgrad)
+    theirs = deepgemm.float8_product(product)
+    sums = deepgemm.float8_wgrad(wgrad)
+    sums()  # as a benchmark has run it before it asks for the result
+
+    torch.testing.assert_close(theirs.result(), product.out)
+    assert theirs().shape[0] == sum(-(-size // stand_in_peers.ALIGNMENT) for size in sizes) * stand_in_peers.ALIGNMENT
+    once = sums.result()
+    torch.testing.assert_close(once, wgrad.out)
+    torch.testing.assert_close(sums(), 2 * once)  # a call adds
 
 
 def test_quack_runs_the_fastest_tile_that_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -10,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.ops.kernels.quantized_problem import ScaledGemm
+from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad
+from fusible.ops.quantized.copies import BLOCK, BlockedColumns
 
 from ..contestant import Contestant, leaf, swiglu
 from ..problem import Problem
@@ -114,20 +116,67 @@ def contestant(problem: Problem) -> Contestant:
     return Contestant(partial(experts, rows, w1, w2, padding), (x, scales, w1, w2), problem.dy)
 
 
-def float8_product(p: ScaledGemm) -> Callable[[], Tensor]:
-    """The product of e4m3 rows and weights with scales of blocks, and how its rows are padded is known beforehand."""
+@dataclass(frozen=True)
+class Float8Product:
+    """A product of e4m3 operands. What is timed is the library's call alone, of operands in its own layout.
+
+    Attributes:
+        launch: gives the result as the library has it.
+        result: launches it, and gives what other contestants give.
+    """
+
+    launch: Callable[[], Tensor]
+    result: Callable[[], Tensor]
+
+    def __call__(self) -> Tensor:
+        return self.launch()
+
+
+def float8_product(p: ScaledGemm) -> Float8Product:
+    """Rows and weights with scales of blocks. Every group is padded to a multiple of 128 rows, beforehand."""
     library = _library()
     padding = padding_of(p.split_sizes, library.get_mk_alignment_for_contiguous_layout())
     data = _padded(p.a.data.view(torch.uint8), padding).view(p.a.data.dtype)
-    scales = _padded(p.a.scales[:, : p.rows].mT.contiguous(), padding)
-    rows = data, library.get_mn_major_tma_aligned_tensor(scales)
+    scales = p.a.scales.new_zeros(len(p.a.scales), len(data))
+    scales.index_copy_(1, padding.padded_index, p.a.scales[:, : p.rows])
     y = p.out.new_empty(len(data), p.out.shape[1])
 
-    def run() -> Tensor:
-        library.m_grouped_fp8_gemm_nt_contiguous(rows, (p.weight, p.weight_scales), y, padding.group_of_padded_row)
+    def launch() -> Tensor:
+        library.m_grouped_fp8_gemm_nt_contiguous(
+            (data, scales.mT), (p.weight, p.weight_scales), y, padding.group_of_padded_row
+        )
         return y
 
-    return run
+    return Float8Product(launch, lambda: launch().index_select(0, padding.padded_index))
+
+
+def float8_wgrad(p: ScaledWgrad) -> Float8Product:
+    """Blocks of tokens as they are, one group's after the other's. The library adds to float32, and to nothing else."""
+    library = _library()
+    padding = padding_of(p.split_sizes, BLOCK)
+    a, b = _columns(p.a, padding), _columns(p.b, padding)
+    sums = torch.zeros(p.groups, *p.mnk[:2], device=p.split_sizes.device)
+
+    def launch() -> Tensor:
+        library.k_grouped_fp8_gemm_nt_contiguous(
+            a, b, sums, ks_cpu=padding.sizes, grouped_layout=padding.device_sizes, c=sums
+        )
+        return sums
+
+    def result() -> Tensor:
+        sums.zero_()
+        return launch().clone()
+
+    return Float8Product(launch, result)
+
+
+def _columns(columns: BlockedColumns, padding: Padding) -> tuple[Tensor, Tensor]:
+    """Each group's features in rows of its tokens, one group after the other in one dimension; and the scales."""
+    blocks = [size // BLOCK for size in padding.sizes]
+    used = sum(blocks)
+    groups = torch.split(columns.data[:used].view(torch.uint8), blocks)
+    data = torch.cat([group.transpose(0, 1).flatten() for group in groups])
+    return data.view(columns.data.dtype), columns.scales[:used].mT
 
 
 PEER = Peer(
