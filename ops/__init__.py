@@ -6,7 +6,16 @@ from .bias import Bias
 from .composites import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
 from .device_errors import check_device_errors
 from .functional import grouped_gemm
-from .fused import GLUScale, GroupedLinearGLU, GroupedLinearResidual, GroupedMLP, PointwiseChain, RoutedLoRA, RoutedMLP
+from .fused import (
+    GLUScale,
+    GroupedLinearChain,
+    GroupedLinearGLU,
+    GroupedLinearResidual,
+    GroupedMLP,
+    PointwiseChain,
+    RoutedLoRA,
+    RoutedMLP,
+)
 from .glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
 from .grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedLinear
 from .grouped_tensor import GroupedTensor
@@ -42,6 +51,7 @@ __all__ = [
     "Float8Tensor",
     "GLUScale",
     "GroupedLinear",
+    "GroupedLinearChain",
     "GroupedLinearGLU",
     "GroupedLinearResidual",
     "GroupedLoRA",

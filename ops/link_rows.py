@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from ..fuser import Gradient, Grads
 from . import kernels
 from .grouped_linear import with_rows_of
+from .kernels import PointwiseGrads
 from .link import Link
 from .programs.columns import equal_gradient, tensors_of
 from .programs.program import part_of
@@ -69,37 +70,28 @@ def forward(operands: LinkOperands, x: Tensor, needs_grad: frozenset[str]) -> tu
 def backward(
     link: Link, saved: Saved, dy: Tensor, parameters: Mapping[str, Tensor], needs_grad: frozenset[str]
 ) -> Grads:
-    """The wanted gradients; ``parameters`` are read for their forms."""
-    operands = LinkOperands(link, saved.by_keyword, saved.columns, saved.split_sizes)
+    """The wanted gradients; ``parameters`` are read for their forms.
+
+    What is only added has the gradient of the result, or of x: that tensor, and no copy of it.
+    """
+    equal, x_is_dy = _equal_gradients(link, needs_grad), dict(link.program.outputs)["dx"] == "dy"
     number_dtypes = tuple([_number_dtype(saved, n, dy) if n in needs_grad else None for n in link.rows])
     vector_dtypes = tuple([parameters[n].dtype if n in needs_grad else None for n in link.columns])
-    equal = _equal_gradients(link, needs_grad)
     matrix_dtypes = tuple([saved.dtypes[n] if n in equal and equal[n] is None else None for n in link.matrices])
-    dx, by_row, by_column, by_element = kernels.pointwise_backward(
-        flat(dy),
-        None if saved.x is None else flat(saved.x),
-        link.program,
-        link.block,
-        operands.numbers(),
-        operands.vectors(),
-        saved.split_sizes,
-        want_x="x" in needs_grad or "dx" in equal.values(),
-        want_numbers=any(number_dtypes),
-        want_vectors=any(vector_dtypes),
-        constants=link.constants,
-        number_dtypes=number_dtypes,
-        vector_dtypes=vector_dtypes,
-        matrices=operands.matrices(),
-        want_matrices=any(matrix_dtypes),
-        matrix_dtypes=matrix_dtypes,
-    )
+    want_x = not x_is_dy and ("x" in needs_grad or "dx" in equal.values())
+    computed = PointwiseGrads(None, None, None)
+    if want_x or any(number_dtypes + vector_dtypes + matrix_dtypes):
+        dtypes = {"number_dtypes": number_dtypes, "vector_dtypes": vector_dtypes, "matrix_dtypes": matrix_dtypes}
+        computed = _gradients(link, saved, dy, want_x, dtypes)
     leading = dy.shape[:-1]
-    grads: dict[str, Gradient] = {} if dx is None else {"x": dx.reshape(*leading, dx.shape[-1])}
-    for name, number in zip(link.rows, () if by_row is None else by_row, strict=False):
+    grads: dict[str, Gradient] = {"x": dy.detach()} if x_is_dy else {}
+    if computed.x is not None:
+        grads["x"] = computed.x.reshape(*leading, computed.x.shape[-1])
+    for name, number in zip(link.rows, _each(computed.numbers), strict=False):
         if name in needs_grad and number is not None:
             grads[name] = number.view(leading).to(saved.dtypes[name])
-    grads |= column_grads(link, () if by_column is None else by_column, parameters, needs_grad)
-    of_matrices = tensors_of(link.program.matrix_operands, by_element, dy.shape[-1])
+    grads |= column_grads(link, _each(computed.vectors), parameters, needs_grad)
+    of_matrices = tensors_of(link.program.matrix_operands, computed.matrices, dy.shape[-1])
     by_matrix = dict(zip(link.matrices, of_matrices, strict=False))
     for name, other in equal.items():
         matrix = by_matrix.get(name)
@@ -108,6 +100,31 @@ def backward(
         elif matrix is not None:
             grads[name] = matrix.reshape(*leading, matrix.shape[-1]).to(saved.dtypes[name])
     return grads
+
+
+def _gradients(link: Link, saved: Saved, dy: Tensor, want_x: bool, dtypes: Mapping[str, Any]) -> PointwiseGrads:
+    """What kernels compute of them; ``dtypes``: of those of each kind, None for what nobody wants."""
+    operands = LinkOperands(link, saved.by_keyword, saved.columns, saved.split_sizes)
+    return kernels.pointwise_backward(
+        flat(dy),
+        None if saved.x is None else flat(saved.x),
+        link.program,
+        link.block,
+        operands.numbers(),
+        operands.vectors(),
+        saved.split_sizes,
+        want_x=want_x,
+        want_numbers=any(dtypes["number_dtypes"]),
+        want_vectors=any(dtypes["vector_dtypes"]),
+        want_matrices=any(dtypes["matrix_dtypes"]),
+        constants=link.constants,
+        matrices=operands.matrices(),
+        **dtypes,
+    )
+
+
+def _each(operands: kernels.Operands) -> Iterable[Tensor | None]:
+    return () if operands is None else operands
 
 
 def _equal_gradients(link: Link, needs_grad: frozenset[str]) -> dict[str, str | None]:
@@ -155,14 +172,23 @@ def column_grads(
 def saved(operands: LinkOperands, x: Tensor | None, needs_grad: frozenset[str]) -> Saved:
     """What :func:`backward` reads of the forward."""
     link, by_keyword, columns, split_sizes = operands
-    outputs, dtypes = _outputs(link, needs_grad), {name: operand.dtype for name, operand in by_keyword.items()}
-    if not outputs:
-        return Saved(None, {}, dtypes, {}, None)
-    reads = part_of(link.program, outputs).reads
+    reads, dtypes = _read_by_gradients(link, needs_grad), {name: each.dtype for name, each in by_keyword.items()}
     inputs = _inputs(link)
     kept = {name: operand for name, operand in by_keyword.items() if not reads.isdisjoint(inputs[name])}
     kept_columns = {name: columns[name] for name in link.columns if not reads.isdisjoint(inputs[name])}
-    return Saved(None if reads.isdisjoint(link.program.arguments) else x, kept, dtypes, kept_columns, split_sizes)
+    sizes = split_sizes if _outputs(link, needs_grad) else None
+    return Saved(None if reads.isdisjoint(link.program.arguments) else x, kept, dtypes, kept_columns, sizes)
+
+
+def reads_x(link: Link, needs_grad: frozenset[str]) -> bool:
+    """Whether the wanted gradients are computed from x."""
+    return not _read_by_gradients(link, needs_grad).isdisjoint(link.program.arguments)
+
+
+def _read_by_gradients(link: Link, needs_grad: frozenset[str]) -> frozenset[str]:
+    """The inputs of the program that the wanted gradients are computed from."""
+    outputs = _outputs(link, needs_grad)
+    return part_of(link.program, outputs).reads if outputs else frozenset()
 
 
 def _inputs(link: Link) -> dict[str, tuple[str, ...]]:

@@ -21,7 +21,8 @@ from fusible.fuser import replay
 from fusible.ops.kernels.hopper import extension
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-UNFUSED = {"PointwiseChain", "GLUScale", "GroupedMLP", "GroupedLinearGLU", "GroupedLinearResidual"}
+LINEARS = {"GroupedLinearGLU", "GroupedLinearResidual", "GroupedLinearChain"}
+UNFUSED = {"PointwiseChain", "GLUScale", "GroupedMLP", *LINEARS}
 STEP = {torch.float32: 1e-5, torch.bfloat16: 2.0**-5, torch.float16: 2.0**-8}
 needs_extension = pytest.mark.skipif(not extension.is_built(), reason="the extension is not built")
 

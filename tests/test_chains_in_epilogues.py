@@ -18,6 +18,7 @@ from fusible import (
     Combine,
     ConstantScale,
     Dispatch,
+    Float8Block,
     GroupedLinear,
     Pointwise,
     Scale,
@@ -28,7 +29,8 @@ from fusible import (
 
 E, K, H, T, SIZES = 3, 8, 16, 20, [9, 0, 7]
 D, BF16 = torch.float64, torch.bfloat16
-FUSIONS = {"RoutedMLP", "GroupedMLP", "GroupedLinearResidual", "GroupedLinearGLU", "PointwiseChain", "GLUScale"}
+LINEARS = {"GroupedLinearResidual", "GroupedLinearGLU", "GroupedLinearChain"}
+FUSIONS = {"RoutedMLP", "GroupedMLP", *LINEARS, "PointwiseChain", "GLUScale"}
 IN_EPILOGUES = [name for name in LINKS if name not in ("bias", "column", "groups", "rows", "residual")]
 
 
@@ -85,9 +87,9 @@ def check(names, dtype, ends, frozen=(), by_module=False):
         assert_close_to(fused[name], tensor, truth[name], name)
 
 
-def chains_of(names):
+def chains_of(names, fewest=2):
     return st.tuples(
-        st.lists(st.sampled_from(names), min_size=2, max_size=5).filter(
+        st.lists(st.sampled_from(names), min_size=fewest, max_size=5).filter(
             lambda names: sum(LINKS[name][1] == 2 for name in names) < 2
         ),
         st.booleans(),
@@ -155,18 +157,19 @@ def test_chains_with_matrices_in_half_precision(names, ends):
     check(names, BF16, ends)
 
 
-def test_a_bias_scale_beside_a_matrix():
+@pytest.mark.parametrize("leading", [(T,), (4, T // 4)], ids=str)
+def test_a_bias_scale_beside_a_matrix(leading):
     torch.manual_seed(0)
     model = Sequential(GroupedLinear(E, K, 2 * H, scale_bias=True, dtype=D), SwiGLU(), AddExtraInput("residual"))
-    keywords = {"bias_scale": torch.rand(T, dtype=D), "residual": torch.randn(T, H, dtype=D)}
-    leaves = [torch.randn(T, K, dtype=D), *keywords.values()]
+    keywords = {"bias_scale": torch.rand(leading, dtype=D), "residual": torch.randn(*leading, H, dtype=D)}
+    leaves = [torch.randn(*leading, K, dtype=D), *keywords.values()]
     results = []
     for disabled in (set(), FUSIONS):
         with config(disable_fusions=disabled):
             inputs = [leaf.clone().requires_grad_() for leaf in leaves]
             bias_scale, residual = inputs[1:]
             y = model(inputs[0], split_sizes=torch.tensor(SIZES), bias_scale=bias_scale, residual=residual)
-            valid = y[: sum(SIZES)]
+            valid = y.flatten(0, -2)[: sum(SIZES)]
             results.append([valid, *torch.autograd.grad(valid.sin().sum(), [*inputs, *model.parameters()])])
             assert steps(model)[0] == ("GroupedLinear" if disabled else "GroupedLinearResidual")
     for fused, apart in zip(*results, strict=True):
@@ -199,8 +202,14 @@ def test_chains_with_columns_of_groups_in_half_precision(names, ends):
         (["residual", "silu"], ["GroupedLinearResidual", "GroupedLinear"]),
         (["silu", "residual", "tanh"], ["GroupedLinearResidual", "GroupedLinear"]),
         (["swiglu", "scale", "residual", "groups"], ["GroupedLinearResidual", "GroupedLinear"]),
-        (["row", "scale", "residual"], ["GroupedLinearGLU", "Scale", "AddExtraInput", "GroupedLinear"]),
-        (["constant", "scale"], ["GroupedLinear", "ConstantScale", "Scale", "GroupedLinear"]),
+        (["row", "scale", "residual"], ["GroupedLinearGLU", "PointwiseChain", "GroupedLinear"]),
+        (["constant", "scale"], ["GroupedMLP"]),
+        (["scale", "bias"], ["GroupedMLP"]),
+        (["residual"], ["GroupedLinearResidual", "GroupedLinear"]),
+        (["residual", "scale"], ["GroupedLinearResidual", "GroupedLinear"]),
+        (["scale", "bias", "residual"], ["GroupedLinearResidual", "GroupedLinear"]),
+        (["scale", "scale"], ["GroupedLinear", "PointwiseChain", "GroupedLinear"]),
+        (["scale"], ["GroupedLinear", "Scale", "GroupedLinear"]),
     ],
     ids=str,
 )
@@ -208,6 +217,108 @@ def test_what_becomes_one_op(names, expected):
     experts = Experts(names)
     experts.run()
     assert steps(experts.model) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["scale", "constant"], ["GroupedLinearChain"]),
+        (["constant", "scale", "constant", "scale"], ["GroupedLinearChain", "Scale"]),
+        (["bias", "scale"], ["GroupedLinear", "PointwiseChain"]),
+        (["scale", "constant", "bias"], ["GroupedLinearChain", "Bias"]),
+        (["residual", "scale"], ["GroupedLinear", "PointwiseChain"]),
+        (["residual"], ["GroupedLinear", "AddExtraInput"]),
+        (["bias", "swiglu"], ["GroupedLinearGLU"]),
+        (["bias", "residual", "silu"], ["GroupedLinearResidual"]),
+    ],
+    ids=str,
+)
+def test_what_becomes_one_op_behind_a_linear(names, expected):
+    experts = Experts(names, ends=False)
+    experts.run()
+    assert steps(experts.model) == expected
+
+
+@pytest.mark.parametrize("names", [["bias", "scale"], ["residual", "scale"], ["scale", "residual"]], ids=str)
+def test_rows_past_the_last_group_are_as_without_the_fusion(names):
+    """Where somebody may read them; not where all that follows is a linear of the same groups."""
+    experts = Experts(names, ends=False)
+    experts.run()
+    refused = {f.reason for f in experts.model.explain().fusions if f.name.startswith("GroupedLinear") and not f.taken}
+    assert refused == {"rows past the last group would be zero, and not what act adds"}
+    outputs = []
+    for disabled in (set(), FUSIONS):
+        with config(disable_fusions=disabled):
+            keywords = {i: each for i, each in experts.keywords.items() if each}
+            outputs.append(experts.model(experts.tensors["x"], op_kwargs=keywords))
+    assert torch.equal(*outputs)
+    assert outputs[0][sum(SIZES) :].any()
+
+    model = Sequential(*experts.model, GroupedLinear(E, H, K, dtype=D))
+    keywords[len(names) + 1] = {"split_sizes": experts.keywords[0]["split_sizes"].clone()}
+    model(experts.tensors["x"], op_kwargs=keywords)
+    assert steps(model)[0] == "GroupedLinear"  # other sizes, as far as anybody knows
+
+
+def test_a_chain_that_only_adds_and_multiplies_keeps_what_gradients_read():
+    """Not the product, but where the gradient of a scale of the row is wanted."""
+    model, sizes = Sequential(GroupedLinear(E, K, H), Scale(), ConstantScale(0.5)), torch.tensor(SIZES)
+    x, scales, kept = torch.randn(T, K), torch.rand(T), list[torch.Tensor]()
+    for wanted in (False, True):
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            model(x, split_sizes=sizes, scales=scales.requires_grad_(wanted))
+        assert (T, H) in [t.shape for t in kept] if wanted else (T, H) not in [t.shape for t in kept]
+    assert steps(model) == ["GroupedLinearChain"]
+
+
+AFFINE = ["bias", "scale", "constant", "residual"]
+
+
+@pytest.mark.parametrize("dtype", [D, BF16], ids=str)
+def test_random_chains_that_only_add_and_multiply(dtype):
+    @settings(max_examples=40, deadline=None, derandomize=True)
+    @given(chains_of(AFFINE, fewest=1))
+    def agree(drawn):
+        names, *options = drawn
+        check(names, dtype, *options)
+
+    agree()
+
+
+def test_a_recipe_keeps_a_chain_without_an_activation_outside():
+    model = Sequential(GroupedLinear(E, K, H, recipe=Float8Block()), Scale(), ConstantScale(0.5))
+    x, sizes = torch.randn(T, K).to(BF16), torch.tensor(SIZES)
+    model.to(BF16)(x, split_sizes=sizes, scales=torch.rand(T))
+    refused = [f.reason for f in model.explain().fusions if f.name == "GroupedLinearChain"]
+    assert refused == ["fc1 follows a recipe, and quantised products end in no chain but an activation's"]
+    assert steps(model) == ["GroupedLinear", "PointwiseChain"]
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["first half", "both"])
+@pytest.mark.parametrize("names", [["scale", "constant"], ["residual", "scale", "bias"]], ids=str)
+def test_delayed_weight_gradients_and_buffers_behind_chains(names, ends):
+    """As of the linear alone: ``main_grad`` is added to, and ``backward_dw`` gives what waits."""
+    results = []
+    for disabled in (set(), FUSIONS):
+        experts = Experts(names, D, ends)
+        linears = [op for op in experts.model if isinstance(op, GroupedLinear)]
+        for linear in linears:
+            linear.delay_wgrad_compute = linear.accumulate_into_main_grad = True
+            linear.weight.main_grad = torch.ones_like(linear.weight)
+        with config(disable_fusions=disabled):
+            buffer = torch.full((T, K), 7.0, dtype=D)
+            experts.keywords[0]["grad_input"] = buffer
+            of_ops = {i: each for i, each in experts.keywords.items() if each}
+            x = experts.tensors["x"].detach().requires_grad_()
+            y = experts.model(x, op_kwargs=of_ops)
+            y[: sum(SIZES)].backward(experts.dy[: sum(SIZES)])
+        for linear in linears:
+            linear.backward_dw()
+        results.append([buffer[: sum(SIZES)], *[linear.weight.main_grad for linear in linears]])
+        assert all((linear.weight.main_grad[0] != 1).all() for linear in linears)
+    for fused, apart in zip(*results, strict=True):
+        torch.testing.assert_close(fused, apart)
 
 
 @pytest.mark.parametrize(

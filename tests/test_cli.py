@@ -35,7 +35,7 @@ def test_info_tells_versions_and_backends(capsys: pytest.CaptureFixture[str]) ->
 
     assert f"fusible   {fusible.__version__} from" in printed
     assert torch.__version__ in printed
-    assert "GroupedMLP, GroupedLinearResidual, GroupedLinearGLU, PointwiseChain, GLUScale" in printed
+    assert "GroupedLinearResidual, GroupedLinearGLU, GroupedLinearChain, PointwiseChain, GLUScale" in printed
     assert "loop takes bfloat16, float16, float32" in printed
 
 

@@ -67,7 +67,7 @@ print(len(ours) > 40)
 """
     fusions, twice, many = run(f"FOLDERS = {('src', *PACKAGES)}\n{code}").splitlines()
 
-    linears = "'GroupedLinearGLU', 'GroupedLinearResidual'"
+    linears = "'GroupedLinearChain', 'GroupedLinearGLU', 'GroupedLinearResidual'"
     layers = "'GroupedMLP', 'PointwiseChain', 'RoutedLoRA', 'RoutedMLP'"
     assert fusions == f"['EPGroupedMLP', 'GLUScale', {linears}, {layers}]"
     assert twice == "[]"

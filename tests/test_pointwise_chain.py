@@ -168,6 +168,59 @@ def test_random_chains_as_programs_in_bf16(as_program, drawn):
     Chain(names, BF16, *how).check()
 
 
+LINEAR = ["bias", "scale", "constant", "residual"]
+LINEAR_CHAINS = st.tuples(
+    st.lists(st.sampled_from(LINEAR), min_size=2, max_size=6),
+    st.sets(st.integers(0, 6), max_size=3),
+    st.booleans(),
+    st.sampled_from([(ROWS,), (3, ROWS // 3), (0,), (1,)]),
+)
+
+
+@pytest.mark.parametrize("dtype", [D, torch.float32, BF16, torch.float16], ids=str)
+def test_random_chains_that_only_add_and_multiply(as_program, dtype):
+    @THOROUGHLY
+    @given(LINEAR_CHAINS)
+    def agree(drawn):
+        names, *how = drawn
+        chain = Chain(names, dtype, *how)
+        chain.check()
+        assert steps(chain.model) == ["PointwiseChain"]
+
+    agree()
+
+
+def test_sums_of_products_have_the_bits_of_the_ops_in_float32(as_program):
+    """Where each rounds once, in the same order."""
+    chain = Chain(["bias", "scale", "residual", "constant"], torch.float32)
+    fused, apart = chain.run(), chain.run(fused=False)
+    for name in apart.keys() - {"0.bias", "1.scales"}:  # sums, in another order
+        assert torch.equal(fused[name], apart[name]), name
+
+
+def test_what_is_only_added_costs_no_backward(as_program, monkeypatch):
+    """The gradients of x and of what is added to it are that of the result, and no kernel copies it."""
+    model, x, h, dy = Sequential(AddExtraInput("h"), bias(16)), *torch.randn(3, 6, 16)
+    x.requires_grad_()
+    h.requires_grad_()
+    model[1].bias.requires_grad_(False)
+    y, above = model(x, h=h), []
+    y.register_hook(lambda grad: above.append(grad))
+    ran = []
+    backward = kernels.pointwise_backward
+    monkeypatch.setattr(kernels, "pointwise_backward", lambda *a, **k: ran.append(k) or backward(*a, **k))
+    dx, dh = torch.autograd.grad(y, [x, h], dy)
+    assert dx.data_ptr() == dh.data_ptr() == above[0].data_ptr()
+    assert not ran
+    torch.testing.assert_close(dx, dy)
+
+
+def test_what_has_no_columns_runs_part_by_part(as_program):
+    model = Sequential(ConstantScale(2.0), AddExtraInput("h"), ConstantScale(0.5))
+    torch.testing.assert_close(model(torch.tensor(3.0), h=torch.tensor(1.0)), torch.tensor(3.5))
+    assert steps(model) == ["PointwiseChain"]
+
+
 @pytest.mark.parametrize("dtype", [D, BF16, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("names", [["bias", "gelu"], ["scale", "mish", "rows", "constant"], ["groups", "row"]], ids=str)
 def test_parts_run_one_by_one_where_there_is_no_kernel(names, dtype):
@@ -273,7 +326,7 @@ def test_what_is_left_of_a_chain_is_one():
 
 
 def test_what_needs_no_chain_is_none():
-    assert steps(Sequential(ConstantScale(2.0), bias(16)), X) == ["ConstantScale", "Bias"]
+    assert steps(Sequential(ConstantScale(2.0)), X) == ["ConstantScale"]
     assert steps(Sequential(SwiGLU(), Scale()), X, scales=torch.rand(6)) == ["GLUScale"]
     assert steps(Sequential(SwiGLU()), X) == ["SwiGLU"]
 

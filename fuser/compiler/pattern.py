@@ -33,21 +33,23 @@ def optional(types: OpTypes) -> Optional:
 
 
 class Run(NamedTuple):
-    """Ops that feed one another, as many as there are: at least two.
+    """Ops that feed one another, as many as there are.
 
     Attributes:
         types: of the ops.
         op: is built with them, as ``op(op0=..., op1=...)``, and stands for them in a role.
         fits: whether ops of these types, in this order, are such a run; by their types and attributes.
+        shortest: at least so many.
     """
 
     types: OpTypes
     op: Callable[..., Op]
     fits: Callable[[Sequence[Op]], bool] = lambda ops: True
+    shortest: int = 2
 
     def lengths(self, graph: OpGraph) -> Iterator[int]:
-        """From two to the longest run of a graph."""
-        yield from range(2, 1 + max(map(len, maximal_runs(graph, self.types)), default=0))
+        """From the shortest to the longest run of a graph."""
+        yield from range(self.shortest, 1 + max(map(len, maximal_runs(graph, self.types)), default=0))
 
 
 class OneOrRun(NamedTuple):
@@ -272,14 +274,14 @@ class Pattern:
 
     def _shapes(self, graph: OpGraph) -> Iterator[nx.DiGraph[str]]:
         """The shape with every choice of optional roles, then with every length of runs, the shortest first."""
-        lengths = [1, *sorted({length for run in self.runs.values() for length in run.lengths(graph)})]
+        lengths = [None, *sorted({length for run in self.runs.values() for length in run.lengths(graph)})]
         choices = [(True, False) if role in self.optional_roles else (True,) for role in self.roles]
         for length, chosen in product(lengths, product(*choices)):
             if any(chosen):
                 yield self._shape({role for role, there in zip(self.roles, chosen, strict=True) if there}, length)
 
-    def _shape(self, there: set[str], length: int) -> nx.DiGraph[str]:
-        """The shape with these roles, and with runs of this length in those that may be runs."""
+    def _shape(self, there: set[str], length: int | None) -> nx.DiGraph[str]:
+        """The shape with these roles, and with runs of this length in those that may be runs; None: with one op."""
         shape: nx.DiGraph[str] = nx.DiGraph()
         chain = [name for role in self.chain if role in there for name in self._names(role, length)]
         shape.add_nodes_from((name, {"types": self._types_of(name)}) for name in chain)
@@ -290,8 +292,8 @@ class Pattern:
             shape.edges[source, reader]["ports"].add(port)
         return shape
 
-    def _names(self, role: str, length: int) -> list[str]:
-        return [f"{role}.op{i}" for i in range(length)] if role in self.runs and length > 1 else [role]
+    def _names(self, role: str, length: int | None) -> list[str]:
+        return [role] if length is None or role not in self.runs else [f"{role}.op{i}" for i in range(length)]
 
 
 class RunPattern(Pattern):
@@ -305,7 +307,7 @@ class RunPattern(Pattern):
     def shorter(self, match: Match) -> Iterator[Match]:
         """Every part of a run, the longest first."""
         nodes = list(match.nodes.values())
-        for length in range(len(nodes) - 1, 1, -1):
+        for length in range(len(nodes) - 1, self._run.shortest - 1, -1):
             for start in range(len(nodes) - length + 1):
                 part = self._match(match.graph, nodes[start : start + length])
                 if part is not None:
@@ -319,7 +321,7 @@ class RunPattern(Pattern):
         """The match of these nodes, None where they are no such run."""
         by_role = {f"op{i}": node for i, node in enumerate(nodes)}
         ops = [op for node in nodes if (op := graph.op(node)) is not None]
-        return Match(graph, by_role, tuple(by_role)) if len(ops) > 1 and self._run.fits(ops) else None
+        return Match(graph, by_role, tuple(by_role)) if len(ops) >= self._run.shortest and self._run.fits(ops) else None
 
     def _types_of(self, role: str) -> OpTypes:
         return self._run.types

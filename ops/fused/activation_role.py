@@ -1,4 +1,4 @@
-"""The role ``act`` of a pattern: a built-in activation, a function that a user has written, or a chain with one."""
+"""The role ``act`` of a pattern: a built-in activation, a function that a user has written, or a chain."""
 
 from __future__ import annotations
 
@@ -26,11 +26,18 @@ _SIZES = "split_sizes"
 
 
 def is_chain(ops: Sequence[Op]) -> bool:
-    """Whether a chain is one of an activation."""
-    return has_function(ops) and number_of_gates(ops) < 2
+    """Whether ops may be one program."""
+    return number_of_gates(ops) < 2
 
 
-ACTIVATION_OR_CHAIN = one_or_run(FUNCTIONS, Run(LINKS, PointwiseChain, is_chain))
+def is_activation(ops: Sequence[Op]) -> bool:
+    """Whether a chain is one with an activation."""
+    return has_function(ops) and is_chain(ops)
+
+
+ACTIVATION_OR_CHAIN = one_or_run(FUNCTIONS, Run(LINKS, PointwiseChain, is_activation))
+"""Behind a linear. What only adds and multiplies there keeps no pre-activation: see :class:`GroupedLinearChain`."""
+BETWEEN_LINEARS = one_or_run(FUNCTIONS, Run(LINKS, PointwiseChain, is_chain))
 
 
 def with_activation(pattern: Pattern) -> Pattern:

@@ -12,7 +12,7 @@ from ..glu import Activated
 from ..scale import Scale
 
 
-@register_fusion(Pattern.path(act=Activated, scale=Scale), priority=10)
+@register_fusion(Pattern.path(act=Activated, scale=Scale), priority=-20)
 class GLUScale(FusedOp):
     """``act(x) * scales[:, None]``."""
 

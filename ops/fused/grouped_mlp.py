@@ -44,7 +44,7 @@ from ..quantized_linear import (
 from ..scale import Scale
 from . import fc1 as first_linear
 from .activation_role import (
-    ACTIVATION_OR_CHAIN,
+    BETWEEN_LINEARS,
     keyword_of,
     spec_of,
     vector_grads,
@@ -65,7 +65,7 @@ def _buffer_holds_y(match: Match) -> bool:
 
 
 _PATH = Pattern.path(
-    fc1=GroupedLinear, act=ACTIVATION_OR_CHAIN, scale=optional(Scale), fc2=GroupedLinear, out_scale=optional(Scale)
+    fc1=GroupedLinear, act=BETWEEN_LINEARS, scale=optional(Scale), fc2=GroupedLinear, out_scale=optional(Scale)
 )
 
 

@@ -15,7 +15,7 @@ from ..grouped_linear import GroupedLinear
 from ..moe import ROUTING
 from ..pointwise import Pointwise
 from ..scale import Scale
-from .activation_role import ACTIVATION_OR_CHAIN, reads_a_row, with_activation
+from .activation_role import BETWEEN_LINEARS, reads_a_row, with_activation
 from .grouped_mlp import GroupedMLP, with_one_recipe
 from .pointwise_chain import PointwiseChain
 from .routed_pattern import routed
@@ -28,7 +28,7 @@ def tokens_to_tokens(dispatch: type[Op], combine: type[Op], to_combine: Iterable
     path = Pattern.path(
         dispatch=dispatch,
         fc1=GroupedLinear,
-        act=ACTIVATION_OR_CHAIN,
+        act=BETWEEN_LINEARS,
         scale=optional(Scale),
         fc2=GroupedLinear,
         out_scale=optional(Scale),

@@ -13,6 +13,7 @@ from ...fuser.tracing import note
 from .. import kernels, link_rows
 from ..activation_spec import ActivationSpec
 from ..bias import Bias
+from ..checks import is_dense
 from ..glu import Activated
 from ..link import Link
 from ..pointwise import Pointwise
@@ -21,8 +22,9 @@ from ..programs.program import Program
 from ..residual import AddExtraInput
 from ..scale import ConstantScale, Scale
 
-LINKS = (Activated, Pointwise, Scale, ConstantScale, Bias, AddExtraInput)
 FUNCTIONS = (Activated, Pointwise)
+AFFINE = (Scale, ConstantScale, Bias)
+LINKS = (*FUNCTIONS, *AFFINE, AddExtraInput)
 DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -72,7 +74,7 @@ class PointwiseChain(FusedOp):
         self, x: Tensor, *, needs_grad: frozenset[str], autocast_dtype: torch.dtype | None, **keywords: Any
     ) -> tuple[Any, Any]:
         link = self.link
-        if link is not None and x.dtype in DTYPES:
+        if link is not None and x.dtype in DTYPES and x.dim() and is_dense(x):
             by_keyword, sizes = {n: keywords[n] for n in link.rows + link.matrices}, keywords.get("split_sizes")
             sizes = None if sizes is None else kernels.as_split_sizes(sizes, x.device)
             operands = link_rows.LinkOperands(link, by_keyword, dict(self.inputs()), sizes)
@@ -89,9 +91,8 @@ class PointwiseChain(FusedOp):
 
 
 def is_run(ops: Sequence[Op]) -> bool:
-    """Whether a chain is worth it: with a function in it, and not the two ops whose kernels are compiled ahead."""
-    is_pair = len(ops) == 2 and isinstance(ops[0], Activated) and isinstance(ops[1], Scale)
-    return has_function(ops) and not is_pair
+    """Whether ops are a chain: all but the two whose kernels are compiled ahead."""
+    return not (len(ops) == 2 and isinstance(ops[0], Activated) and isinstance(ops[1], Scale))
 
 
 def has_function(ops: Sequence[Op]) -> bool:
@@ -133,5 +134,5 @@ register_fusion(
     .where("an op has operations that kernels do not know", _are_supported)
     .where("more than one op has gate and up", _one_gate)
     .where("numbers of columns are of different groups", _same_groups),
-    priority=15,
+    priority=-10,  # behind fusions of users: whatever they take, the rest is still a chain
 )(PointwiseChain)

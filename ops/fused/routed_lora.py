@@ -28,7 +28,7 @@ from ..pointwise import Pointwise
 from ..routing import Routing
 from ..scale import Scale
 from .activation_role import (
-    ACTIVATION_OR_CHAIN,
+    BETWEEN_LINEARS,
     spec_of,
     vector_grads,
     vectors_of,
@@ -42,7 +42,7 @@ from .routed_pattern import routed, with_as_many_groups
 
 def _pattern() -> Pattern:
     path = Pattern.path(
-        dispatch=Dispatch, fc1=GroupedLoRA, act=ACTIVATION_OR_CHAIN, fc2=GroupedLoRA, scale=Scale, combine=Combine
+        dispatch=Dispatch, fc1=GroupedLoRA, act=BETWEEN_LINEARS, fc2=GroupedLoRA, scale=Scale, combine=Combine
     )
     return with_as_many_groups(with_activation(routed(path, ("scale",))))
 

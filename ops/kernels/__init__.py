@@ -62,6 +62,7 @@ __all__ = [
     "Matrices",
     "OperandPair",
     "Operands",
+    "PointwiseGrads",
     "RowSlots",
     "addresses_of",
     "compile_ahead",

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from test_pointwise import BINARY, UNARY, function_of
 from torch import Tensor
 
-from fusible import Activation, AddExtraInput, Bias, Op, Pointwise, Scale, SwiGLU
+from fusible import Activation, AddExtraInput, Bias, ConstantScale, Op, Pointwise, Scale, SwiGLU
 from fusible.ops.activation_spec import Interleaved
 from fusible.ops.fused.pointwise_chain import PointwiseChain
 
@@ -122,6 +122,10 @@ ACTS_OF_COLUMNS: dict[str, tuple[Callable[[str | Interleaved], Act], Function]] 
         lambda gate, up, a, b: F.silu(gate * torch.sigmoid(gate * a)) * up * torch.sigmoid(up * b),
     ),
     "bias": (lambda halves: chain(Bias(1), Activation("gelu")), lambda x, a: F.gelu(x + a)),
+    "sums and products alone": (
+        lambda halves: chain(Bias(1), ConstantScale(0.75), Scale(), Bias(1)),
+        lambda x, s, a, b: (x + a) * 0.75 * s + b,
+    ),
 }
 """Chains of which numbers of columns are of all rows, of groups, or of gate and up, and what they compute."""
 
@@ -142,6 +146,10 @@ ACTS_OF_MATRICES: dict[str, tuple[Callable[[str | Interleaved], Act], Function]]
     "two beside columns": (
         lambda halves: chain(AddExtraInput("m"), op_of_columns("swish"), AddExtraInput("n")),
         lambda x, slope, m, n: (x + m) * torch.sigmoid((x + m) * slope) + n,
+    ),
+    "sums and products alone": (
+        lambda halves: chain(AddExtraInput(), Scale(), Bias(1)),
+        lambda x, s, a, m: (x + m) * s + a,
     ),
 }
 """Chains that read matrices, and what they compute."""

@@ -1,4 +1,8 @@
-"""A grouped linear and a chain that adds a matrix: GroupedLinear -> ... -> AddExtraInput -> ..."""
+"""A grouped linear and a chain whose gradients are a kernel of their own.
+
+There are two such: a chain that adds a matrix, which the epilogue of a backward does not read, and one that only adds
+and multiplies. The second keeps no pre-activation where no gradient reads one.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +13,17 @@ import torch
 from torch import Tensor
 
 from ...fuser import Buffer, FusedOp, Gradient, Grads, Keyword, Match, Op, Pattern, Run, one_or_run, register_fusion
+from ...fuser.compiler.legality import last
 from .. import link_rows
+from ..bias import Bias
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..link import Link
 from ..quantized_linear import in_force
 from ..residual import AddExtraInput
 from . import fc1 as first_linear
 from .activation_role import PREFIX, is_chain, shares_groups
-from .fc1 import FC1, filed, flat, names_of
-from .pointwise_chain import LINKS, PointwiseChain
+from .fc1 import FC1, filed, names_of
+from .pointwise_chain import AFFINE, LINKS, PointwiseChain, has_function
 
 _SIZES = "split_sizes"
 
@@ -38,17 +44,38 @@ def _is_unquantized(match: Match) -> bool:
     return in_force(match.fc1.recipe) is None
 
 
-@register_fusion(
-    Pattern.path(fc1=GroupedLinear, act=one_or_run((), Run(LINKS, PointwiseChain, _adds_a_matrix)))
-    .absent("output", "fc1")
-    .where("act has operations that kernels do not know", _is_supported)
-    .where("act reads more than one number of a row", _reads_one_number)
-    .where("act and fc1 read different split_sizes", shares_groups)
-    .where("act adds a matrix, which quantised products do not", _is_unquantized),
-    priority=25,
-)
-class GroupedLinearResidual(FusedOp):
-    """The product and the chain as one kernel, the chain's gradients as another; keeps x and the pre-activation."""
+def _ends_in_zeros(match: Match) -> bool:
+    """Whether what nobody multiplies is as without the fusion: zero, or read by nobody.
+
+    A chain with a function has its value at zero there. That of one that adds is what a caller expects to see.
+    """
+    ops = [match.part(name) for name in match.nodes if name != "fc1"]
+    if has_function(ops) or not any(isinstance(op, Bias | AddExtraInput) for op in ops):
+        return True
+    readers = match.graph.readers(last(match))
+    return bool(readers) and all(_is_of_same_groups(match, *reader) for reader in readers)
+
+
+def _is_of_same_groups(match: Match, node: str, port: str, _: str) -> bool:
+    is_linear = isinstance(match.graph.op(node), GroupedLinear) and port == "x"
+    return is_linear and match.graph.sources(node).get(_SIZES) == match.source("fc1", _SIZES)
+
+
+def _pattern(run: Run) -> Pattern:
+    return (
+        Pattern.path(fc1=GroupedLinear, act=one_or_run((), run))
+        .absent("output", "fc1")
+        .where("act has operations that kernels do not know", _is_supported)
+        .where("act reads more than one number of a row", _reads_one_number)
+        .where("act and fc1 read different split_sizes", shares_groups)
+        .where("fc1 follows a recipe, and quantised products end in no chain but an activation's", _is_unquantized)
+        .where("rows past the last group would be zero, and not what act adds", _ends_in_zeros)
+    )
+
+
+@register_fusion(_pattern(Run(AFFINE, PointwiseChain)), priority=-5)
+class GroupedLinearChain(FusedOp):
+    """The product and the chain as one kernel, the chain's gradients as another; keeps x and what gradients read."""
 
     replayable = True
     fc1: GroupedLinear
@@ -86,12 +113,12 @@ class GroupedLinearResidual(FusedOp):
         link, columns, needs = self.link, dict(self.act.inputs()), self._needs_of_chain(needs_grad)
         by_keyword = {name: keywords[f"act_{name}"] for name in link.rows + link.matrices}
         operands = link_rows.LinkOperands(link, by_keyword, columns, None)
-        spec = link.forward_spec
+        spec, keep_preact = link.forward_spec, link_rows.reads_x(link, needs)
         assert spec is not None
         fc1 = first_linear.forward(
-            *(self.fc1, spec, x, split_sizes, next(iter(operands.numbers()), None), grad_input, flat(fc1_bias_scale)),
+            *(self.fc1, spec, x, split_sizes, next(iter(operands.numbers()), None), grad_input, fc1_bias_scale),
             *(names_of(FC1, needs_grad), autocast_dtype),
-            keep_preact=bool(needs_grad),
+            keep_preact=keep_preact,
             tail_unspecified=False,
             x_is_inner=x_is_inner,
             vectors=link_rows.vectors_of(link, columns),
@@ -122,3 +149,8 @@ class GroupedLinearResidual(FusedOp):
     def _outer_name(self, name: str) -> str:
         """The fused op's name for an operand of the chain."""
         return f"{PREFIX}{name}" if name in self.link.columns else f"act_{name}"
+
+
+@register_fusion(_pattern(Run(LINKS, PointwiseChain, _adds_a_matrix, shortest=1)), priority=25)
+class GroupedLinearResidual(GroupedLinearChain):
+    """The chain adds a matrix."""
