@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from fusible import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor
+from fusible import MXFP4, MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor
 from fusible.ops import kernels
 from fusible.ops.kernels import Layout, dispatch
 from fusible.ops.kernels.problem import nbytes
@@ -40,6 +40,8 @@ RECIPES: Mapping[str, tuple[Recipe, int]] = {  # with the rows for which packed 
     "MXFP8, as it lies": (MXFP8(), dispatch.FEW_ROWS),
     "NVFP4": (NVFP4(), 0),
     "NVFP4, as it lies": (NVFP4(), dispatch.FEW_ROWS),
+    "MXFP4": (MXFP4(), 0),
+    "MXFP4, as it lies": (MXFP4(), dispatch.FEW_ROWS),
 }
 
 

@@ -23,7 +23,7 @@ from .linear import Linear
 from .lora import GroupedLoRA
 from .moe import Combine, Dispatch
 from .pointwise import Pointwise
-from .quantized.recipe import MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, NoRecipe
+from .quantized.recipe import MXFP4, MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, NoRecipe
 from .quantized_modules import quantize_
 from .quantized_tensor import QuantizedGroupedTensor
 from .quantized_weights import same_weights
@@ -35,6 +35,7 @@ __all__ = [
     "GLU",
     "GRAD_INPUT_BUFFER_KEY",
     "MXFP8",
+    "MXFP4",
     "NVFP4",
     "OUTPUT_BUFFER_KEY",
     "QGEGLU",

@@ -29,7 +29,7 @@ from .parameters.weight_grads import WeightGrads
 from .quantized import operands
 from .quantized.copies import Columns, TransposedWeight, WeightOperand
 from .quantized.packed import PackedWeight
-from .quantized.recipe import NVFP4, Recipe
+from .quantized.recipe import MXFP4, NVFP4, Recipe
 from .quantized.schemes import Copy
 from .quantized_linear import TokenCopies
 from .quantized_weights import match_state, operands_of
@@ -144,7 +144,7 @@ class GroupedLinear(WeightGrads):
             return super()._apply(fn, recurse)
 
     def _matrix_shape(self) -> tuple[int, int]:
-        packed = 2 if self.is_quantized and isinstance(self.recipe, NVFP4) else 1  # values in a byte
+        packed = 2 if self.is_quantized and isinstance(self.recipe, MXFP4 | NVFP4) else 1  # values in a byte
         shape = self.out_features, self.in_features // packed
         return shape[::-1] if self.transposed_weight else shape
 
@@ -189,6 +189,8 @@ class GroupedLinear(WeightGrads):
         weight = self.one_parameter("weight")
         checked = check_quantized_input if self.is_quantized else check_matrix_input
         dtype = checked(x, weight, self.in_features, autocast_dtype)
+        if self.is_quantized and (why := quantized.dtype_refusal(self.recipe, dtype)) is not None:  # type: ignore[arg-type]
+            raise ArgumentError(f"x: {why}; cast it")
         self.check_parameters(x.device, weight=self._matrix_shape(), bias=(self.out_features,))
         check_split_sizes(split_sizes, self.num_groups, x)
         y = TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)

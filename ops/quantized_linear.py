@@ -47,7 +47,7 @@ from .quantized.copies import (
 from .quantized.nvfp4 import product_factors
 from .quantized.operands import WeightOperands
 from .quantized.packed import PackedWeight
-from .quantized.recipe import Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
+from .quantized.recipe import MXFP4, Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
 from .quantized.schemes import Copy
 
 
@@ -130,6 +130,8 @@ def followed_by(linear: Any) -> Recipe | None:
 
 def dtype_refusal(recipe: Recipe, dtype: torch.dtype) -> str | None:
     """Why rows of this dtype are not quantised; None: they are."""
+    if isinstance(recipe, MXFP4):
+        return None if dtype == torch.bfloat16 else f"MXFP4 multiplies bfloat16, not {str(dtype).removeprefix('torch.')}"
     if dtype in (torch.bfloat16, torch.float16):
         return None
     return f"{type(recipe).__name__} quantises bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
@@ -188,8 +190,11 @@ def copies_of(
         else:
             copies = quantize_whole_rows(tokens, split_sizes, scaling=scaling, encode=encode, **options)
         return TokenCopies(number, tokens.dtype, kept, copies.rows, copies.columns)
-    capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
     source = tokens.index_select(0, options["slot_of_row"] // options["top_k"]) if options else tokens
+    if isinstance(recipe, MXFP4):
+        capture.refuse("products of packed weights are not replayed")
+        return TokenCopies(number, tokens.dtype, kept, RowValues(source), None)
+    capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
     wanted: dict[str, Any] = {"rows": rows, "columns": columns, "is_gradient": is_gradient, "encode": encode}
     copied = operands.of_tokens(recipe, source, split_sizes, **wanted)
     names = [name for name in ("rows", "columns") if wanted[name]]

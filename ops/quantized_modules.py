@@ -22,9 +22,10 @@ def quantize_(module: nn.Module, recipe: Recipe) -> nn.Module:
 
     ``weight`` becomes a frozen parameter of e4m3 [E, N, K], and ``weight_scale_inv`` a buffer of its decode scales: of
     ``Float8Block`` [E, ceil(N / 128), ceil(K / 128)], as checkpoints of quantised models have them, of ``Float8Row``
-    [E, N], of ``Float8Tensor`` [E], of ``MXFP8`` e8m0 [E, N, ceil(K / 32)]. Under ``NVFP4`` it is uint8 [E, N, K / 2]
-    with scales of e4m3 [E, N, K / 16] and a buffer ``weight_amax`` [E]. Weights of one parameter an expert stay so,
-    beside one buffer. Linears multiply rows of 16 bits by them, which they quantise. Gradients of ``x``, the bias and
+    [E, N], of ``Float8Tensor`` [E], of ``MXFP8`` e8m0 [E, N, ceil(K / 32)]. Under ``MXFP4`` and ``NVFP4`` it is uint8
+    [E, N, K / 2], with scales of e8m0 [E, N, K / 32], or of e4m3 [E, N, K / 16] and a buffer ``weight_amax`` [E].
+    Weights of one parameter an expert stay so, beside one buffer. Linears multiply rows of 16 bits by them, which they
+    quantise, but under ``MXFP4``. Gradients of ``x``, the bias and
     scales flow as before. A weight that is quantised already stays as it is.
 
     Raises:

@@ -13,11 +13,11 @@ from ..fuser.stored_values import check_stores_values
 from .grouped_tensor import GroupedTensor
 from .kernels.quantized import quantize_rows, quantize_weight
 from .quantized.copies import BlockedColumns, QuantizedRows, QuantizedWeight
-from .quantized.recipe import MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, Recipe
+from .quantized.recipe import MXFP4, MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, Recipe
 from .quantized.reference import groups_of
 from .quantized.schemes import Copy, Scheme, scheme_of
 
-_RECIPES = {recipe.__name__: recipe for recipe in (Float8Block, Float8Row, Float8Tensor, MXFP8, NVFP4)}
+_RECIPES = {recipe.__name__: recipe for recipe in (Float8Block, Float8Row, Float8Tensor, MXFP8, MXFP4, NVFP4)}
 _TENSORS = (
     *("rowwise", "rowwise_scales", "rowwise_amax"),
     *("columnwise", "columnwise_scales", "columnwise_amax", "first_dims"),

@@ -22,7 +22,7 @@ from .kernels.problem import first
 from .kernels.quantized import quantize_weight
 from .quantized.copies import AMAX, SCALES, TransposedWeight, WeightOperand
 from .quantized.operands import WeightOperands, rowwise_copy
-from .quantized.recipe import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, Recipe
+from .quantized.recipe import MXFP4, MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, Recipe
 from .quantized.schemes import Copy, scheme_of
 from .quantized_linear import is_power_of_two, weight_operands
 
@@ -135,7 +135,7 @@ def _replace(state_dict: dict[str, Any], names: Iterable[str], by: Mapping[str, 
 def _recipe_of(weight: Tensor, scales: Tensor) -> Recipe:
     """One that a quantised weight may come from, by the form of its scales; all such have the same values."""
     if weight.dtype == torch.uint8:
-        return NVFP4()
+        return MXFP4() if scales.dtype == torch.float8_e8m0fnu else NVFP4()
     if scales.dtype == torch.float8_e8m0fnu and scales.shape[1] == weight.shape[1]:
         return MXFP8()
     by_dimensions: dict[int, Recipe] = {1: Float8Tensor(), 2: Float8Row()}

@@ -89,6 +89,6 @@ def test_calls_are_replayed_where_kernels_quantise_and_else_not_with_a_reason(na
     assert all(why in reason for reason in reasons), reasons
 
 
-@pytest.mark.parametrize("recipe", [fusible.MXFP8(), fusible.NVFP4()], ids=str)
+@pytest.mark.parametrize("recipe", [fusible.MXFP8(), fusible.MXFP4(), fusible.NVFP4()], ids=str)
 def test_few_rows_of_quantised_experts_are_those_of_dequantised_weights(recipe):
     packed.check_experts(KERNELS, recipe, "auto")

@@ -11,6 +11,12 @@ DEVICE uint32_t pack_e4m3(float low, float high) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
   return pair;
 }
+// The inverse, exactly.
+DEVICE float2 unpack_e4m3(uint16_t pair) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  return __half22float2(reinterpret_cast<const __half2&>(halves));
+}
 // Of each half, as unsigned integers.
 DEVICE uint32_t max_u16x2(uint32_t x, uint32_t y) {
   uint32_t z;

@@ -72,6 +72,12 @@ DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 
 DEVICE void copy_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
 }
+// 16 bytes, or zeros; nothing is read where not `wanted`. The line behind comes to the second-level cache, too.
+DEVICE void copy_async_if(bool wanted, void* to, const void* from) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(smem_address(to)), "l"(from),
+               "r"(wanted ? 16 : 0)
+               : "memory");
+}
 // The first `bytes` of 4, and zeros for the others.
 DEVICE void copy_async_pair(void* to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem_address(to)), "l"(from), "r"(bytes)
@@ -115,6 +121,25 @@ DEVICE uint4 load_vector_if(bool wanted, const void* from) {
       : "=&r"(words.x), "=&r"(words.y), "=&r"(words.z), "=&r"(words.w)
       : "r"(static_cast<uint32_t>(wanted)), "l"(from));
   return words;
+}
+
+// 16 bytes that are read once, and that nobody writes during the kernel: they take no place in the first-level cache,
+// and the line behind comes to the second.
+DEVICE uint4 load_vector_once(const void* from) {
+  uint4 words;
+  asm("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+      : "l"(from));
+  return words;
+}
+
+// Byte i of the result is the one of `x`, then `y`, that four bits of the selector number; the highest of them gives
+// eight times its sign instead.
+template <int kSelector>
+DEVICE uint32_t permute(uint32_t x, uint32_t y) {
+  uint32_t z;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "n"(kSelector));
+  return z;
 }
 
 template <class T>

@@ -7,7 +7,7 @@
 
 namespace fusible {
 
-enum class PackedFormat : int { kMXFP8 = 0, kNVFP4 = 1 };
+enum class PackedFormat : int { kMXFP8 = 0, kNVFP4 = 1, kMXFP4 = 2 };
 
 // out[t, :] = row_scale[t] * (alphas[g] * (a[t] b[g]^T) + bias_scale[t] * bias[g, :]), for the rows t of each group g;
 // a null pointer stands for ones or zeros. Any number of rows is right, and few of each group are fast.
@@ -25,6 +25,7 @@ struct PackedGemm {
   DType bias_type;
   const float *bias_scale, *row_scale, *alphas;
   bool zero_tail;  // rows of `out` of no group become zero
+  int variant = 0;
 };
 
 // Throws fusible::Error if rows of b are not aligned to 16 bytes, or the launch fails.

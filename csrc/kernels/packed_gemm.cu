@@ -55,6 +55,24 @@ class PieceReader {
 };
 
 template <class Format>
+DEVICE void decode_piece(const uint4& bytes, typename Format::Scales scales, uint32_t (&pairs)[Format::kValues / 2]) {
+  if constexpr (requires { Format::decode(bytes, scales, pairs); }) {
+    Format::decode(bytes, scales, pairs);
+  } else {
+    const typename Format::Factors factors(scales);
+    const uint32_t rest = scales == 0xFF ? kNaNs : factors.rest();
+    uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < Format::kValues / 8; ++i) {
+      uint32_t four[4];
+      Format::decode(bytes, i, factors, four, largest);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) pairs[i * 4 + j] = multiply_pairs(four[j], rest);
+    }
+  }
+}
+
+template <class Format>
 DEVICE void multiply_piece(float (&acc)[4], const uint32_t (&weights)[2][Format::kValues / 2],
                            const __nv_bfloat16* from, bool wanted) {
   uint32_t x[Format::kValues / 2];
@@ -63,7 +81,7 @@ DEVICE void multiply_piece(float (&acc)[4], const uint32_t (&weights)[2][Format:
     const uint4 words = ptx::load_vector_if(wanted, from + i * 8);
     x[i * 4] = words.x, x[i * 4 + 1] = words.y, x[i * 4 + 2] = words.z, x[i * 4 + 3] = words.w;
   }
-  Format::arrange(x);
+  if constexpr (requires { Format::arrange(x); }) Format::arrange(x);
 #pragma unroll
   for (int i = 0; i < Format::kValues / 2; i += 2) {
     const uint32_t a[4] = {weights[0][i], weights[1][i], weights[0][i + 1], weights[1][i + 1]};
@@ -118,8 +136,8 @@ __global__ void __launch_bounds__(kWarps * 32, 4) packed_gemm_kernel(const __gri
         const Pieces<Format> now = ahead[step];
         ahead[step] = reader.read(later, later < depth);
         uint32_t weights[2][Format::kValues / 2];
-        Format::decode(now.bytes[0], now.scales[0], weights[0]);
-        Format::decode(now.bytes[1], now.scales[1], weights[1]);
+        decode_piece<Format>(now.bytes[0], now.scales[0], weights[0]);
+        decode_piece<Format>(now.bytes[1], now.scales[1], weights[1]);
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
           if (i >= tiles) break;
@@ -138,12 +156,353 @@ __global__ void __launch_bounds__(kWarps * 32, 4) packed_gemm_kernel(const __gri
   }
 }
 
+// ---- variants: a block has 16 columns, of which each warp reads every fourth stretch of the depth ----
+
+constexpr int kTileColumns = 16, kPieces = 2, kTiledRows = 2;
+constexpr int kStretch = 64 * kPieces, kStep = kStretch * kWarps;  // bytes of a row: of a warp, and of the block
+
+// Of a thread's two columns, as many pieces as a stretch has for it.
 template <class Format>
+struct Stretch {
+  uint4 bytes[kPieces][2];
+  typename Format::Scales scales[kPieces][2];
+};
+
+// Where a thread reads next, of columns eight apart; one that does not exist is read as the last one, and not stored.
+template <class Format>
+struct Cursor {
+  const uint8_t *bytes[2], *scales[2];
+
+  DEVICE Cursor(const PackedGemm& c, int group, int64_t column) {
+    const int64_t blocks = (c.k + Format::kScaleValues - 1) / Format::kScaleValues,
+                  row_bytes = c.k / Format::kValues * 16;
+    const int first = threadIdx.x / 32 * kStretch + threadIdx.x % 4 * 16;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int64_t row = group * c.n + min(column + i * 8, c.n - 1);
+      bytes[i] = c.b + row * row_bytes + first;
+      scales[i] = c.b_scales + row * blocks + first / 16 * Format::kValues / Format::kScaleValues;
+    }
+  }
+  static constexpr int kPieceScales = 64 / 16 * Format::kValues / Format::kScaleValues;  // bytes from piece to piece
+  DEVICE void advance() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) bytes[i] += kStep, scales[i] += kPieceScales * kPieces * kWarps;
+  }
+};
+
+// The depth of a row as a warp reads it: whole stretches, and behind them perhaps a part of one.
+struct Depth {
+  int whole, left;  // bytes of the last, from this thread's first piece on
+
+  template <class Format>
+  DEVICE static Depth of(const PackedGemm& c, Format) {
+    const int bytes = static_cast<int>(c.k / Format::kValues * 16),
+              mine = bytes - static_cast<int>(threadIdx.x / 32) * kStretch;
+    const int whole = mine < kStretch ? 0 : (mine - kStretch) / kStep + 1;
+    return {whole, mine - whole * kStep - static_cast<int>(threadIdx.x % 4 * 16)};
+  }
+  DEVICE int stretches() const { return whole + (left + static_cast<int>(threadIdx.x % 4 * 16) > 0); }
+  DEVICE bool exists(int stretch, int piece) const {
+    return stretch < whole || (stretch == whole && piece * 64 < left);
+  }
+};
+
+// Stretches on their way in registers.
+template <class Format, int kStages>
+class InRegisters {
+ public:
+  static constexpr int kDepth = kStages, kUnrolled = kStages, kSharedBytes = 0;
+  DEVICE InRegisters(const Cursor<Format>& cursor, const Depth& depth) : cursor_(cursor), depth_(depth) {
+#pragma unroll
+    for (int i = 0; i < kDepth; ++i) read(i, i);
+  }
+  DEVICE const Stretch<Format>& take(int slot) const { return ahead_[slot]; }
+  DEVICE void give_back(int slot, int stretch) { read(slot, stretch + kDepth); }
+
+ private:
+  DEVICE void read(int slot, int stretch) {
+    if (stretch < depth_.whole) {
+      load<true>(ahead_[slot], stretch);
+    } else {
+      load<false>(ahead_[slot], stretch);
+    }
+    cursor_.advance();
+  }
+  template <bool kWhole>
+  DEVICE void load(Stretch<Format>& to, int stretch) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool exists = kWhole || depth_.exists(stretch, piece);
+        const uint8_t* from = cursor_.bytes[i] + piece * 64;
+        to.bytes[piece][i] = !exists ? uint4{} : ptx::load_vector_once(from);
+        const uint8_t* scales = cursor_.scales[i] + piece * Cursor<Format>::kPieceScales;
+        to.scales[piece][i] = !exists ? 0 : __ldg(reinterpret_cast<const typename Format::Scales*>(scales));
+      }
+  }
+  Cursor<Format> cursor_;
+  Depth depth_;
+  Stretch<Format> ahead_[kDepth];
+};
+
+// In shared memory, where each thread has a place of its own, so that none waits for another.
+template <class Format, int kStages>
+class InSharedMemory {
+ public:
+  static constexpr int kDepth = kStages, kUnrolled = 1, kVectors = kStages * kPieces * 2 * kWarps * 32;
+  static constexpr int kSharedBytes = kVectors * (16 + 4);
+  DEVICE InSharedMemory(const Cursor<Format>& cursor, const Depth& depth) : cursor_(cursor), depth_(depth) {
+    extern __shared__ __align__(16) uint4 stages[];
+    ptx::copy_async_wait<0>();  // of rows before
+    stages_ = stages + threadIdx.x, words_ = reinterpret_cast<uint32_t*>(stages + kVectors) + threadIdx.x;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece)
+        before_[piece][i] = (reinterpret_cast<uintptr_t>(cursor.scales[i]) + piece * Cursor<Format>::kPieceScales) % 4;
+#pragma unroll 1
+    for (int i = 0; i < kDepth; ++i) read(i, i);
+  }
+  DEVICE Stretch<Format> take(int slot) const {
+    ptx::copy_async_wait<kDepth - 1>();
+    Stretch<Format> now;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        now.bytes[piece][i] = stages_[at(slot, piece, i)];
+        now.scales[piece][i] =
+            static_cast<typename Format::Scales>(words_[at(slot, piece, i)] >> 8 * before_[piece][i]);
+      }
+    return now;
+  }
+  DEVICE void give_back(int slot, int stretch) { read(slot, stretch + kDepth); }
+
+ private:
+  DEVICE static int at(int slot, int piece, int i) { return ((slot * kPieces + piece) * 2 + i) * kWarps * 32; }
+  DEVICE void read(int slot, int stretch) {
+    if (stretch < depth_.whole) {
+      copy<true>(slot, stretch);
+    } else if (stretch < depth_.stretches()) {
+      copy<false>(slot, stretch);
+    }
+    ptx::copy_async_commit();
+    cursor_.advance();
+  }
+  template <bool kWhole>
+  DEVICE void copy(int slot, int stretch) {
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool exists = kWhole || depth_.exists(stretch, piece);
+        const int back = exists ? 0 : kStep;  // what is not read is an address all the same
+        ptx::copy_async_if(exists, stages_ + at(slot, piece, i), cursor_.bytes[i] + piece * 64 - back);
+        const auto before = before_[piece][i];
+        ptx::copy_async_pair(words_ + at(slot, piece, i),
+                             cursor_.scales[i] + piece * Cursor<Format>::kPieceScales - before,
+                             exists ? static_cast<int>(before + sizeof(typename Format::Scales)) : 0);
+      }
+  }
+  Cursor<Format> cursor_;
+  Depth depth_;
+  uint4* stages_;
+  uint32_t* words_;
+  int before_[kPieces][2];  // bytes of the aligned word in which a scale lies that come before it
+};
+
+DEVICE void multiply_eight(float (&acc)[4], const uint32_t (&w)[2][4], const uint4& x) {
+  const uint32_t first[] = {w[0][0], w[1][0], w[0][1], w[1][1]}, second[] = {w[0][2], w[1][2], w[0][3], w[1][3]};
+  ptx::warp_mma<__nv_bfloat16>(acc, first, x.x, x.y);
+  ptx::warp_mma<__nv_bfloat16>(acc, second, x.z, x.w);
+}
+
+// The rows of a group that are multiplied at a time. A row that does not exist is read as the last one, and not stored.
+struct Rows {
+  const __nv_bfloat16* x[kTiledRows];  // this thread's next piece of its row of each tile
+  int tiles;
+
+  DEVICE Rows(const PackedGemm& c, int64_t start, int rows, int values) {
+    tiles = (rows + kRowsOfTile - 1) / kRowsOfTile;
+    const int lane = threadIdx.x % 32,
+              first = static_cast<int>(threadIdx.x / 32 * kStretch + lane % 4 * 16) / 16 * values;
+#pragma unroll
+    for (int i = 0; i < kTiledRows; ++i) {
+      const int row = min(i * kRowsOfTile + lane / 4, rows - 1);
+      x[i] = static_cast<const __nv_bfloat16*>(c.a) + (start + row) * c.a_pitch + first;
+    }
+  }
+};
+
+// What tells whether the sums of a row of weights are NaN.
+struct Largest {
+  uint32_t magnitudes = 0, scale = 0;
+};
+
+// Pieces of two columns times the same values of the rows. `kWhole`: they exist, and one product scales them.
+template <class Format, int kTiles, bool kWhole>
+DEVICE void add_piece(float (&acc)[kTiles][4], const uint4 (&bytes)[2], const typename Format::Factors (&factors)[2],
+                      const Rows& rows, int skipped, bool exists, Largest (&largest)[2]) {
+  const auto read = [&](int tile, int i) INLINE {
+    const auto* from = rows.x[tile] + skipped + i * 8;
+    return kWhole ? __ldg(reinterpret_cast<const uint4*>(from)) : ptx::load_vector_if(exists, from);
+  };
+  uint4 x[kWhole ? Format::kValues / 8 : 1];  // of the first eight rows, which most groups do not exceed
+  if constexpr (kWhole) {
+#pragma unroll
+    for (int i = 0; i < Format::kValues / 8; ++i) x[i] = read(0, i);
+  }
+#pragma unroll(kWhole ? Format::kValues / 8 : 1)
+  for (int i = 0; i < Format::kValues / 8; ++i) {
+    uint32_t weights[2][4];
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      Format::decode(bytes[j], i, factors[j], weights[j], largest[j].magnitudes);
+      if constexpr (!kWhole) {
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) weights[j][pair] = multiply_pairs(weights[j][pair], factors[j].rest());
+      }
+    }
+    if constexpr (kWhole) {
+      multiply_eight(acc[0], weights, x[i]);
+    } else {
+      multiply_eight(acc[0], weights, read(0, i));
+    }
+#pragma unroll
+    for (int tile = 1; tile < kTiles; ++tile) {
+      if (tile >= rows.tiles) break;
+      multiply_eight(acc[tile], weights, read(tile, i));
+    }
+  }
+}
+
+template <class Format, int kTiles, class Source>
+DEVICE void add_products(float (&acc)[kTiles][4], const Depth& depth, Source& source, Rows rows,
+                         Largest (&largest)[2]) {
+  const int stretches = depth.stretches();
+  for (int base = 0; base < stretches; base += Source::kDepth) {
+#pragma unroll Source::kUnrolled
+    for (int slot = 0; slot < Source::kDepth; ++slot) {
+      const int stretch = base + slot;
+      if (stretch >= stretches) break;
+      const Stretch<Format>& now = source.take(slot);
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        const typename Format::Factors factors[] = {typename Format::Factors(now.scales[piece][0]),
+                                                    typename Format::Factors(now.scales[piece][1])};
+        largest[0].scale = max(largest[0].scale, factors[0].scale);
+        largest[1].scale = max(largest[1].scale, factors[1].scale);
+        constexpr int kSkipped = 64 / 16 * Format::kValues;
+        const bool by_one = __ballot_sync(~0u, factors[0].needs_two() || factors[1].needs_two()) == 0;
+        if (stretch < depth.whole && by_one) {
+          add_piece<Format, kTiles, true>(acc, now.bytes[piece], factors, rows, piece * kSkipped, true, largest);
+        } else {
+          const bool exists = depth.exists(stretch, piece);
+          add_piece<Format, kTiles, false>(acc, now.bytes[piece], factors, rows, piece * kSkipped, exists, largest);
+        }
+      }
+      source.give_back(slot, stretch);
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) rows.x[i] += kStep / 16 * Format::kValues;
+    }
+  }
+}
+
+// The sums of all warps, in their order: warp i writes row tile i. Sums with a weight that is NaN are NaN.
+template <class Format, int kTiles>
+DEVICE void write_sums(const PackedGemm& c, int group, const float (&acc)[kTiles][4], Largest (&largest)[2],
+                       int64_t token, int rows, float4 (*partial)[kTiledRows][32]) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = (rows + kRowsOfTile - 1) / kRowsOfTile;
+  float poison[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const unsigned found = __ballot_sync(~0u, Format::has_nan(largest[i].magnitudes) || largest[i].scale == 0xFF);
+    poison[i] = found >> lane / 4 * 4 & 15 ? __uint_as_float(0x7FC00000) : 0.f;
+  }
+#pragma unroll
+  for (int i = 0; i < kTiles; ++i)
+    if (i < tiles)
+      partial[warp][i][lane] = {acc[i][0] + poison[0], acc[i][1] + poison[0], acc[i][2] + poison[1],
+                                acc[i][3] + poison[1]};
+  __syncthreads();
+  if (warp < tiles) {
+    float sums[4] = {};
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) {
+      const float4 part = partial[i][warp][lane];
+      sums[0] += part.x, sums[1] += part.y, sums[2] += part.z, sums[3] += part.w;
+    }
+    const int64_t column = blockIdx.x * int64_t{kTileColumns} + lane / 4;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int64_t row = warp * kRowsOfTile + lane % 4 * 2 + j % 2, of = column + j / 2 * 8;
+      if (row < rows && of < c.n) write_result(c, group, token + row, of, sums[j] * Format::kFactor);
+    }
+  }
+  __syncthreads();
+}
+
+DEVICE void zero_tile_rows(const PackedGemm& c, int64_t first) {
+  const int64_t column = blockIdx.x * int64_t{kTileColumns} + threadIdx.x % kTileColumns;
+  if (column >= c.n) return;
+  for (int64_t token = first + threadIdx.x / kTileColumns; token < c.tokens; token += kWarps * 32 / kTileColumns)
+    write_number(c.out, c.output, token * c.out_pitch + column, 0.f);
+}
+
+template <class Format, int kTiles, class Source>
+DEVICE void multiply_rows(const PackedGemm& c, int group, const Depth& depth, Source& source, int64_t token, int count,
+                          float4 (*partial)[kTiledRows][32]) {
+  float acc[kTiles][4] = {};
+  Largest largest[2];
+  add_products<Format, kTiles>(acc, depth, source, Rows(c, token, count, Format::kValues), largest);
+  write_sums<Format, kTiles>(c, group, acc, largest, token, count, partial);
+}
+
+template <class Format, class Source, int kBlocks>
+__global__ void __launch_bounds__(kWarps * 32, kBlocks) packed_tile_kernel(const __grid_constant__ PackedGemm c) {
+  __shared__ float4 partial[kWarps][kTiledRows][32];
+  const int group = blockIdx.y;
+  if (group == c.sizes.groups) {
+    const int64_t end = rows_before(c.sizes, group, c.tokens);
+    if (c.zero_tail) zero_tile_rows(c, end);
+    return;
+  }
+  if (read_index(c.sizes.sizes, c.sizes.int64_sizes, group) <= 0) return;
+  const Cursor<Format> cursor(c, group, blockIdx.x * int64_t{kTileColumns} + threadIdx.x % 32 / 4);
+  const Depth depth = Depth::of(c, Format());
+  Source source(cursor, depth);  // before it is known where the rows are
+  const int64_t start = rows_before(c.sizes, group, c.tokens);
+  const int64_t rows = clamped_size(c.sizes, group, c.tokens - start);
+  constexpr int kRows = kTiledRows * kRowsOfTile;
+#pragma unroll 1
+  for (int64_t first = 0; first < rows; first += kRows) {
+    if (first) source = Source(cursor, depth);
+    const int count = static_cast<int>(min(rows - first, int64_t{kRows}));
+    if (count <= kRowsOfTile) {
+      multiply_rows<Format, 1>(c, group, depth, source, start + first, count, partial);
+    } else {
+      multiply_rows<Format, kTiledRows>(c, group, depth, source, start + first, count, partial);
+    }
+  }
+  ptx::copy_async_wait<0>();
+}
+
+template <class Format, class Source, int kBlocks>
+void launch_tiles(PackedGemm c, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(blocks_of(c.n, kTileColumns)), static_cast<unsigned>(c.sizes.groups + 1));
+  packed_tile_kernel<Format, Source, kBlocks><<<grid, kWarps * 32, Source::kSharedBytes, stream>>>(c);
+}
+
+template <class First, class Format>
 void launch(PackedGemm c, cudaStream_t stream) {
   FUSIBLE_CHECK(c.k % Format::kValues == 0, "rows of packed weights must be multiples of 16 bytes, got k ", c.k);
   c.sizes.wrong = wrong_size_word(current_device());
+  if (c.variant == 1) return launch_tiles<Format, InRegisters<Format, 2>, 4>(c, stream);
+  if (c.variant == 2) return launch_tiles<Format, InSharedMemory<Format, 4>, 4>(c, stream);
   const dim3 grid(static_cast<unsigned>(blocks_of(c.n, kColumns)), static_cast<unsigned>(c.sizes.groups + 1));
-  packed_gemm_kernel<Format><<<grid, kWarps * 32, 0, stream>>>(c);
+  packed_gemm_kernel<First><<<grid, kWarps * 32, 0, stream>>>(c);
 }
 
 }  // namespace
@@ -151,7 +510,11 @@ void launch(PackedGemm c, cudaStream_t stream) {
 void packed_gemm(const PackedGemm& c, int device, cudaStream_t stream) {
   if (!c.tokens || !c.n) return;
   const DeviceGuard guard(device);
-  c.format == PackedFormat::kMXFP8 ? launch<PackedE4M3>(c, stream) : launch<PackedE2M1>(c, stream);
+  switch (c.format) {
+    case PackedFormat::kMXFP8: launch<FirstMXFP8, PackedMXFP8>(c, stream); break;
+    case PackedFormat::kNVFP4: launch<FirstNVFP4, PackedNVFP4>(c, stream); break;
+    case PackedFormat::kMXFP4: launch<PackedMXFP4, PackedMXFP4>(c, stream); break;
+  }
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "a product of ", c.tokens, " rows and packed weights of ", c.n, " x ", c.k);
 }
 

@@ -29,7 +29,7 @@ from .copies import (
 from .formats import E4M3, FORMATS
 from .mxfp8 import MXColumns, MXRows
 from .packed import PackedFormat, PackedWeight, unpacked
-from .recipe import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, Recipe
+from .recipe import MXFP4, MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, Recipe
 from .reference import Blocks, groups_of, token_blocks
 from .schemes import Copy, scheme_of, without_group_scales
 
@@ -50,6 +50,8 @@ class WeightOperands(NamedTuple):
 
 def format_refusal(recipe: Recipe, in_features: int, out_features: int) -> str | None:
     """Why a weight of this size has no copies under the recipe; None: it has."""
+    if isinstance(recipe, MXFP4) and in_features % mxfp8.MX_BLOCK:
+        return f"MXFP4 needs in_features that are multiples of {mxfp8.MX_BLOCK}, got {in_features}"
     if not isinstance(recipe, NVFP4):
         return None
     for name, size in (("in", in_features), ("out", out_features)):
@@ -165,7 +167,7 @@ def rowwise_copy(recipe: Recipe, weight: Tensor, encode: Tensor | None = None) -
 
 def has_one_copy(recipe: Recipe) -> bool:
     """Whether the transposed bytes of a weight are those of the weight, and its scales too."""
-    return isinstance(recipe, Float8Block | Float8Tensor) or recipe == MXFP8("fast")
+    return isinstance(recipe, Float8Block | Float8Tensor | MXFP4) or recipe == MXFP8("fast")
 
 
 def of_rowwise(recipe: Recipe, copy: Copy, halves: int = 1) -> WeightOperand:
@@ -176,7 +178,7 @@ def of_rowwise(recipe: Recipe, copy: Copy, halves: int = 1) -> WeightOperand:
         case MXFP8(compute="fast"):
             regrouped = mxfp8.regroup_weight(MXRows(copy.data, copy.scales), halves)
             return WeightOperand(regrouped.data, regrouped.scales)
-        case MXFP8() | NVFP4():
+        case MXFP8() | MXFP4() | NVFP4():
             packed = of_staying(recipe, copy)
             assert isinstance(packed, PackedWeight)
             return WeightOperand(unpacked(packed.data, packed.scales, packed.format), amax=packed.amax)
@@ -188,6 +190,8 @@ def of_staying(recipe: Recipe, copy: Copy) -> WeightOperand | PackedWeight:
     match recipe:
         case MXFP8(compute="exact"):
             return PackedWeight(copy.data, copy.scales, PackedFormat.MXFP8)
+        case MXFP4():
+            return PackedWeight(copy.data, copy.scales, PackedFormat.MXFP4)
         case NVFP4():
             return PackedWeight(copy.data, copy.scales, PackedFormat.NVFP4, copy.amax)
     return of_rowwise(recipe, copy)

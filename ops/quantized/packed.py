@@ -1,4 +1,4 @@
-"""Weights that stay in 8 or 4 bits and are multiplied exactly in 16: of ``MXFP8`` and ``NVFP4``."""
+"""Weights that stay in 8 or 4 bits and are multiplied exactly in 16: of ``MXFP8``, ``MXFP4`` and ``NVFP4``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from . import mxfp8, nvfp4
+from . import mxfp4, mxfp8, nvfp4
+from .mxfp4 import MXFP4Data
 from .mxfp8 import MXRows
 
 
@@ -16,6 +17,7 @@ class PackedFormat(Enum):
 
     MXFP8 = "MXFP8"  # e4m3, and e8m0 for each 32 values
     NVFP4 = "NVFP4"  # e2m1, two to a byte, and e4m3 for each 16 values
+    MXFP4 = "MXFP4"  # e2m1, two to a byte, and e8m0 for each 32 values
 
     __hash__ = object.__hash__  # a member is one object; Enum's own hash is Python code
 
@@ -39,4 +41,6 @@ def unpacked(data: Tensor, scales: Tensor, format: PackedFormat) -> Tensor:
     """bfloat16 [E, N, K], but for the factors of groups."""
     if format is PackedFormat.MXFP8:
         return mxfp8.dequantize_rows(MXRows(data, scales))
+    if format is PackedFormat.MXFP4:
+        return mxfp4.dequantize(MXFP4Data(data, scales))
     return nvfp4.block_values(data, scales)

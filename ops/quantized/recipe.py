@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from ...fuser.errors import did_you_mean, shown
 
@@ -173,5 +173,15 @@ class NVFP4:
         _check_choice(self, "compute", ("exact",))
 
 
-Recipe = Float8Block | Float8Row | Float8Tensor | MXFP8 | NVFP4 | NoRecipe
+@dataclass(frozen=True)
+class MXFP4:
+    """Weights in e2m1 with a power of two for each 32 values along the contraction, as gpt-oss's checkpoints have them.
+
+    Rows and gradients are not quantised. Products are exact, in bfloat16.
+    """
+
+    wgrad: ClassVar[WgradFormat] = "bfloat16"
+
+
+Recipe = Float8Block | Float8Row | Float8Tensor | MXFP8 | MXFP4 | NVFP4 | NoRecipe
 """What a linear or :func:`fusible.config` may be given."""

@@ -13,12 +13,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from . import mxfp8, nvfp4, per_row, per_tensor, reference
+from . import mxfp4, mxfp8, nvfp4, per_row, per_tensor, reference
 from .copies import BlockedColumns, QuantizedRows, QuantizedWeight
 from .formats import E4M3, FORMATS, Format
+from .mxfp4 import MXFP4Data
 from .mxfp8 import MXColumns, MXRows
 from .nvfp4 import NVFP4Data
-from .recipe import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
+from .recipe import MXFP4, MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
 from .reference import Blocks
 
 _Float8 = (Float8Block, Float8Row, Float8Tensor)
@@ -85,6 +86,8 @@ def scheme_of(recipe: Recipe, is_gradient: bool = False, stochastic: bool = Fals
             raise ValueError(f"{recipe} takes its scales from steps before: quantise with per_tensor.DelayedScales")
         case MXFP8():
             return MXScheme()
+        case MXFP4():
+            return MXFP4Scheme()
         case NVFP4():
             return NVScheme(recipe.hadamard, stochastic and is_gradient and recipe.stochastic_rounding)
         case NoRecipe():
@@ -227,6 +230,35 @@ class MXScheme:
     def transposed_values(self, copy: Copy, halves: int) -> Tensor:
         scales = copy.scales.view(torch.uint8).mT.contiguous().view(copy.scales.dtype)
         return mxfp8.dequantize_rows(MXRows(copy.data.mT, scales), torch.float32).mT
+
+
+@dataclass(frozen=True)
+class MXFP4Scheme:
+    """:class:`MXFP4`: a weight has one copy, from which the gradient of rows takes values, and tokens have none."""
+
+    def rows(self, x: Tensor, split_sizes: Tensor) -> Copy:
+        raise ValueError("MXFP4 quantises weights, not tokens")
+
+    def columns(self, x: Tensor, split_sizes: Tensor) -> Copy:
+        raise ValueError("MXFP4 quantises weights, not tokens")
+
+    def weight(self, weight: Tensor, halves: int) -> Copy:
+        return Copy(*mxfp4.quantize_weight(weight))
+
+    def transposed_weight(self, weight: Tensor, halves: int) -> Copy:
+        raise ValueError("MXFP4 has no columnwise copy of a weight: the rowwise one is read for all products")
+
+    def row_values(self, copy: Copy, split_sizes: Tensor) -> Tensor:
+        raise ValueError("MXFP4 quantises weights, not tokens")
+
+    def column_values(self, copy: Copy, split_sizes: Tensor, rows: int) -> Tensor:
+        raise ValueError("MXFP4 quantises weights, not tokens")
+
+    def weight_values(self, copy: Copy, halves: int) -> Tensor:
+        return mxfp4.dequantize(MXFP4Data(copy.data, copy.scales), torch.float32)
+
+    def transposed_values(self, copy: Copy, halves: int) -> Tensor:
+        return self.weight_values(copy, halves).mT
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import Mock, patch
@@ -18,7 +19,7 @@ import fusible
 from fusible import GroupedLinear, check_device_errors
 from fusible.ops.kernels.hopper import packed_gemm as hopper
 from fusible.ops.kernels.quantized_problem import PackedGemm
-from fusible.ops.quantized import mxfp8, nvfp4
+from fusible.ops.quantized import mxfp4, mxfp8, nvfp4
 from fusible.ops.quantized.formats import pack
 from fusible.ops.quantized.packed import PackedFormat, unpacked
 from fusible.ops.quantized.recipe import Recipe
@@ -26,6 +27,12 @@ from fusible.ops.quantized.recipe import Recipe
 from .device import synchronize
 from .recipes import Kernels, activation_bound
 from .scaled import HALF_STEP, bits
+
+QUANTISERS: dict[PackedFormat, Callable[[Tensor], tuple[Tensor, ...]]] = {
+    PackedFormat.MXFP8: mxfp8.quantize_rows,
+    PackedFormat.MXFP4: mxfp4.quantize_weight,
+    PackedFormat.NVFP4: nvfp4.quantize_weight,
+}
 
 ACCUMULATION = 1e-5
 """Of the sum of |a| |b|: what sums in float32 lose, at most."""
@@ -81,8 +88,7 @@ def make(device: str, case: Case) -> PackedGemm:
     x[rows:] = math.nan
     magnitude = torch.exp2((draw(groups, case.n, case.k // 16) * 3).clamp(max=4)).repeat_interleave(16, -1)
     weight = draw(groups, case.n, case.k) * magnitude
-    is_mx = case.format is PackedFormat.MXFP8
-    data, scales = (mxfp8.quantize_rows if is_mx else nvfp4.quantize_weight)(weight.bfloat16())[:2]
+    data, scales, *_ = QUANTISERS[case.format](weight.bfloat16())
     of_rows = torch.full((2, rows + case.tail), math.nan, device=device)
     of_rows[:, :rows] = draw(2, rows).abs() + 0.5
     return PackedGemm(
@@ -118,7 +124,7 @@ def _truth(p: PackedGemm, case: Case) -> tuple[Tensor, Tensor]:
 
 def check_every_value(device: str, format: PackedFormat) -> None:
     """Each byte under each scale, read by rows that have a single one."""
-    data, scales = (_every_mx if format is PackedFormat.MXFP8 else _every_nv)()
+    data, scales = _EVERY[format]()
     _, n, k = (*data.shape[:2], data.shape[2] * (1 if format is PackedFormat.MXFP8 else 2))
     problem = PackedGemm(
         a=torch.eye(k, device=device).bfloat16(),
@@ -143,12 +149,23 @@ def _every_mx() -> tuple[Tensor, Tensor]:
     return codes.expand(1, len(exponents), -1).contiguous().view(torch.float8_e4m3fn), scales
 
 
+def _every_mxfp4() -> tuple[Tensor, Tensor]:
+    """All codes, twice in a row, a row for each exponent."""
+    codes = pack(torch.arange(32, dtype=torch.uint8) % 16)
+    exponents = torch.arange(1, 253, dtype=torch.uint8)
+    scales = exponents.view(1, -1, 1).view(torch.float8_e8m0fnu)
+    return codes.expand(1, len(exponents), -1).contiguous(), scales
+
+
 def _every_nv() -> tuple[Tensor, Tensor]:
     """All codes, twice in a row, a row for each scale that is a number; the two blocks have different ones."""
     codes = pack(torch.arange(32, dtype=torch.uint8) % 16)
     numbers = torch.arange(0x7F, dtype=torch.uint8)
     scales = torch.stack((numbers, numbers.flip(0)), -1).unsqueeze(0).view(torch.float8_e4m3fn)
     return codes.expand(1, len(numbers), -1).contiguous(), scales.contiguous()
+
+
+_EVERY = {PackedFormat.MXFP8: _every_mx, PackedFormat.MXFP4: _every_mxfp4, PackedFormat.NVFP4: _every_nv}
 
 
 def check_experts(kernels: Kernels, recipe: Recipe, backend: str) -> None:
@@ -182,7 +199,7 @@ def check_nan(device: str, format: PackedFormat) -> None:
     hopper.run(problem)
     synchronize(device)
     clean = problem.out.clone()
-    problem.scales.view(torch.uint8)[1, 7, 2] = 0xFF if format is PackedFormat.MXFP8 else 0x7F
+    problem.scales.view(torch.uint8)[1, 7, 2] = 0x7F if format is PackedFormat.NVFP4 else 0xFF
     if format is PackedFormat.MXFP8:
         problem.data.view(torch.uint8)[1, 20, 33] = 0x7F
     hopper.run(problem)

@@ -46,6 +46,11 @@ DEVICE void copy_async(void* to, const void* from) {
   emulation::check_memory(reinterpret_cast<uintptr_t>(from), 16, "cp.async");
   emulation::current->copies.open.push_back([=] { std::memcpy(to, from, 16); });
 }
+DEVICE void copy_async_if(bool wanted, void* to, const void* from) {
+  if (wanted) return copy_async(to, from);
+  (void)emulation::shared_pointer(smem_address(to), 16);
+  emulation::current->copies.open.push_back([=] { std::memset(to, 0, 16); });
+}
 DEVICE void copy_async_pair(void* to, const void* from, int bytes) {
   (void)emulation::shared_pointer(smem_address(to), 4);
   emulation::check((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 4 == 0, "cp.async is not aligned to 4 bytes");
@@ -69,6 +74,18 @@ void store_vector_if(bool wanted, void* to, const Words& words) {
 DEVICE uint4 load_vector_if(bool wanted, const void* from) {
   emulation::check(reinterpret_cast<uintptr_t>(from) % sizeof(uint4) == 0 || !wanted, "a load is not aligned");
   return wanted ? emulate_load(static_cast<const uint4*>(from)) : uint4{};
+}
+
+DEVICE uint4 load_vector_once(const void* from) { return load_vector_if(true, from); }
+template <int kSelector>
+uint32_t permute(uint32_t x, uint32_t y) {
+  const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
+  uint32_t z = 0;
+  for (int i = 0; i < 4; ++i) {
+    const int number = kSelector >> 4 * i & 15, byte = static_cast<int>(bytes >> 8 * (number & 7) & 0xFF);
+    z |= static_cast<uint32_t>(number < 8 ? byte : byte & 0x80 ? 0xFF : 0) << 8 * i;
+  }
+  return z;
 }
 
 template <class T>
