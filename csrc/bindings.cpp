@@ -12,6 +12,7 @@
 
 #include "fusible/activation.h"
 #include "fusible/device.h"
+#include "fusible/fake_quantize_calls.h"
 #include "fusible/fused_gemm.h"
 #include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
@@ -229,6 +230,10 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::QuantizeBackwardWorkspace>(module, "Bytes that quantize_activation_backward needs for `dscales`.");
   def<fusible::QuantizeActivationBackwardLaunch>(
       module, "The gradient of a pre-activation and the activation again, in e4m3; 0 for what is not wanted.");
+  def<fusible::FakeQuantizeRowsLaunch>(
+      module,
+      "The values in bf16 of the copies of rows of tokens. Formats: 0 MXFP8, 1 NVFP4; 0 for what is not wanted.");
+  def<fusible::FakeQuantizeWeightLaunch>(module, "The same of the copies of a weight.");
   def<fusible::PackedGemmLaunch>(
       module, "A grouped product (NT) of bf16 rows and packed weights, for few rows. Formats: 0 MXFP8, 1 NVFP4, 2 MXFP4.");
   module.def("xla_handlers", &xla_handlers, "Handlers for XLA's foreign function interface, by name.");

@@ -27,7 +27,7 @@ from .checks import (
 from .kernels import Layout, Matrices
 from .parameters.weight_grads import WeightGrads
 from .quantized import operands
-from .quantized.copies import Columns, TransposedWeight, WeightOperand
+from .quantized.copies import BackwardWeight, Columns, WeightOperand
 from .quantized.packed import PackedWeight
 from .quantized.recipe import MXFP4, NVFP4, Recipe
 from .quantized.schemes import Copy
@@ -86,7 +86,7 @@ class GroupedLinear(WeightGrads):
 
     class Saved(NamedTuple):
         x: Tensor | Columns | None
-        weight: Matrices | WeightOperand | TransposedWeight | Copy | None
+        weight: Matrices | BackwardWeight | Copy | None
         split_sizes: Tensor
         bias: Matrices | None
         bias_scale: Tensor | None
@@ -263,7 +263,7 @@ class GroupedLinear(WeightGrads):
 
     def _weight_operands(
         self, recipe: Recipe, back: bool
-    ) -> tuple[WeightOperand | PackedWeight, WeightOperand | TransposedWeight | Copy | None]:
+    ) -> tuple[WeightOperand | PackedWeight, BackwardWeight | Copy | None]:
         """What the product reads, and, if ``back``, what the gradient of ``x`` will read."""
         if self.is_quantized:
             data = kernels.problem.stacked(self.matrices("weight"))
@@ -280,7 +280,7 @@ class GroupedLinear(WeightGrads):
         self,
         x: Tensor,
         rows: Tensor | Columns | None,
-        weight: Matrices | WeightOperand | TransposedWeight | Copy | None,
+        weight: Matrices | BackwardWeight | Copy | None,
         split_sizes: Tensor,
         bias_scale: Tensor | None,
         grad_input: Tensor | None,

@@ -18,7 +18,7 @@ from ..fuser import ArgumentError, RefusedError
 from ..fuser import tracing as trace
 from ..fuser.config import active_config
 from ..fuser.replay import capture
-from . import kernels
+from . import kernels, quantized_values
 from .activation_spec import ActivationSpec
 from .kernels import Layout, Matrices
 from .kernels.packed import packed_gemm
@@ -41,6 +41,7 @@ from .quantized.copies import (
     Rows,
     RowValues,
     Scaling,
+    TransposedValues,
     TransposedWeight,
     WeightOperand,
 )
@@ -190,13 +191,16 @@ def copies_of(
         else:
             copies = quantize_whole_rows(tokens, split_sizes, scaling=scaling, encode=encode, **options)
         return TokenCopies(number, tokens.dtype, kept, copies.rows, copies.columns)
+    wanted: dict[str, Any] = {"rows": rows, "columns": columns, "is_gradient": is_gradient}
+    if (format := quantized_values.format_of(recipe)) is not None:
+        read = quantized_values.of_tokens(recipe, format, tokens, split_sizes, **wanted, **options)
+        return TokenCopies(number, tokens.dtype, kept, *read)
     source = tokens.index_select(0, options["slot_of_row"] // options["top_k"]) if options else tokens
     if isinstance(recipe, MXFP4):
         capture.refuse("products of packed weights are not replayed")
         return TokenCopies(number, tokens.dtype, kept, RowValues(source), None)
     capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
-    wanted: dict[str, Any] = {"rows": rows, "columns": columns, "is_gradient": is_gradient, "encode": encode}
-    copied = operands.of_tokens(recipe, source, split_sizes, **wanted)
+    copied = operands.of_tokens(recipe, source, split_sizes, **wanted, encode=encode)
     names = [name for name in ("rows", "columns") if wanted[name]]
     note_quantiser(recipe, f"rows {'+'.join(names)}", nbytes(source, *(copied.rows or ()), *(copied.columns or ())))
     return TokenCopies(number, tokens.dtype, kept, *copied)
@@ -268,7 +272,7 @@ def weight_grad(
 
 def transposed_operand(recipe: Recipe, weight: Any) -> WeightOperand:
     """What the gradient of rows reads, of what a forward has saved of a weight."""
-    if isinstance(weight, TransposedWeight):
+    if isinstance(weight, TransposedWeight | TransposedValues):
         return weight.operand
     operand: WeightOperand = operands.turned(recipe, weight) if isinstance(weight, Copy) else weight
     return operand
@@ -474,6 +478,8 @@ def weight_operands(recipe: Recipe, weight: Matrices, both: bool, encode: Tensor
         copies = quantize_whole_weight(weight, **options)  # type: ignore[arg-type]
         back = None if copies.transposed is None else WeightOperand(copies.transposed, copies.transposed_scales)
         return WeightOperands(WeightOperand(copies.data, copies.scales), back)
+    if (format := quantized_values.format_of(recipe)) is not None:
+        return quantized_values.of_weight(format, weight, both)
     capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
     read = operands.of_weight(recipe, stacked(weight).detach(), both, encode)
     size = nbytes(weight, *read.forward, *(read.backward or ()))

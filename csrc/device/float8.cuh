@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Conversion to e4m3, and comparisons of magnitudes as bits, by the hardware.
+// Conversion to and from e4m3, and comparisons of magnitudes as bits, by the hardware.
 #pragma once
 #include "device/ptx.cuh"
 
@@ -12,9 +12,9 @@ DEVICE uint32_t pack_e4m3(float low, float high) {
   return pair;
 }
 // The inverse, exactly.
-DEVICE float2 unpack_e4m3(uint16_t pair) {
+DEVICE float2 unpack_e4m3(uint32_t pair) {
   uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
   return __half22float2(reinterpret_cast<const __half2&>(halves));
 }
 // Of each half, as unsigned integers.

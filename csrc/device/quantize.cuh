@@ -42,11 +42,11 @@ DEVICE Encoding encoding_of(float amax, bool power_of_two) {
   return {encode, __fdiv_rn(1.f, encode)};
 }
 
-// The eight rows of a thread. Magnitudes are compared as integers, in which NaN is above infinity: a maximum keeps it.
-template <class T>
+// The rows of a thread. Magnitudes are compared as integers, in which NaN is above infinity: a maximum keeps it.
+template <class T, int kRows = kTileRows>
 struct Tile {
   static constexpr int kWords = 4;  // of a row, two features each
-  uint32_t words[kTileRows][kWords];
+  uint32_t words[kRows][kWords];
 
   DEVICE void load(int row, bool exists, const T* from) { set(row, ptx::load_vector_if(exists, from)); }
   DEVICE void set(int row, const uint4& w) {
@@ -65,10 +65,10 @@ struct Tile {
   // That of one feature, of a word that has it.
   DEVICE static uint32_t of_feature(uint32_t word, int feature) { return feature % 2 ? word >> 16 : word & 0xFFFFu; }
 };
-template <>
-struct Tile<float> {
+template <int kRows>
+struct Tile<float, kRows> {
   static constexpr int kWords = 8;
-  float values[kTileRows][kWords];
+  float values[kRows][kWords];
 
   DEVICE void load(int row, bool exists, const float* from) {
 #pragma unroll
@@ -149,8 +149,8 @@ DEVICE uint2 row_bytes(const Tile<T>& tile, int row, float encode) {
 }
 
 // The largest magnitudes of a thread's part of a row.
-template <class T>
-DEVICE uint32_t largest_word(const Tile<T>& tile, int row) {
+template <class T, int kRows>
+DEVICE uint32_t largest_word(const Tile<T, kRows>& tile, int row) {
   uint32_t most[Tile<T>::kWords];
 #pragma unroll
   for (int j = 0; j < Tile<T>::kWords; ++j) most[j] = tile.magnitudes(row, j);
@@ -161,11 +161,11 @@ DEVICE uint32_t largest_word(const Tile<T>& tile, int row) {
   return most[0];
 }
 // Of a thread's part of the tile.
-template <class T>
-DEVICE uint32_t largest_word(const Tile<T>& tile) {
+template <class T, int kRows>
+DEVICE uint32_t largest_word(const Tile<T, kRows>& tile) {
   uint32_t most = largest_word(tile, 0);
 #pragma unroll
-  for (int i = 1; i < kTileRows; ++i) most = Tile<T>::larger(most, largest_word(tile, i));
+  for (int i = 1; i < kRows; ++i) most = Tile<T>::larger(most, largest_word(tile, i));
   return most;
 }
 

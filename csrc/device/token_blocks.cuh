@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Blocks of 128 tokens, which begin anew at each group: block 0 is the first of the first group that has tokens.
+// Blocks of tokens, which begin anew at each group: block 0 is the first of the first group that has tokens.
 #pragma once
 #include "device/groups.cuh"
 #include "fusible/quantize.h"
@@ -8,15 +8,17 @@ namespace fusible {
 
 struct TokenBlock {
   int64_t number, first_row;
-  int rows;  // 0: there is no such block
-  int group;
+  int rows;             // 0: there is no such block
+  int group, in_group;  // the number of the group, and the block's among those of the group
 };
 
 // For every thread of a block of threads, whose first warp walks the groups.
-__device__ inline TokenBlock find_token_block(const SplitSizes& sizes, int tokens, int wanted) {
+template <int kSize = kScaleBlock>
+__device__ TokenBlock find_token_block(const SplitSizes& sizes, int tokens, int wanted) {
   __shared__ int first_row;
   __shared__ int rows;
   __shared__ int group;
+  __shared__ int in_group;
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
     if (lane == 0) rows = 0;
@@ -24,18 +26,18 @@ __device__ inline TokenBlock find_token_block(const SplitSizes& sizes, int token
     int before = 0, blocks = 0;
     for (int base = 0; base < sizes.groups && blocks <= wanted; base += 32) {
       const auto [start, size, cut] = rows_of_lane(sizes, base + lane, tokens, before, lane);
-      const int mine = (size + kScaleBlock - 1) / kScaleBlock, after = blocks + scan(mine, lane),
-                skipped = wanted - (after - mine);
+      const int mine = (size + kSize - 1) / kSize, after = blocks + scan(mine, lane), skipped = wanted - (after - mine);
       if (skipped >= 0 && skipped < mine) {
-        first_row = start + skipped * kScaleBlock;
-        rows = min(size - skipped * kScaleBlock, kScaleBlock);
+        first_row = start + skipped * kSize;
+        rows = min(size - skipped * kSize, kSize);
         group = base + lane;
+        in_group = skipped;
       }
       blocks = __shfl_sync(~0u, after, 31);
     }
   }
   __syncthreads();
-  return {wanted, first_row, rows, group};
+  return {wanted, first_row, rows, group, in_group};
 }
 
 // Blocks of threads that share tokens are beside one another: `chunks` of them, each with some tiles of features.

@@ -3,22 +3,14 @@
 // Where scales are of more than a tile, a kernel finds the largest magnitudes, and another casts.
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "device/element.cuh"
+#include "device/matrix_table.cuh"
 #include "device/quantize_whole.cuh"
 #include "fusible/device.h"
 #include "fusible/error.h"
 
 namespace fusible {
 namespace {
-
-// Matrices that are tensors of their own go along as arguments of the kernel: nothing of the host's is read later.
-template <int kCapacity>
-struct MatrixTable {
-  uintptr_t addresses[kCapacity];
-  bool used;
-};
 
 struct WeightBlocks {
   int64_t half_rows, of_half, of_rows, of_columns;  // rows of a half, and blocks of 128
@@ -45,9 +37,8 @@ struct WeightTile {
     const int64_t in_half = row_block % blocks.of_half * kScaleBlock;
     first_row = row_block / blocks.of_half * blocks.half_rows + in_half, first_column = column_block * kScaleBlock;
     extent = {of_one_tile(blocks.half_rows - in_half), of_one_tile(c.k - first_column)};
-    const T* weight = table.used ? reinterpret_cast<const T*>(table.addresses[group])
-                                 : static_cast<const T*>(c.weight) + group * c.group_stride;
-    weight += (first_row + at.row()) * c.pitch + first_column + at.feature();
+    const T* weight =
+        table.template matrix<T>(c, group) + (first_row + at.row()) * c.pitch + first_column + at.feature();
 #pragma unroll
     for (int i = 0; i < kTileRows; ++i) tile.load(i, extent.has(at, i), weight + i * c.pitch);
   }
@@ -156,9 +147,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor<T>
 
 template <class T, int kCapacity>
 void launch(const QuantizeWeight& c, cudaStream_t stream) {
-  MatrixTable<kCapacity> table;  // what is not filled is not read
-  table.used = !c.addresses.empty();
-  std::ranges::copy(c.addresses, table.addresses);
+  const MatrixTable<kCapacity> table(c.addresses);
   const int64_t half = c.n / c.halves, of_half = blocks_of(half, kScaleBlock);
   const WeightBlocks blocks{half, of_half, of_half * c.halves, blocks_of(c.k, kScaleBlock)};
   const unsigned grid = static_cast<unsigned>(c.groups * blocks.of_rows * blocks.of_columns);

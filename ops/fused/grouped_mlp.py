@@ -24,7 +24,7 @@ from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..kernels import ActivationGrads, Layout
 from ..pointwise import Pointwise
-from ..quantized.copies import Columns, TransposedWeight, WeightOperand
+from ..quantized.copies import BackwardWeight, Columns
 from ..quantized.recipe import Recipe
 from ..quantized.schemes import Copy
 from ..quantized_linear import (
@@ -319,7 +319,7 @@ class GroupedMLP(FusedOp):
         weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, spec_of(self.act)
         if saved.preact is None:
             return ActivationGrads(dy, None, None)
-        if weight is None or isinstance(weight, Copy | TransposedWeight | WeightOperand) or not _through(needs_grad):
+        if weight is None or isinstance(weight, Copy | BackwardWeight) or not _through(needs_grad):
             of_groups = (vectors, None if vectors is None else sizes)
             return ActivationGrads(dy, None, kernels.activate(saved.preact, spec, total, *of_groups))
         return kernels.grouped_linear_activation_backward(

@@ -18,7 +18,9 @@ from ...fuser.config import active_config
 from ..activation_spec import ActivationSpec
 from ..programs.program import Program
 from . import float32
+from .fake_quantized_problem import FakeQuantizeRows, FakeQuantizing
 from .function import FunctionKernels
+from .hopper import fake_quantize as hopper_fake_quantize
 from .hopper import gemm as hopper
 from .hopper import low_rank as hopper_low_rank
 from .hopper import packed_gemm as hopper_packed
@@ -27,11 +29,20 @@ from .hopper import ragged as hopper_ragged
 from .hopper import rows as hopper_rows
 from .hopper import scaled_activation as hopper_scaled_activation
 from .hopper import scaled_gemm as hopper_scaled
-from .interface import ActivationKernels, Backend, PointwiseKernels, Quantizers, RowKernels, ScaledProducts
+from .interface import (
+    ActivationKernels,
+    Backend,
+    FakeQuantizers,
+    PointwiseKernels,
+    Quantizers,
+    RowKernels,
+    ScaledProducts,
+)
 from .jit import pointwise as jit_pointwise
 from .low_rank import LowRankPass
-from .problem import FunctionOperands, GroupedGemm, PointwiseRows
+from .problem import FunctionOperands, GroupedGemm, PointwiseRows, first
 from .pytorch import activation as pytorch_activation
+from .pytorch import fake_quantize as pytorch_fake_quantize
 from .pytorch import grouped_mm, grouped_mm_cpu, loop, ragged_loop
 from .pytorch import pointwise as pytorch_pointwise
 from .pytorch import quantize as pytorch_quantize
@@ -224,6 +235,13 @@ def quantizers(problem: Quantizing) -> tuple[Quantizers, str]:
     """What makes the copies, and why not our own kernels."""
     refusal = partial(hopper_quantize.refusal, problem)
     return _ours_or(pytorch_quantize, hopper_quantize, refusal, "quantiser", source(problem))
+
+
+def fake_quantizers(problem: FakeQuantizing) -> tuple[FakeQuantizers, str]:
+    """What rounds to the values of copies, and why not our own kernels."""
+    read = problem.x if isinstance(problem, FakeQuantizeRows) else first(problem.weight)
+    refusal = partial(hopper_fake_quantize.refusal, problem)
+    return _ours_or(pytorch_fake_quantize, hopper_fake_quantize, refusal, "quantiser", read)
 
 
 def scaled_products(problem: Multiplying) -> tuple[ScaledProducts, str]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..activation_spec import ActivationSpec
 from ..programs.program import Program
+from .fake_quantized_problem import FakeQuantizing
 from .problem import ActivationGrads, GroupedGemm, Matrices, PointwiseGrads, PointwiseRows
 from .quantized_problem import Multiplying, Quantizing
 
@@ -87,6 +88,19 @@ class Quantizers(Protocol):
 
     def run(self, problem: Quantizing, /) -> None:
         """Fills the copies, and what else the problem has tensors for."""
+
+
+class FakeQuantizers(Protocol):
+    """What makes the values of quantised copies."""
+
+    @property
+    def NAME(self) -> str: ...
+
+    def refusal(self, problem: FakeQuantizing, /) -> str | None:
+        """Why the values cannot be made here; None: they can."""
+
+    def run(self, problem: FakeQuantizing, /) -> None:
+        """Fills what the problem has tensors for."""
 
 
 class ScaledProducts(Protocol):

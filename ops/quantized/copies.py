@@ -111,6 +111,26 @@ class TransposedWeight(NamedTuple):
         return WeightOperand(self.data, self.scales.mT)
 
 
+class TransposedValues(NamedTuple):
+    """The values of a weight for the gradient of rows, as a forward keeps them: as :class:`TransposedWeight`.
+
+    Attributes:
+        data: bfloat16 [E, N, K], as the weight lies.
+        amax: as of :class:`WeightOperand`.
+    """
+
+    data: Tensor
+    amax: Tensor | None = None
+
+    @property
+    def operand(self) -> WeightOperand:
+        return WeightOperand(self.data.mT, amax=self.amax)
+
+
+BackwardWeight = WeightOperand | TransposedWeight | TransposedValues
+"""A weight for the gradient of rows, as a forward keeps it."""
+
+
 class RowValues(NamedTuple):
     """Rows of tokens whose copies are multiplied exactly in 16 bits.
 

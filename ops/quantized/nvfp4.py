@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .formats import E4M3, cast, cast_e2m1, cast_e2m1_stochastic, from_e2m1, pack, unpack
+from .random import uniform_of_rows
 from .reference import amax_of, gather, groups_of, largest_by_group, split, token_blocks
 
 NV_BLOCK = 16
@@ -41,43 +42,56 @@ class NVFP4Data(NamedTuple):
     amax: Tensor
 
 
-def quantize_rows(
-    x: Tensor, split_sizes: Tensor, generator: torch.Generator | None = None, is_stochastic: bool = False
-) -> NVFP4Data:
+def quantize_rows(x: Tensor, split_sizes: Tensor, seed: Tensor | None = None) -> NVFP4Data:
     """``x`` [T, K] in blocks of 1 x 16.
 
     Args:
-        generator: of the random numbers that values are rounded by; torch's own if ``is_stochastic`` without one.
+        seed: of the random numbers that values are rounded by, :func:`~.random.new_seed`; None: to the nearest.
     """
     _check(x)
     blocks = split(x, -1, NV_BLOCK)
     group = groups_of(split_sizes, x.shape[0])
     amax = largest_by_group(amax_of(x, (1,)).squeeze(1), group, split_sizes.shape[0])
     by_row = F.pad(amax, (0, 1))[group].view(-1, 1, 1)
-    codes, scales = _quantize(blocks, (2,), by_row, is_stochastic or generator is not None, generator)
+    random = None if seed is None else _random_of_rows(seed, split_sizes, group, x.shape[1]).view_as(blocks)
+    codes, scales = _quantize(blocks, (2,), by_row, random)
     return NVFP4Data(pack(codes.flatten(1)), scales.squeeze(2), amax)
+
+
+def _random_of_rows(seed: Tensor, split_sizes: Tensor, group: Tensor, features: int) -> Tensor:
+    """A number for each value of rows [T, K], of which any in the tail."""
+    starts = split_sizes.long().clamp(min=0).cumsum(0)
+    row = torch.arange(group.shape[0], device=group.device) - F.pad(starts, (1, 0))[group]
+    return uniform_of_rows(seed, 0, group, row, features)
 
 
 def quantize_columns(
     x: Tensor,
     split_sizes: Tensor,
     is_transformed: bool = True,
-    generator: torch.Generator | None = None,
-    is_stochastic: bool = False,
+    seed: Tensor | None = None,
 ) -> NVFP4Data:
     """``x`` [T, K] transposed, in blocks of 16 tokens of one group: [T // 16 + E, K, 16].
 
     Args:
         is_transformed: whether each block is multiplied by :func:`hadamard` first; its amax is then of the products.
-        generator, is_stochastic: as for :func:`quantize_rows`.
+        seed: as for :func:`quantize_rows`.
     """
     blocks = token_blocks(split_sizes, x.shape[0], NV_BLOCK)
     values = gather(x, blocks).transpose(1, 2)  # [blocks, K, 16]
     values = transform(values) if is_transformed else values
     amax = largest_by_group(amax_of(values, (1, 2)).flatten(), blocks.group, split_sizes.shape[0])
-    by_block, is_random = amax[blocks.group].view(-1, 1, 1), is_stochastic or generator is not None
-    codes, scales = _quantize(values, (2,), by_block, is_random, generator)
+    random = None if seed is None else _random_of_columns(seed, split_sizes, blocks.group, x.shape[1])
+    codes, scales = _quantize(values, (2,), amax[blocks.group].view(-1, 1, 1), random)
     return NVFP4Data(pack(codes), scales, amax)
+
+
+def _random_of_columns(seed: Tensor, split_sizes: Tensor, group: Tensor, features: int) -> Tensor:
+    """A number for each value of blocks [blocks, K, 16], of which any in unused ones."""
+    first_blocks = F.pad((filled_up(split_sizes.long()) // NV_BLOCK).cumsum(0), (1, 0))[group]
+    block = torch.arange(group.shape[0], device=group.device) - first_blocks
+    row = block.unsqueeze(-1) * NV_BLOCK + torch.arange(NV_BLOCK, device=group.device)
+    return uniform_of_rows(seed, 1, group.unsqueeze(-1).expand_as(row), row, features).transpose(1, 2)
 
 
 def quantize_weight(weight: Tensor) -> NVFP4Data:
@@ -96,24 +110,19 @@ def _check(x: Tensor) -> None:
         raise ValueError(f"NVFP4 needs features that are multiples of {NV_BLOCK}, got {x.shape[-1]}")
 
 
-def _quantize(
-    x: Tensor,
-    dims: tuple[int, ...],
-    amax: Tensor,
-    is_stochastic: bool = False,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Codes of the shape of ``x``, and scales, of a size of 1 in the dimensions that a block spans."""
+def _quantize(x: Tensor, dims: tuple[int, ...], amax: Tensor, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Codes of the shape of ``x``, and scales, of a size of 1 in the dimensions that a block spans.
+
+    Args:
+        random: a number for each value; None: it is rounded to the nearest.
+    """
     most = torch.full_like(amax, torch.finfo(torch.float32).max)
     encode_group = encode_scales(amax)
     sixth = torch.ones_like(amax) / torch.full_like(amax, E2M1_MAX)
     scales = cast(torch.minimum(amax_of(x, dims) * (encode_group * sixth), most), E4M3)
     encode = torch.minimum(1 / (scales.float() * (torch.ones_like(amax) / encode_group)), most)
     values = x.float() * encode
-    if not is_stochastic:
-        return cast_e2m1(values), scales
-    random = torch.rand(values.shape, device=values.device, generator=generator)
-    return cast_e2m1_stochastic(values, random), scales
+    return cast_e2m1(values) if random is None else cast_e2m1_stochastic(values, random), scales
 
 
 def encode_scales(amax: Tensor) -> Tensor:

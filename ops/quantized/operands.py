@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from . import mxfp8, nvfp4, per_tensor
 from .copies import (
+    BackwardWeight,
     BlockedColumns,
     Columns,
     ColumnValues,
@@ -45,7 +46,7 @@ class WeightOperands(NamedTuple):
     """Of a weight [E, N, K]: for the forward, and for the gradient of rows; None: nobody reads it."""
 
     forward: WeightOperand
-    backward: WeightOperand | TransposedWeight | None
+    backward: BackwardWeight | None
 
 
 def format_refusal(recipe: Recipe, in_features: int, out_features: int) -> str | None:

@@ -19,6 +19,7 @@ from .formats import E4M3, FORMATS, Format
 from .mxfp4 import MXFP4Data
 from .mxfp8 import MXColumns, MXRows
 from .nvfp4 import NVFP4Data
+from .random import new_seed
 from .recipe import MXFP4, MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
 from .reference import Blocks
 
@@ -269,11 +270,13 @@ class NVScheme:
     is_stochastic: bool = False
 
     def rows(self, x: Tensor, split_sizes: Tensor) -> Copy:
-        return Copy(*nvfp4.quantize_rows(x, split_sizes, is_stochastic=self.is_stochastic))
+        return Copy(*nvfp4.quantize_rows(x, split_sizes, self._seed(x)))
 
     def columns(self, x: Tensor, split_sizes: Tensor) -> Copy:
-        is_stochastic = self.is_stochastic
-        return Copy(*nvfp4.quantize_columns(x, split_sizes, self.is_transformed, is_stochastic=is_stochastic))
+        return Copy(*nvfp4.quantize_columns(x, split_sizes, self.is_transformed, self._seed(x)))
+
+    def _seed(self, x: Tensor) -> Tensor | None:
+        return new_seed(x.device) if self.is_stochastic else None
 
     def weight(self, weight: Tensor, halves: int) -> Copy:
         return Copy(*nvfp4.quantize_weight(weight))

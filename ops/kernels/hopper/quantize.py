@@ -61,18 +61,24 @@ def run(problem: Quantizing) -> None:
 @_refusal.register
 def _rows_refusal(problem: QuantizeRows) -> str | None:
     x, tokens = problem.x, problem.tokens
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        return f"quantises bfloat16 or float16 rows, not {x.dtype}"
-    if x.stride(1) != 1 or x.stride(0) % 8 or addresses(x)[0] % _VECTOR:
-        return f"needs dense rows at multiples of 16 bytes, got strides {list(x.stride())}"
     return (
-        _tokens_refusal(tokens, problem.split_sizes)
-        or _features_refusal(x.shape[1])
-        or _indices_refusal(problem.slot_of_row)
+        rows_refusal(x)
+        or tokens_refusal(tokens, problem.split_sizes)
+        or features_refusal(x.shape[1])
+        or indices_refusal(problem.slot_of_row)
         or _rows_copy_refusal(problem.rows, tokens, x.shape[1], problem.scaling)
         or _columns_copy_refusal(problem.columns, tokens, x.shape[1], problem.split_sizes.shape[0])
         or _encode_refusal(problem.encode, problem.scaling, problem.split_sizes.shape[0])
     )
+
+
+def rows_refusal(x: Tensor) -> str | None:
+    """Of rows of tokens."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return f"quantises bfloat16 or float16 rows, not {x.dtype}"
+    if x.stride(1) != 1 or x.stride(0) % 8 or addresses(x)[0] % _VECTOR:
+        return f"needs dense rows at multiples of 16 bytes, got strides {list(x.stride())}"
+    return None
 
 
 def _encode_refusal(encode: Tensor | None, scaling: Scaling, groups: int) -> str | None:
@@ -86,14 +92,16 @@ def _encode_refusal(encode: Tensor | None, scaling: Scaling, groups: int) -> str
     return f"needs [{groups}] dense float32 numbers to multiply groups by, got {list(encode.shape)} of {encode.dtype}"
 
 
-def _indices_refusal(*indices: Tensor | None) -> str | None:
+def indices_refusal(*indices: Tensor | None) -> str | None:
+    """Of rows or of slots."""
     for each in indices:
         if each is not None and not (each.dtype == torch.int32 and each.is_contiguous()):
             return f"needs dense indices of 32 bits, got {each.dtype} with strides {list(each.stride())}"
     return None
 
 
-def _tokens_refusal(tokens: int, split_sizes: Tensor) -> str | None:
+def tokens_refusal(tokens: int, split_sizes: Tensor) -> str | None:
+    """Of how many rows there are, and of their groups."""
     if tokens >= _MANY:
         return f"takes fewer than 2^30 rows, got {tokens}"
     if split_sizes.dtype not in (torch.int32, torch.int64) or not split_sizes.is_contiguous():
@@ -101,11 +109,12 @@ def _tokens_refusal(tokens: int, split_sizes: Tensor) -> str | None:
     return None
 
 
-def _features_refusal(features: int) -> str | None:
+def features_refusal(features: int) -> str | None:
+    """Of the columns of rows."""
     return None if features % _VECTOR == 0 else f"needs features that are multiples of 16, got {features}"
 
 
-def _dense_refusal(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> str | None:
+def dense_refusal(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> str | None:
     """Of the memory of a copy, whose first dimension may be larger than what is asked for."""
     fits = tensor.shape[1:] == shape[1:] and tensor.shape[0] >= shape[0]
     if tensor.dtype == dtype and fits and tensor.is_contiguous() and addresses(tensor)[0] % _VECTOR == 0:
@@ -119,7 +128,7 @@ def _rows_copy_refusal(
     if rows is None:
         return None
     scales = (ceil_blocks(features), -(-tokens // 4) * 4) if scaling is Scaling.BLOCKS else (tokens,)
-    return _dense_refusal("bytes", rows.data, torch.float8_e4m3fn, tokens, features) or _dense_refusal(
+    return dense_refusal("bytes", rows.data, torch.float8_e4m3fn, tokens, features) or dense_refusal(
         "scales", rows.scales, torch.float32, *scales
     )
 
@@ -128,9 +137,9 @@ def _columns_copy_refusal(columns: BlockedColumns | None, tokens: int, features:
     if columns is None:
         return None
     blocks = tokens // BLOCK + groups
-    return _dense_refusal(
+    return dense_refusal(
         "transposed bytes", columns.data, torch.float8_e4m3fn, blocks, features, BLOCK
-    ) or _dense_refusal("scales of columns", columns.scales, torch.float32, blocks, features)
+    ) or dense_refusal("scales of columns", columns.scales, torch.float32, blocks, features)
 
 
 @run.register
@@ -145,7 +154,7 @@ def _quantize_rows(problem: QuantizeRows) -> None:
         features=x.shape[1],
         x=x.data_ptr(),
         pitch=x.stride(0),
-        **_group_arguments(sizes),
+        **group_arguments(sizes),
         power_of_two=problem.power_of_two,
         **_copy_arguments(problem.rows, problem.columns),
         slot_of_row=address(problem.slot_of_row),
@@ -165,7 +174,8 @@ def _largest_magnitudes(scaling: Scaling, rows: int, groups: int, like: Tensor) 
     return like.new_empty(size, dtype=torch.uint8)
 
 
-def _group_arguments(split_sizes: Tensor) -> dict[str, int]:
+def group_arguments(split_sizes: Tensor) -> dict[str, int]:
+    """What launches are told of groups."""
     return {
         "groups": split_sizes.shape[0],
         "sizes": split_sizes.data_ptr(),
@@ -229,14 +239,12 @@ def _weight_refusal(problem: QuantizeWeight) -> str | None:
     one, out, halves = first(problem.weight), problem.out, problem.halves
     stored = _stored(problem.weight, out)
     (n, k), half_rows = one.shape[-2:], one.shape[-2] // halves
-    if any([m.dtype != one.dtype or m.stride() != stored.matrices[0].stride() for m in stored.matrices]):
-        return "needs weights of one dtype and pitch"
-    why = _matrix_refusal(stored) or _features_refusal(k) or _features_refusal(half_rows)
+    why = matrices_refusal(stored.matrices, stored.group_stride) or features_refusal(k) or features_refusal(half_rows)
     if why is None and stored.is_transposed and halves == 2 and half_rows % BLOCK:
         why = f"needs halves that are multiples of 128 of a weight that is stored transposed, got {half_rows}"
     return (
         why
-        or _dense_refusal("bytes", out.data, torch.float8_e4m3fn, stored.groups, n, k)
+        or dense_refusal("bytes", out.data, torch.float8_e4m3fn, stored.groups, n, k)
         or _transposed_refusal(out.transposed, stored.groups, k, n)
         or _weight_scales_refusal(problem, stored.groups, n, k)
         or _encode_refusal(problem.encode, problem.scaling, stored.groups)
@@ -247,27 +255,30 @@ def _weight_scales_refusal(problem: QuantizeWeight, groups: int, n: int, k: int)
     out, halves = problem.out, problem.halves
     if isinstance(out, QuantizedWeight):
         grid = (groups, halves * ceil_blocks(n // halves), ceil_blocks(k))
-        return _dense_refusal("scales", out.scales, torch.float32, *grid)
-    why = _dense_refusal("scales", out.scales, torch.float32, groups, n)
+        return dense_refusal("scales", out.scales, torch.float32, *grid)
+    why = dense_refusal("scales", out.scales, torch.float32, groups, n)
     if why is None and out.transposed_scales is not None:
-        why = _dense_refusal("scales of the transposed bytes", out.transposed_scales, torch.float32, groups, k)
+        why = dense_refusal("scales of the transposed bytes", out.transposed_scales, torch.float32, groups, k)
     return why
 
 
 def _transposed_refusal(transposed: Tensor | None, groups: int, k: int, n: int) -> str | None:
     if transposed is None:
         return None
-    return _dense_refusal("transposed bytes", transposed, torch.float8_e4m3fn, groups, k, n)
+    return dense_refusal("transposed bytes", transposed, torch.float8_e4m3fn, groups, k, n)
 
 
-def _matrix_refusal(stored: _Stored) -> str | None:
-    one = stored.matrices[0]
+def matrices_refusal(matrices: list[Tensor], group_stride: int) -> str | None:
+    """Of weights that are row-major: of one tensor [E, N, K], or of those of all groups."""
+    one = matrices[0]
+    if any([m.dtype != one.dtype or m.stride() != one.stride() for m in matrices]):
+        return "needs weights of one dtype and pitch"
     if one.dtype not in TYPE_CODES:
         return f"quantises weights of 16 or 32 bits, not {one.dtype}"
-    if len(stored.matrices) > _MOST_MATRICES:
-        return f"takes at most {_MOST_MATRICES} matrices, got {len(stored.matrices)}"
+    if len(matrices) > _MOST_MATRICES:
+        return f"takes at most {_MOST_MATRICES} matrices, got {len(matrices)}"
     size = one.element_size()
-    aligned = (one.stride(-2) * size, stored.group_stride * size, *addresses(stored.matrices))
+    aligned = (one.stride(-2) * size, group_stride * size, *addresses(matrices))
     if one.stride(-1) != 1 or any([number % _VECTOR for number in aligned]):
         return f"needs dense rows at multiples of 16 bytes, got strides {list(one.stride())}"
     return None
@@ -324,7 +335,7 @@ def _activation_operands_refusal(problem: QuantizeActivation | QuantizeActivatio
         return f"needs blocks of gate and up of 1, 2 or 4 columns, or multiples of {least}, got {block}"
     if scales is not None and not (scales.dtype in TYPE_CODES and scales.is_contiguous()):
         return f"needs dense scales of 16 or 32 bits, got {scales.dtype} with strides {list(scales.stride())}"
-    return _tokens_refusal(preact.shape[0], problem.split_sizes) or _features_refusal(features)
+    return tokens_refusal(preact.shape[0], problem.split_sizes) or features_refusal(features)
 
 
 def _is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -387,7 +398,7 @@ def _activation_arguments(problem: QuantizeActivation | QuantizeActivationBackwa
         "tokens": preact.shape[0],
         "features": features,
         "preact": preact.data_ptr(),
-        **_group_arguments(problem.split_sizes),
+        **group_arguments(problem.split_sizes),
         "power_of_two": problem.power_of_two,
         "scales": scales,
         "scales_type": scales_type,
@@ -406,9 +417,9 @@ def _permute_refusal(problem: PermuteQuantizedRows) -> str | None:
     (tokens, features), source = problem.source.data.shape, problem.source
     rows = problem.slot_of_row.shape[0]
     return (
-        _tokens_refusal(rows, problem.tokens_per_expert)
-        or _features_refusal(features)
-        or _indices_refusal(problem.slot_of_row, problem.row_of_slot, problem.tokens_per_expert)
+        tokens_refusal(rows, problem.tokens_per_expert)
+        or features_refusal(features)
+        or indices_refusal(problem.slot_of_row, problem.row_of_slot, problem.tokens_per_expert)
         or _rows_copy_refusal(source, tokens, features)
         or _rows_copy_refusal(problem.out, rows, features)
     )

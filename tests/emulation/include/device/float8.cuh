@@ -16,11 +16,13 @@ inline uint32_t e4m3(float x) {
   return sign | static_cast<uint32_t>((exponent + 6) * 8 + steps);
 }
 DEVICE uint32_t pack_e4m3(float low, float high) { return e4m3(low) | e4m3(high) << 8; }
-inline float from_e4m3(uint32_t byte) {
-  const float magnitude = (byte & 0x7F) == 0x7F ? NAN : std::ldexp(static_cast<float>(byte & 7 | (byte & 0x78 ? 8 : 0)), static_cast<int>(max(byte >> 3 & 15, 1u)) - 10);
-  return byte & 0x80 ? -magnitude : magnitude;
+inline float from_e4m3(uint32_t code) {
+  const int exponent = code >> 3 & 15, fraction = code & 7;
+  if ((code & 0x7F) == 0x7F) return NAN;
+  const float magnitude = exponent ? std::ldexp(8.f + fraction, exponent - 10) : std::ldexp(1.f * fraction, -9);
+  return code & 0x80 ? -magnitude : magnitude;
 }
-DEVICE float2 unpack_e4m3(uint16_t pair) { return {from_e4m3(pair & 0xFF), from_e4m3(pair >> 8)}; }
+DEVICE float2 unpack_e4m3(uint32_t pair) { return {from_e4m3(pair & 0xFF), from_e4m3(pair >> 8 & 0xFF)}; }
 DEVICE uint32_t max_u16x2(uint32_t x, uint32_t y) {
   const uint32_t low = max(x & 0xFFFFu, y & 0xFFFFu), high = max(x >> 16, y >> 16);
   return low | high << 16;

@@ -1,0 +1,111 @@
+"""The door to fake quantisers: the values of the copies that a recipe says, for products that are computed in 16 bits.
+
+Bytes and scales are never in memory. The values are those of dequantised copies, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser import tracing as trace
+from ..quantized.nvfp4 import NV_BLOCK
+from ..quantized.packed import PackedFormat
+from .custom_ops import kernel
+from .dispatch import fake_quantizers
+from .fake_quantized_problem import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
+from .problem import Matrices, first
+
+
+class TokenValues(NamedTuple):
+    """The fields of a :class:`FakeQuantizeRows` that are filled; None for what nobody wants."""
+
+    rows: Tensor | None
+    columns: Tensor | None
+    row_amax: Tensor | None
+    column_amax: Tensor | None
+
+
+class WeightValues(NamedTuple):
+    """The fields of a :class:`FakeQuantizeWeight` that are filled; None for what nobody wants."""
+
+    rows: Tensor | None
+    columns: Tensor | None
+    amax: Tensor | None
+
+
+def new_token_values(
+    x: Tensor,
+    split_sizes: Tensor,
+    format: PackedFormat,
+    want_rows: bool,
+    want_columns: bool,
+    slot_of_row: Tensor | None,
+) -> TokenValues:
+    """Memory for the wanted values of rows like ``x``, or of as many as there are slots."""
+    (groups,), is_nv = split_sizes.shape, format is PackedFormat.NVFP4
+    tokens, features = x.shape[0] if slot_of_row is None else slot_of_row.shape[0], x.shape[1]
+    by_column = (tokens // NV_BLOCK + groups) * NV_BLOCK if is_nv else tokens
+
+    def values(wanted: bool, number: int) -> Tensor | None:
+        return x.new_empty((number, features), dtype=torch.bfloat16) if wanted else None
+
+    def amax(wanted: bool) -> Tensor | None:  # zeros, which nobody writes if there are no rows
+        return x.new_zeros((groups,), dtype=torch.float32) if wanted and is_nv else None
+
+    wanted = want_rows, want_columns
+    return TokenValues(values(want_rows, tokens), values(want_columns, by_column), *map(amax, wanted))
+
+
+def new_weight_values(weight: Matrices, format: PackedFormat, want_rows: bool, want_columns: bool) -> WeightValues:
+    """Memory for the wanted values of a weight."""
+    one, groups = first(weight), weight.shape[0] if isinstance(weight, Tensor) else len(weight)
+
+    def values(wanted: bool) -> Tensor | None:
+        return one.new_empty((groups, *one.shape[-2:]), dtype=torch.bfloat16) if wanted else None
+
+    amax = one.new_empty((groups,), dtype=torch.float32) if format is PackedFormat.NVFP4 else None
+    return WeightValues(values(want_rows), values(want_columns), amax)
+
+
+@kernel(new_token_values)
+def fake_quantize_rows(
+    x: Tensor,
+    split_sizes: Tensor,
+    format: PackedFormat,
+    *,
+    want_rows: bool = True,
+    want_columns: bool = False,
+    is_transformed: bool = False,
+    seed: Tensor | None = None,
+    slot_of_row: Tensor | None = None,
+    top_k: int = 1,
+) -> TokenValues:
+    """The values of the wanted copies of rows [T, K]; see :class:`FakeQuantizeRows`."""
+    out = new_token_values(x, split_sizes, format, want_rows, want_columns, slot_of_row)
+    _run(FakeQuantizeRows(x, split_sizes, format, *out, is_transformed, seed, slot_of_row, top_k))
+    return out
+
+
+@kernel(new_weight_values)
+def fake_quantize_weight(
+    weight: Matrices, format: PackedFormat, *, want_rows: bool = True, want_columns: bool = False
+) -> WeightValues:
+    """The values of the wanted copies of a weight [E, N, K]; see :class:`FakeQuantizeWeight`."""
+    out = new_weight_values(weight, format, want_rows, want_columns)
+    _run(FakeQuantizeWeight(weight, format, *out))
+    return out
+
+
+def _run(problem: FakeQuantizing) -> None:
+    """Runs a fake quantiser, or tells a trace of it."""
+    backend, reason = fake_quantizers(problem)
+    tensor = problem.x if isinstance(problem, FakeQuantizeRows) else first(problem.weight)
+    if trace.active():
+        shown, size = reason if tensor.is_cuda else "", problem.bytes
+        configuration = f"{problem}, {size / 1e6:.1f} MB"
+        trace.record(trace.KernelCall(f"{backend.NAME} (quantise)", shown, 0, size, configuration))
+    elif not tensor.is_meta and tensor.numel():
+        backend.run(problem)

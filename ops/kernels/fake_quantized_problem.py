@@ -1,0 +1,89 @@
+"""The statements of fake quantisers: to the values, in bfloat16, of the copies that a recipe says, in one pass.
+
+Those of NVFP4 lack the factor of each group, which follows from its amax. Outputs are allocated by the door.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..quantized.packed import PackedFormat
+from .problem import Matrices, nbytes
+
+
+@dataclass(slots=True)
+class FakeQuantizeRows:
+    """The values of the copies of rows of tokens, sorted by group.
+
+    Attributes:
+        x: [T, K], with dense columns.
+        split_sizes: int32 or int64 [E], on the device of ``x``. Rows past the last group may become anything.
+        rows: bfloat16 [T, K], in blocks along K; None: nobody wants them.
+        columns: in blocks of a group's tokens: bfloat16 [T, K]; under NVFP4 [16 * (T // 16 + E), K], where the last
+            block of a group is filled up. None: nobody wants them.
+        row_amax, column_amax: float32 [E] under NVFP4, of what is quantised: where they go.
+        is_transformed: columns are multiplied by :func:`~..quantized.nvfp4.hadamard` first, under NVFP4.
+        seed: int64 [1], of random numbers that values are rounded by under NVFP4; None: to the nearest.
+        slot_of_row, top_k: as of :class:`~.quantized_problem.QuantizeRows`.
+    """
+
+    x: Tensor
+    split_sizes: Tensor
+    format: PackedFormat
+    rows: Tensor | None
+    columns: Tensor | None
+    row_amax: Tensor | None = None
+    column_amax: Tensor | None = None
+    is_transformed: bool = False
+    seed: Tensor | None = None
+    slot_of_row: Tensor | None = None
+    top_k: int = 1
+
+    @property
+    def tokens(self) -> int:
+        """How many rows there are: of experts, or T."""
+        return self.x.shape[0] if self.slot_of_row is None else self.slot_of_row.shape[0]
+
+    @property
+    def bytes(self) -> int:
+        """NVFP4 reads twice: for the largest magnitudes of groups, and to round."""
+        read = nbytes(self.x) * (2 if self.format is PackedFormat.NVFP4 else 1)
+        return read + nbytes(self.slot_of_row, self.rows, self.columns)
+
+    def __str__(self) -> str:
+        names = [name for name, copy in (("rows", self.rows), ("columns", self.columns)) if copy is not None]
+        return f"rows {'+'.join(names)} to values of {self.format.value}"
+
+
+@dataclass(slots=True)
+class FakeQuantizeWeight:
+    """The values of the copies of the matrices of all groups; they lie as the weight does.
+
+    Attributes:
+        weight: [E, N, K], or E matrices [N, K], with any strides.
+        rows: bfloat16 [E, N, K], in blocks along K; under NVFP4 of 16 x 16. None: nobody wants them.
+        columns: bfloat16 [E, N, K], in blocks along N; None: nobody wants them, or NVFP4 has one copy.
+        amax: float32 [E] under NVFP4: where it goes.
+    """
+
+    weight: Matrices
+    format: PackedFormat
+    rows: Tensor | None
+    columns: Tensor | None
+    amax: Tensor | None = None
+
+    @property
+    def bytes(self) -> int:
+        """As of :class:`FakeQuantizeRows`."""
+        read = nbytes(self.weight) * (2 if self.format is PackedFormat.NVFP4 else 1)
+        return read + nbytes(self.rows, self.columns)
+
+    def __str__(self) -> str:
+        both = self.rows is not None and self.columns is not None
+        return f"weight {'both' if both else 'one copy'} to values of {self.format.value}"
+
+
+FakeQuantizing = FakeQuantizeRows | FakeQuantizeWeight
+"""What ``fake_quantize.py`` of a backend takes."""

@@ -1,0 +1,122 @@
+"""Our own CUDA kernels that quantise and dequantise in one pass, in registers.
+
+They write what the door has just allocated, whose version nobody has kept: it stays. Rows past the last group are
+neither read nor written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...quantized.nvfp4 import NV_BLOCK
+from ...quantized.packed import PackedFormat
+from ..fake_quantized_problem import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
+from ..problem import addresses, first
+from .extension import TYPE_CODES, address, compiled, device_refusal, stream
+from .quantize import (
+    dense_refusal,
+    features_refusal,
+    group_arguments,
+    indices_refusal,
+    matrices_refusal,
+    rows_refusal,
+    tokens_refusal,
+)
+
+NAME = "hopper"
+_FORMAT_CODES = {PackedFormat.MXFP8: 0, PackedFormat.NVFP4: 1}
+
+
+def refusal(problem: FakeQuantizing) -> str | None:
+    """Why the kernels do not take this; None: they do."""
+    tensor = problem.x if isinstance(problem, FakeQuantizeRows) else first(problem.weight)
+    if not tensor.is_cuda:
+        return f"needs a CUDA device, got {tensor.device.type}"
+    if (why := device_refusal(tensor.get_device())) is not None:
+        return why
+    if problem.format not in _FORMAT_CODES:
+        return f"rounds to {' or '.join(f.value for f in _FORMAT_CODES)}, not {problem.format.value}"
+    return _rows_refusal(problem) if isinstance(problem, FakeQuantizeRows) else _weight_refusal(problem)
+
+
+def run(problem: FakeQuantizing) -> None:
+    """Fills what the problem has tensors for, which is not refused."""
+    if isinstance(problem, FakeQuantizeRows):
+        _run_rows(problem)
+    else:
+        _run_weight(problem)
+
+
+def _rows_refusal(problem: FakeQuantizeRows) -> str | None:
+    x, (groups,), tokens = problem.x, problem.split_sizes.shape, problem.tokens
+    by_column = tokens if problem.format is PackedFormat.MXFP8 else (tokens // NV_BLOCK + groups) * NV_BLOCK
+    return (
+        rows_refusal(x)
+        or tokens_refusal(tokens, problem.split_sizes)
+        or features_refusal(x.shape[1])
+        or indices_refusal(problem.slot_of_row)
+        or _values_refusal(problem.rows, tokens, x.shape[1])
+        or _values_refusal(problem.columns, by_column, x.shape[1])
+    )
+
+
+def _values_refusal(values: Tensor | None, *shape: int) -> str | None:
+    return None if values is None else dense_refusal("values", values, torch.bfloat16, *shape)
+
+
+def _weight_refusal(problem: FakeQuantizeWeight) -> str | None:
+    weight, one = problem.weight, first(problem.weight)
+    groups, (n, k) = weight.shape[0] if isinstance(weight, Tensor) else len(weight), one.shape[-2:]
+    matrices = [weight] if isinstance(weight, Tensor) else list(weight)
+    return (
+        matrices_refusal(matrices, one.stride(0) if isinstance(weight, Tensor) else 0)
+        or features_refusal(k)
+        or _values_refusal(problem.rows, groups, n, k)
+        or _values_refusal(problem.columns, groups, n, k)
+    )
+
+
+def _run_rows(problem: FakeQuantizeRows) -> None:
+    x, device = problem.x, problem.x.get_device()
+    compiled().fake_quantize_rows(
+        device=device,
+        stream=stream(device),
+        format=_FORMAT_CODES[problem.format],
+        type=TYPE_CODES[x.dtype],
+        tokens=problem.tokens,
+        features=x.shape[1],
+        x=x.data_ptr(),
+        pitch=x.stride(0),
+        **group_arguments(problem.split_sizes),
+        rows=address(problem.rows),
+        columns=address(problem.columns),
+        slot_of_row=address(problem.slot_of_row),
+        top_k=problem.top_k,
+        is_transformed=problem.is_transformed,
+        row_amax=address(problem.row_amax),
+        column_amax=address(problem.column_amax),
+        seed=address(problem.seed),
+    )
+
+
+def _run_weight(problem: FakeQuantizeWeight) -> None:
+    weight, one = problem.weight, first(problem.weight)
+    is_stacked, device = isinstance(weight, Tensor), one.get_device()
+    n, k = one.shape[-2:]
+    compiled().fake_quantize_weight(
+        device=device,
+        stream=stream(device),
+        format=_FORMAT_CODES[problem.format],
+        type=TYPE_CODES[one.dtype],
+        groups=len(weight),
+        n=n,
+        k=k,
+        weight=one.data_ptr() if is_stacked else 0,
+        pitch=one.stride(-2),
+        group_stride=one.stride(0) if is_stacked else 0,
+        addresses=[] if is_stacked else list(addresses(weight)),
+        rows=address(problem.rows),
+        columns=address(problem.columns),
+        amax=address(problem.amax),
+    )

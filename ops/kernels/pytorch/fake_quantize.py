@@ -1,0 +1,68 @@
+"""The fake quantisers in PyTorch, on any device: the definitions in ``ops/quantized``, into given memory."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...quantized import mxfp8, nvfp4
+from ...quantized.packed import PackedFormat
+from ..fake_quantized_problem import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
+from ..problem import stacked
+
+NAME = "torch"
+
+
+def refusal(problem: FakeQuantizing) -> str | None:
+    """None: every format is rounded to here, and nothing waits for a device."""
+    return None
+
+
+def run(problem: FakeQuantizing) -> None:
+    """Fills what the problem has tensors for."""
+    is_mx = problem.format is PackedFormat.MXFP8
+    if isinstance(problem, FakeQuantizeWeight):
+        (_mx_weight if is_mx else _nv_weight)(problem)
+    else:
+        (_mx_rows if is_mx else _nv_rows)(problem)
+
+
+def _gathered(problem: FakeQuantizeRows) -> Tensor:
+    """The rows, from where their tokens lie."""
+    if problem.slot_of_row is None:
+        return problem.x
+    return problem.x.index_select(0, problem.slot_of_row // problem.top_k)
+
+
+def _mx_rows(p: FakeQuantizeRows) -> None:
+    x = _gathered(p)
+    if p.rows is not None:
+        p.rows.copy_(mxfp8.dequantize_rows(mxfp8.quantize_rows(x)))
+    if p.columns is not None:
+        p.columns.copy_(mxfp8.dequantize_columns(mxfp8.quantize_columns(x, p.split_sizes), p.split_sizes))
+
+
+def _nv_rows(p: FakeQuantizeRows) -> None:
+    x = _gathered(p)
+    if p.rows is not None and p.row_amax is not None:
+        rows = nvfp4.quantize_rows(x, p.split_sizes, p.seed)
+        p.rows.copy_(nvfp4.dequantize(rows))
+        p.row_amax.copy_(rows.amax)
+    if p.columns is not None and p.column_amax is not None:
+        columns = nvfp4.quantize_columns(x, p.split_sizes, p.is_transformed, p.seed)
+        p.columns.copy_(nvfp4.dequantize(columns).transpose(1, 2).flatten(0, 1))
+        p.column_amax.copy_(columns.amax)
+
+
+def _mx_weight(p: FakeQuantizeWeight) -> None:
+    weight = stacked(p.weight)
+    if p.rows is not None:
+        p.rows.copy_(mxfp8.dequantize_rows(mxfp8.quantize_rows(weight)))
+    if p.columns is not None:
+        p.columns.copy_(mxfp8.dequantize_rows(mxfp8.quantize_rows(weight.mT)).mT)
+
+
+def _nv_weight(p: FakeQuantizeWeight) -> None:
+    copy = nvfp4.quantize_weight(stacked(p.weight))
+    if p.rows is not None and p.amax is not None:
+        p.rows.copy_(nvfp4.dequantize(copy))
+        p.amax.copy_(copy.amax)
