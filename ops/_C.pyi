@@ -99,6 +99,8 @@ def grouped_gemm(
     second_b: int = ...,
     second_b_pitch: int = ...,
     second_b_group: int = ...,
+    followers: list[int] = ...,
+    follows: bool = ...,
 ) -> None: ...
 def scaled_gemm(
     *,

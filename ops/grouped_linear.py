@@ -24,7 +24,7 @@ from .checks import (
     check_split_sizes,
     product_dtype,
 )
-from .kernels import Layout, Matrices
+from .kernels import Independent, Layout, Matrices
 from .parameters.weight_grads import WeightGrads
 from .quantized import operands
 from .quantized.copies import BackwardWeight, Columns, WeightOperand
@@ -319,16 +319,24 @@ class GroupedLinear(WeightGrads):
         return self.grads_of(saved, copies, rows, needs_grad)
 
     def grads_of(
-        self, saved: Saved, dy: Tensor | TokenCopies, values: Tensor | None, needs_grad: frozenset[str]
+        self,
+        saved: Saved,
+        dy: Tensor | TokenCopies,
+        values: Tensor | None,
+        needs_grad: frozenset[str],
+        independent: Independent | None = None,
     ) -> Grads:
         """All gradients from that of the output, as its products read it.
 
         Args:
             values: the gradient of the output, not quantised; None where neither bias nor its scale are wanted.
+            independent: what their products belong to; None: to one another.
         """
-        grads: dict[str, Gradient] = {"x": lambda: input_grad(dy, saved)}
+        if independent is None:
+            independent = Independent.of(len(needs_grad & {"x", "weight"}))
+        grads: dict[str, Gradient] = {"x": lambda: input_grad(dy, saved, independent)}
         left, number = (dy.for_wgrad, dy.number) if isinstance(dy, TokenCopies) else (dy, 0)
-        grads |= self.weight_grads(left, saved.x, saved.split_sizes, needs_grad, number)
+        grads |= self.weight_grads(left, saved.x, saved.split_sizes, needs_grad, number, independent)
         if values is None:
             return grads
         if self.has_bias:
@@ -380,26 +388,35 @@ def with_rows_of(x: Tensor, y: Tensor) -> Tensor:
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]).detach()
 
 
-def input_grad(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved) -> Tensor:
+def input_grad(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, independent: Independent | None = None) -> Tensor:
     """``dy W`` by group, into the caller's buffer if there is one."""
     lent = saved.grad_input
     if saved.weight is None:
         raise ArgumentError("the gradient of x was not wanted in the forward")
     if lent is None:
-        dx = _times_weight(dy, saved, None)
+        dx = _times_weight(dy, saved, None, independent)
         return dx if len(saved.x_shape) == 2 else dx.view(saved.x_shape)
-    _times_weight(dy, saved, lent.tensor.view(-1, saved.x_shape[-1]))
+    _times_weight(dy, saved, lent.tensor.view(-1, saved.x_shape[-1]), None if saved.zero_tail else independent)
     return without_tail(lent.tensor, saved.split_sizes) if saved.zero_tail else lent.tensor.detach()
 
 
-def _times_weight(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, out: Tensor | None) -> Tensor:
+def _times_weight(
+    dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, out: Tensor | None, independent: Independent | None
+) -> Tensor:
     """``dy W`` as rows."""
     if isinstance(dy, TokenCopies):
         assert dy.rows is not None
         assert saved.recipe is not None
         weight = quantized.transposed_operand(saved.recipe, saved.weight)
         return quantized.product(saved.recipe, dy.rows, weight, saved.split_sizes, dy.dtype, out=out)
-    dx = kernels.grouped_gemm(Layout.NN, dy, saved.weight, saved.split_sizes, out=out)  # type: ignore[arg-type]
+    dx = kernels.grouped_gemm(
+        Layout.NN,
+        dy,
+        saved.weight,  # type: ignore[arg-type]
+        saved.split_sizes,
+        out=out,
+        independent=independent,
+    )
     assert isinstance(dx, Tensor)
     return dx
 

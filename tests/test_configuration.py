@@ -116,3 +116,19 @@ def test_explain_names_the_configuration_of_a_product_beside_an_activation(emula
     assert step.kernel == "hopper + activation + hopper (zero tail)"
     assert "blocks of 6" in step.reason
     assert step.configurations[0].startswith("hopper, NT 8 x 96 x 64: tile ")
+
+
+@pytest.mark.parametrize(
+    ("groups", "output", "bias", "tile"),
+    [
+        (1, torch.bfloat16, False, "256 x 192"),  # four tiles for four multiprocessors, or three pairs for two clusters
+        (2, torch.bfloat16, False, "256 x 128"),  # more than a round of either
+        (1, torch.float32, False, "256 x 128"),  # not measured
+        (1, torch.bfloat16, True, "256 x 128"),  # not built
+    ],
+)
+def test_weight_gradients_that_fit_one_round_take_one(
+    emulation: harness.Emulation, groups: int, output: torch.dtype, bias: bool, tile: str
+) -> None:
+    types, sizes = (TYPE_CODES[BF16], TYPE_CODES[output]), (groups, groups * 3000, 256, 768, 0)
+    assert emulation.grouped_gemm_config(TN, *types, 0, *sizes, bias).startswith(f"tile {tile}")

@@ -53,6 +53,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
   using G = typename K::Groups;  // which says what fills a block of the depth
   typename K::Scheduler tiles(s.groups, s.work, p.shape, rank);
   PipelineState<K::kStages> state;
+  if (p.neighbours.followed) ptx::let_next_kernel_begin();
   // Finding a tile takes a while: before the last stage is free, not when the tile is due.
   constexpr bool kAhead = K::kSpareRegisters;
   constexpr bool kMayBeEmpty = K::A::kRaggedDepth && K::Scaling::kScaled;
@@ -112,6 +113,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
     barrier_wait(&s.empty[state.stage], state.phase ^ 1);
     state.advance();
   }
+  if (p.neighbours.beside) ptx::wait_for_earlier_kernels();
 }
 
 template <class K>

@@ -34,6 +34,13 @@ int choose_swap_ab(const GemmProblem& p, int multiprocessors) {
   return short_and_deep(p) ? kDeep : kSwapAb;
 }
 
+// Whether weight gradients in tiles of 256 x 192 take one round where those of 256 x 128, in pairs, take more.
+bool medium_tiles_fit_one_round(const GemmProblem& p, int multiprocessors) {
+  const int64_t rows = p.groups * blocks_of(p.m, 256);
+  return p.output != DType::kFloat32 && !p.scale_bias && rows * blocks_of(p.n, 192) <= multiprocessors &&
+         rows * blocks_of(p.n, 256) > multiprocessors / 2;
+}
+
 int choose_variant(const GemmProblem& p, int multiprocessors) {
   const double large = static_cast<double>(blocks_of(p.n, 256) * 256),
                medium = static_cast<double>(columns_of_medium_tiles(p));
@@ -42,7 +49,7 @@ int choose_variant(const GemmProblem& p, int multiprocessors) {
   if (p.layout == Layout::kTN) {
     const double narrow = static_cast<double>(blocks_of(p.n, 128) * 128);
     const bool tall = bytes_decide(p) || medium > 1.05 * narrow || (rows >= 2048 && medium >= narrow);
-    return tall && !pads ? kTall : kPadding;
+    return tall && !pads && !medium_tiles_fit_one_round(p, multiprocessors) ? kTall : kPadding;
   }
   if (p.second_k) return short_groups(p) ? choose_swap_ab(p, multiprocessors) : kShared;
   if (rows <= 32 && p.k < 4096) return kDecode;

@@ -10,6 +10,7 @@
 #include "fusible/device.h"
 #include "fusible/error.h"
 #include "fusible/gemm_launch.h"
+#include "fusible/independent.h"
 #include "fusible/overlapping_launch.h"
 #include "fusible/wrong_sizes.h"
 #include "kernels/prepare.h"
@@ -149,9 +150,11 @@ Workspace fill_workspace(const GroupedGemm& call, const GemmConfig& config, cuda
   if (biases.empty()) workspace.biases = nullptr;
   if (workspace.coordinates || workspace.biases)
     FUSIBLE_CUDA_CHECK(prepare(workspace, coordinates, biases, stream), p, ": ", config);
-  if (call.zeroed) return workspace;
+  if (call.zeroed || (call.follows && !call.zero_tail)) return workspace;
   Zeroing zeroing;
   zeroing.counters = counters_of(workspace);
+  for (const uintptr_t follower : call.followers)
+    if (!call.follows) zeroing.counters.push_back({lay_out(reinterpret_cast<void*>(follower), p.groups).counter});
   if (call.zero_tail) zeroing.tails = {tail_of(call)};
   zero(zeroing, current_device(), stream);
   return workspace;
@@ -311,9 +314,18 @@ void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
   FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32) &&
                     (!p.second_k || std::ranges::count(kPairVariants, config.variant)),
                 "tile variant ", config.variant, " is not built for it. ", p);
-  const WithSecondPair<GemmParams> params{prepare_params(call, config, stream), second_pair(call, config)};
-  if (call.accumulate && (call.betas || call.beta != 1)) apply_beta(call, params, device, stream);
+  WithSecondPair<GemmParams> params{prepare_params(call, config, stream), second_pair(call, config)};
+  const bool scales_before = call.accumulate && (call.betas || call.beta != 1);
+  if (scales_before) apply_beta(call, params, device, stream);
+  const bool brings_addresses = params.shape.coordinates || params.epilogue.biases,
+             zeroes = call.zero_tail && !call.zeroed;
+  const bool is_alone = !scales_before && !brings_addresses && !zeroes;
+  Touched touched;
+  if (call.follows || !call.followers.empty()) touched = touched_by(call);
+  params.neighbours = {.beside = call.follows && is_alone && begins_beside(touched, device, stream),
+                       .followed = !call.followers.empty()};
   launch(params, find_kernel(p, config.variant), config, p, device, stream);
+  if (params.neighbours.followed) let_follow(std::move(touched), params.neighbours.beside, device, stream);
 }
 
 }  // namespace fusible

@@ -39,6 +39,10 @@ struct GroupedGemm {
   int variant = -1;             // a tile variant instead of the cost model's
   bool zero_tail = false;  // rows of `out` of no group become zero; of products other than kTN, whose groups have sizes
   bool zeroed = false;     // somebody has done so, and zeroed the workspace's counter: see zero_before
+  // Of independent products (fusible/independent.h): the workspaces of those that are launched next, and whether this
+  // one is launched behind another, which has zeroed its counter.
+  std::span<const uintptr_t> followers{};
+  bool follows = false;
 };
 
 // Notes what the call must find zeroed, and lets it rely on that, so that calls which are made one after the other

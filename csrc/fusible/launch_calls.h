@@ -85,6 +85,7 @@ struct GemmLaunch : OnStream {
 
 struct GroupedGemmLaunch : GemmLaunch {
   static constexpr const char* kName = "grouped_gemm";
+  Addresses followers;
 
   template <class Visitor>
   void fields(Visitor& v) {
@@ -100,10 +101,12 @@ struct GroupedGemmLaunch : GemmLaunch {
     visit_schedule(v);
     v.field("workspace_bytes", gemm.workspace_bytes);
     v.field("zero_tail", gemm.zero_tail), visit_second_pair(v);
+    v.field("followers", followers), v.field("follows", gemm.follows);
   }
   void complete() {
     const EpilogueArguments& e = gemm.epilogue;
     GemmLaunch::complete();
+    gemm.followers = followers;
     gemm.problem.scale_bias |= e.row_scale || e.bias_scale || e.alphas || e.alpha != 1;
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }

@@ -27,6 +27,7 @@
 
 #include "fusible/activation.h"
 #include "fusible/error.h"
+#include "fusible/independent.h"
 #include "fusible/pointwise.h"
 #include "fusible/wrong_sizes.h"
 #include "fusible/zeroing.h"
@@ -232,7 +233,7 @@ void Capture::launched(const Launch& launch) {
       if constexpr (requires { launch.zero_before(zeroing); }) launch.zero_before(zeroing);
       return launch;
     }
-    void run() override { launch.run(); }
+    void run() override { count_launch(), launch.run(); }
   };
   const auto captured = std::make_shared<Captured>(launch);
   captured->fields.name = Launch::kName;
@@ -260,6 +261,7 @@ template <class Launch>
 void launch_now(Launch& launch) {
   raise_wrong_sizes(launch.device);
   launch.complete();
+  count_launch();
   launch.run();
   if (Capture* capture = Capture::active()) capture->launched(launch);
 }

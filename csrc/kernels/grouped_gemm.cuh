@@ -215,7 +215,7 @@ struct GroupedGemmKernel {
       tma::prefetch_map(&p.out);
       if constexpr (Scaling::kScaled) Scaling::prefetch_maps(p);
     }
-    if constexpr (RowsArrive<Groups>) ptx::begin_beside_earlier_kernel();
+    if (RowsArrive<Groups> || p.neighbours.beside) ptx::begin_beside_earlier_kernel();
     else ptx::wait_for_earlier_kernels();
     if (warp == 1) Groups::template fill<GroupedGemmKernel>(s, p, threadIdx.x % 32);
     __syncthreads();

@@ -57,6 +57,12 @@ struct SplitK {
   uint32_t* arrived;  // zero at launch: warps that have left theirs, [kMostSlicedTasks, consumers]
 };
 
+// Launches of independent products that follow one another directly (fusible/independent.h).
+struct Neighbours {
+  bool beside;    // it begins beside the kernel before it, and waits for that one at its end
+  bool followed;  // the next kernel does: it may begin where blocks of this one end
+};
+
 struct GemmParams {
   CUtensorMap a, b, out;
   WorkShape shape;
@@ -65,6 +71,7 @@ struct GemmParams {
   bool accumulate;  // out += rather than out =
   bool fetch_all;   // of a weight gradient: all of what stands in `out` is fetched, rather than as much as there is
                     // room for
+  Neighbours neighbours;
   SplitK split_k;
 };
 

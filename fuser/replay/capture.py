@@ -163,6 +163,11 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version  # that of an inference tensor is not counted
 
 
+def is_active() -> bool:
+    """Whether this thread captures."""
+    return _active.get() is not None
+
+
 def refuse(reason: str) -> None:
     """Tells the capture of this thread, if there is one, that what happens now would not happen in a replay."""
     if (capture := _active.get()) is not None:

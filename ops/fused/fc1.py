@@ -98,14 +98,18 @@ def backward(
     dpreact: Tensor | TokenCopies,
     needs_grad: frozenset[str],
     dbias: Tensor | None = None,
+    independent: kernels.Independent | None = None,
 ) -> Grads:
     """The gradients of ``x`` and of everything of ``fc1`` from that of the pre-activation, by names of ``fc1``.
 
     Args:
         dbias: the gradient of the bias, where it has come with ``dpreact``.
+        independent: see :meth:`GroupedLinear.grads_of`.
     """
     if isinstance(dpreact, TokenCopies):
         grads = dict(fc1.grads_of(saved, dpreact, dpreact.values, needs_grad))
+    elif saved.recipe is None:
+        grads = dict(fc1.grads_of(saved, dpreact, dpreact, needs_grad, independent))
     else:
         grads = dict(fc1.bwd(saved, dpreact, needs_grad=needs_grad))
     if dbias is not None:

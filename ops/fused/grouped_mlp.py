@@ -57,6 +57,7 @@ from .pointwise_chain import PointwiseChain
 
 REPLAYED_UP_TO = 1 << 39  # operations of a backward: more take the device longer than the host takes to launch them
 _FC2 = OpPart("fc2", (("fc2_bias_scale", "bias_scale"),))
+_PRODUCTS = frozenset({"x", "fc1.weight", "fc2.weight"})  # of a backward, that do not need one another
 
 
 def _buffer_holds_y(match: Match) -> bool:
@@ -224,11 +225,13 @@ class GroupedMLP(FusedOp):
             assert isinstance(saved.fc1.x, Tensor)
             saved = self.recomputed(saved, saved.fc1.x)
         activated = self.through_fc2(saved, rows, needs_grad)
-        fc2 = self._fc2_grads(saved, rows, activated.postact, names_of(_FC2, needs_grad))
+        independent = kernels.Independent.of(len(needs_grad & _PRODUCTS))
+        outer = names_of(_FC2, needs_grad)
+        fc2 = self._fc2_grads(saved, rows, activated.postact, outer, independent=independent)
         grads: dict[str, Gradient] = filed(_FC2, fc2)
         needs = names_of(FC1, needs_grad)
         if needs:
-            inner = first_linear.backward(self.fc1, saved.fc1, activated.preact, needs, activated.bias)
+            inner = first_linear.backward(self.fc1, saved.fc1, activated.preact, needs, activated.bias, independent)
             grads |= filed(FC1, inner)
         if activated.scales is not None:
             grads |= self.scale_grads(saved, rows, activated.scales, needs_grad)
@@ -349,6 +352,7 @@ class GroupedMLP(FusedOp):
         needs_grad: frozenset[str],
         for_wgrad: Tensor | Columns | None = None,
         number: int = 0,
+        independent: kernels.Independent | None = None,
     ) -> Grads:
         """Of the parameters and the bias scale of the second linear, by its names.
 
@@ -357,7 +361,7 @@ class GroupedMLP(FusedOp):
         """
         fc2, sizes, out_scales = saved.fc2, saved.fc2.split_sizes, flat(saved.out_scales)
         left = dy if for_wgrad is None else for_wgrad
-        grads: dict[str, Gradient] = dict(self.fc2.weight_grads(left, postact, sizes, needs_grad, number))
+        grads: dict[str, Gradient] = dict(self.fc2.weight_grads(left, postact, sizes, needs_grad, number, independent))
         if "bias" in needs_grad:
             grads |= self.bias_grads(saved, dy)
         if "bias_scale" in needs_grad and fc2.bias is not None and fc2.bias_scale is not None:

@@ -34,6 +34,7 @@ from .hopper import extension
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
 from .hopper.peers import send_rows
+from .independent import Independent
 from .jit.ahead import compile_ahead
 from .jit.cache import kernel_cache
 from .problem import (
@@ -58,6 +59,7 @@ from .tensor_lists import addresses_of, has_objects
 
 __all__ = [
     "ActivationGrads",
+    "Independent",
     "Layout",
     "Matrices",
     "OperandPair",
@@ -97,7 +99,7 @@ def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) ->
     outputs.new_product,
     only_with_out=("beta",),
     only_without_out=("out_dtype",),
-    eager_only=("tail_unspecified", "slots"),
+    eager_only=("tail_unspecified", "slots", "independent"),
 )
 def grouped_gemm(
     layout: Layout,
@@ -115,6 +117,7 @@ def grouped_gemm(
     second: OperandPair | None = None,
     tail_unspecified: bool = False,
     slots: RowSlots | None = None,
+    independent: Independent | None = None,
 ) -> Matrices:
     """``row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group; see :class:`GroupedGemm`.
 
@@ -127,6 +130,7 @@ def grouped_gemm(
         second: operands whose product is added to A B; neither alpha nor beta with them.
         tail_unspecified: the tail of what is allocated here may hold anything: its readers know of it.
         slots: where the rows go; what is returned may hold anything then.
+        independent: of which this product is one; they may overlap.
     """
     fresh = out is None
     if out is None:
@@ -136,6 +140,7 @@ def grouped_gemm(
     layout, b, second = _fold_transpose(layout, b, second)
     problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale, fresh)
     problem.second, problem.tail_unspecified, problem.slots = second, tail_unspecified, slots
+    problem.independent = independent
     choice = _run(problem)
     if choice is not None:
         if slots is not None and not (choice.backend is hopper and hopper.stores_to_slots(problem)):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...fuser.torch_private import FakeTensor
 from ..activation_spec import ActivationSpec
+from .independent import Independent
 
 Matrices = Tensor | Sequence[Tensor]
 """One stacked tensor [E, rows, columns], or E matrices that lie anywhere."""
@@ -150,6 +151,7 @@ class GroupedGemm:
         arrived: counters of the blocks of rows of ``a``, which the kernel before this one on its stream brings; see
             :func:`fusible.ops.kernels.hopper.arrivals.counters`. A backend may wait for that kernel instead.
         slots: where the rows of the product go, instead of ``out`` or after that.
+        independent: those that it is one of; a backend may launch one after the other, as ever.
     """
 
     layout: Layout
@@ -168,6 +170,7 @@ class GroupedGemm:
     tail_unspecified: bool = False
     arrived: Tensor | None = None
     slots: RowSlots | None = None
+    independent: Independent | None = None
 
     @property
     def groups(self) -> int:

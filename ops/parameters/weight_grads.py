@@ -61,12 +61,14 @@ class WeightGrads(ExpertParameters):
         split_sizes: Tensor,
         needs_grad: frozenset[str],
         rows: int = 0,
+        independent: kernels.Independent | None = None,
     ) -> Grads:
         """The gradient of the weights, by name and stacked, from ``dy`` [T, N] and ``x`` [T, K], or their copies.
 
         Args:
             needs_grad: the names that autograd wants, without a role in front.
             rows: T, which copies do not say.
+            independent: products of which this is one, unless it is delayed.
         """
         if x is None or dy is None:
             return {}
@@ -77,7 +79,14 @@ class WeightGrads(ExpertParameters):
             reads = tuple([tensor for tensor in (*x, *dy) if tensor is not None])
             return self.delivered(partial(weight_grad, *pair, split_sizes, rows), reads, needs_grad)
         left, right = (x, dy) if self.transposed_weight else (dy, x)
-        return self.delivered(partial(kernels.grouped_gemm, Layout.TN, left, right, split_sizes), (x, dy), needs_grad)
+        product = partial(kernels.grouped_gemm, Layout.TN, left, right, split_sizes)
+
+        def wgrad(**options: Any) -> Matrices:
+            is_copied = self.accumulate_into_main_grad and "out" not in options  # by torch, behind the product
+            return product(**options, independent=None if is_copied else independent)
+
+        overlaps = independent is not None and not self.delay_wgrad_compute
+        return self.delivered(wgrad if overlaps else product, (x, dy), needs_grad)
 
     def delivered(self, wgrad: Wgrad, reads: tuple[Tensor, ...], needs_grad: frozenset[str]) -> Grads:
         """The gradient of the weights, by name, which ``wgrad`` computes from what it ``reads``.
@@ -97,7 +106,7 @@ class WeightGrads(ExpertParameters):
             return {"weight": None}
         if self.accumulate_into_main_grad:
             names = self._trained()
-            return {"weight": self._into_main_grad(wgrad, names)}
+            return {"weight": lambda: self._into_main_grad(wgrad, names)}
         dtype = self.one_parameter("weight").dtype
         return {"weight": lambda: wgrad(out_dtype=dtype)}  # type: ignore[dict-item, return-value]
 

@@ -24,6 +24,39 @@ const std::function<void()>* body_of_launch;
 unsigned seed = 0;
 std::vector<std::pair<uint64_t, uint64_t>> memory;  // first and last byte + 1 of what copies may touch
 
+// Intervals of addresses that do not meet, by their first.
+class Intervals {
+ public:
+  void add(uint64_t first, uint64_t end) {
+    auto at = ends_.upper_bound(first);
+    if (at != ends_.begin() && std::prev(at)->second >= first) --at;
+    while (at != ends_.end() && at->first <= end) first = std::min(first, at->first), end = std::max(end, at->second), at = ends_.erase(at);
+    ends_[first] = end;
+  }
+  void add(const Intervals& others) {
+    for (const auto& [first, end] : others.ends_) add(first, end);
+  }
+  bool meets(uint64_t first, uint64_t end) const {
+    const auto at = ends_.lower_bound(end);
+    return at != ends_.begin() && std::prev(at)->second > first;
+  }
+
+ private:
+  std::map<uint64_t, uint64_t> ends_;
+};
+
+// What a kernel's copies read and write; those of kernels that begin beside one another together.
+struct Touched {
+  Intervals read, written;
+};
+struct Kernel {
+  Touched touched;
+  bool beside = false;         // it goes on without waiting for the kernels before it
+  bool older_are_over = true;  // when the next one may begin: those before it, and before those beside it
+};
+Kernel last, running;
+int kernels_beside = 0;
+
 void* stack(size_t i) {
   static std::vector<void*> stacks;
   while (stacks.size() <= i) stacks.push_back(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
@@ -42,7 +75,9 @@ void run_thread() {
   Thread& t = *current;
   try {
     (*body_of_launch)();
-    check(t.waited || !overlapped, "a thread ends without having waited for earlier kernels");
+    t.block->waited |= t.waited;
+    check(t.waited || t.beside || !overlapped, "a thread ends without having waited for earlier kernels");
+    check(t.block->waited || t.block->live > 1 || !overlapped, "a block ends without having waited for earlier kernels");
     check(t.products.empty(), "a thread ends with wgmma products that it has not waited for");
     check(t.stores.empty(), "a thread ends with bulk stores that it has not waited for");
     check(t.copies.empty(), "a thread ends with copies to shared memory that it has not waited for");
@@ -165,7 +200,21 @@ void launch(const Config& c, const std::function<void()>& body) {
   check(!current, "a kernel launches a kernel");
   gridDim = c.grid, blockDim = c.block, body_of_launch = &body, overlapped = c.overlapped;
   failure.clear();
+  last = std::move(running), running = {};
   for (uint64_t first = 0; first < blocks; first += resident) run_wave(c, first, std::min(resident, blocks - first));
+  if (!running.beside) return;
+  ++kernels_beside;
+  running.touched.read.add(last.touched.read), running.touched.written.add(last.touched.written);
+  running.older_are_over = last.older_are_over;
+}
+
+void begin_beside() {
+  check(last.older_are_over, "begins beside a kernel that may not have waited for those before it");
+  current->beside = running.beside = true;
+}
+
+void let_next_begin() {
+  if (overlapped && !current->waited && !running.beside) running.older_are_over = false;
 }
 
 uint32_t shared_address(const void* pointer) {
@@ -188,8 +237,16 @@ void* variable_of_block(const void* key, size_t bytes) {
   return memory.data();
 }
 
-void check_memory(uint64_t address, uint64_t bytes, const char* action) {
-  check(!current || current->waited || !overlapped, action, " before the thread has waited for earlier kernels");
+void check_memory(uint64_t address, uint64_t bytes, const char* action, bool writes) {
+  check(!current || current->waited || current->beside || !overlapped, action, " before the thread has waited for earlier kernels");
+  if (current) {
+    const uint64_t end = address + bytes;
+    if (running.beside) {
+      check(!last.touched.written.meets(address, end), action, " of what a kernel beside this one writes");
+      check(!writes || !last.touched.read.meets(address, end), action, " to what a kernel beside this one reads");
+    }
+    (writes ? running.touched.written : running.touched.read).add(address, end);
+  }
   for (const auto& [first, end] : memory)
     if (address >= first && address + bytes <= end) return;
   check(false, action, " of ", bytes, " bytes at ", reinterpret_cast<void*>(address), " is outside of every buffer");
@@ -218,5 +275,7 @@ std::string describe(const Block& b, const Wait& w) {
 #define EXPORT extern "C" __attribute__((visibility("default")))
 EXPORT void emulation_clear_memory() { emulation::memory.clear(); }
 EXPORT void emulation_add_memory(uint64_t address, uint64_t bytes) { emulation::memory.emplace_back(address, address + bytes); }
+// How many have gone on beside the kernel before them.
+EXPORT int emulation_kernels_beside() { return emulation::kernels_beside; }
 // In which order the threads of a block take their turns: 0 for that of their numbers.
 EXPORT void emulation_set_seed(unsigned seed) { emulation::seed = seed; }

@@ -91,6 +91,7 @@ struct Thread {
   Wait wait;
   bool done = false;
   bool waited = false;  // for the kernels before this one
+  bool beside = false;  // it goes on without that
   ucontext_t context;
   Pending<Product> products;
   Pending<std::function<void()>> stores, copies;
@@ -116,6 +117,7 @@ struct Block {
   std::vector<Meeting> warpgroups;
   Meeting all, named[16];
   int live = 0;
+  bool waited = false;  // one of its threads that has ended
 };
 
 extern Thread* current;
@@ -175,7 +177,11 @@ T& shared_variable() {
 }
 
 // ---- device memory: the buffers that copies may touch
-void check_memory(uint64_t address, uint64_t bytes, const char* action);
+void check_memory(uint64_t address, uint64_t bytes, const char* action, bool writes = false);
+
+// ---- overlapping kernels
+void begin_beside();
+void let_next_begin();
 
 constexpr int kMultiprocessors = 4, kSharedLimit = 232448;
 

@@ -75,6 +75,10 @@ class Emulation:
             if address != self._hidden:
                 self._library.emulation_add_memory(address, size)
 
+    def kernels_beside(self) -> int:
+        """How many kernels so far have gone on beside the one before them."""
+        return int(self._library.emulation_kernels_beside())
+
     @contextmanager
     def without(self, tensor: torch.Tensor) -> Iterator[None]:
         """Copies may not touch this tensor."""

@@ -169,7 +169,7 @@ void store_box(const CUtensorMap* map, const void* from, bool add, std::initiali
   current->stores.open.push_back([=] {
     each_row(m, at, [&](uint64_t address, uint64_t offset, uint64_t first, uint64_t end) {
       if (first >= end) return;
-      check_memory(address + first, end - first, "a bulk store");
+      check_memory(address + first, end - first, "a bulk store", true);
       each_piece(shared, offset + first, offset + end, [&](const uint8_t* piece, uint64_t position, uint64_t bytes) {
         write(m, reinterpret_cast<uint8_t*>(address + (position - offset)), piece, bytes, add);
       });

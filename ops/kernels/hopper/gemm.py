@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..architecture import assumed
+from ..independent import Independent
 from ..problem import Activate, GroupedGemm, Layout, Matrices, OperandPair, RowSlots, addresses, first
 from . import epilogue
 from .epilogue import Addressing
@@ -146,6 +147,7 @@ def _run_product(p: GroupedGemm) -> None:
         fresh=p.fresh,
         second=p.second,
         tail_unspecified=p.tail_unspecified,
+        independent=p.independent,
     )
 
 
@@ -169,6 +171,7 @@ def launch(
     fresh: bool = False,
     second: OperandPair | None = None,
     tail_unspecified: bool = False,
+    independent: Independent | None = None,
 ) -> None:
     """One launch on the current stream: ``out = row_scale * (alpha * a b + bias_scale * bias)``.
 
@@ -179,13 +182,17 @@ def launch(
         dynamic: whether tasks are handed out on demand; a static schedule gives the same bits, slower.
         fresh: nobody has seen ``out``, so its version stays; a tail becomes zero, unless it is ``tail_unspecified``.
         second: operands whose product is added to that of ``a`` and ``b``.
+        independent: products of which this is one; it takes its workspace from them.
     """
     bias_scale = None if bias_scale is None else bias_scale.to(torch.float32)
     row_scale = None if row_scale is None else row_scale.to(torch.float32)
     addressings = addressing(b), addressing(out), NO_MATRICES if bias is None else bias_addressing(bias)
     zero_tail = fresh and not tail_unspecified and layout is not Layout.TN
     anywhere = addressings[0][1] or addressings[1][1] or addressings[2][1]
-    workspace = _workspace(layout, a, first(out), sizes.shape[0], variant) if dynamic or anywhere else None
+    workspace, others = NO_WORKSPACE, {"variant": variant, "zero_tail": zero_tail, **epilogue.second_fields(second)}
+    if dynamic or anywhere:
+        workspace = _workspace(layout, a, first(out), sizes.shape[0], variant, independent)
+        others |= workspace.fields
     _launch(
         layout,
         a,
@@ -203,19 +210,36 @@ def launch(
         alpha=alpha,
         beta=beta,
         accumulate=accumulate,
-        others={"variant": variant, "zero_tail": zero_tail, **epilogue.second_fields(second)},
+        others=others,
     )
     if not fresh:
         torch.autograd.graph.increment_version(out)
 
 
-def _workspace(layout: Layout, a: Tensor, out: Tensor, groups: int, variant: int) -> Tensor:
-    """What a product needs for itself."""
-    if layout is not Layout.TN:
-        return a.new_empty(workspace_bytes(groups), dtype=torch.uint8)
-    (tokens, m), codes = a.shape, (LAYOUTS[layout], TYPE_CODES[out.dtype])
-    nbytes = compiled().gemm_workspace_bytes(*codes, groups, tokens, m, out.shape[-1], variant)
-    return a.new_empty(nbytes, dtype=torch.uint8)
+class Workspace(NamedTuple):
+    """What a product needs for itself, and what the launch is told of those beside it."""
+
+    memory: Tensor | None
+    address: int
+    nbytes: int
+    fields: dict[str, Any]
+
+
+NO_WORKSPACE = Workspace(None, 0, 0, {})
+
+
+def _workspace(
+    layout: Layout, a: Tensor, out: Tensor, groups: int, variant: int, independent: Independent | None
+) -> Workspace:
+    nbytes = least = workspace_bytes(groups)
+    if layout is Layout.TN:
+        (tokens, m), codes = a.shape, (LAYOUTS[layout], TYPE_CODES[out.dtype])
+        nbytes = compiled().gemm_workspace_bytes(*codes, groups, tokens, m, out.shape[-1], variant)
+    turn = None if independent is None or nbytes > least else independent.next_turn(a, nbytes)
+    if turn is not None:
+        return Workspace(None, turn.workspace, nbytes, turn.fields)
+    memory = a.new_empty(nbytes, dtype=torch.uint8)
+    return Workspace(memory, memory.data_ptr(), nbytes, {})
 
 
 def _launch(
@@ -232,11 +256,11 @@ def _launch(
     row_scale: Tensor | None,
     alphas: Tensor | None,
     betas: Tensor | None,
-    workspace: Tensor | None,
+    workspace: Workspace,
     alpha: float,
     beta: float,
     accumulate: bool,
-    others: dict[str, int],
+    others: dict[str, Any],
 ) -> None:
     (tokens, features), device, is_wgrad = a.shape, a.get_device(), layout is Layout.TN
     compiled().grouped_gemm(
@@ -273,8 +297,8 @@ def _launch(
         alpha=alpha,
         betas=0 if betas is None else betas.data_ptr(),
         beta=beta,
-        workspace=0 if workspace is None else workspace.data_ptr(),
-        workspace_bytes=0 if workspace is None else workspace.nbytes,
+        workspace=workspace.address,
+        workspace_bytes=workspace.nbytes,
         **others,
     )
 

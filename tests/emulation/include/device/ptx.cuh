@@ -19,10 +19,10 @@ DEVICE void cluster_sync() {
   emulation::Cluster& cluster = *emulation::current->block->cluster;
   emulation::meet(cluster, cluster.live, "the barrier of the cluster", [] {});
 }
-DEVICE void begin_beside_earlier_kernel() { emulation::current->waited = true; }
+DEVICE void begin_beside_earlier_kernel() { emulation::begin_beside(); }
 DEVICE void async_proxy_fence_global() {}
 DEVICE void wait_for_earlier_kernels() { emulation::current->waited = true; }
-DEVICE void let_next_kernel_begin() {}
+DEVICE void let_next_kernel_begin() { emulation::let_next_begin(); }
 template <int kRegisters>
 DEVICE void registers_decrease() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
 template <int kRegisters>

@@ -1,0 +1,74 @@
+"""Products that do not need one another, launched one directly behind the other, so that they share last rounds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser.replay import capture
+from ...fuser.torch_private import dispatch_mode_depth
+
+
+class Turn(NamedTuple):
+    """What one of the products needs for itself, by its address.
+
+    Attributes:
+        followers: the same of those that come next.
+        follows: whether another one came before, whose launch has zeroed all counters.
+    """
+
+    workspace: int
+    nbytes: int
+    followers: list[int]
+    follows: bool
+
+    @property
+    def fields(self) -> dict[str, object]:
+        """Of a launch."""
+        return {"followers": self.followers, "follows": self.follows}
+
+
+class Independent:
+    """Some products of one backward, none of which reads what another one writes.
+
+    Between two of them nothing may run on the stream that reads or writes what they do, or memory that they are given
+    afterwards: no operation of torch but allocations. The extension compares the addresses of products that follow one
+    another, since memory that one reads may be free, and be the result of the next; it also notices its own launches
+    between them.
+    """
+
+    __slots__ = ("_count", "_memory", "_next")
+
+    def __init__(self, count: int) -> None:
+        self._count, self._next = count, 0
+        self._memory: Tensor | None = None
+
+    @classmethod
+    def of(cls, count: int) -> Independent | None:
+        """For so many products; None where there is nothing to gain, or where an allocation may run something."""
+        return None if count < 2 or _fills_allocations() else cls(count)
+
+    def next_turn(self, like: Tensor, nbytes: int) -> Turn | None:
+        """The turn of the next product, in memory that all share; None if no more of them were counted.
+
+        Args:
+            like: a tensor on the device.
+            nbytes: what each of them needs, a multiple of 16.
+        """
+        at = self._next
+        if at == self._count:
+            return None
+        if self._memory is None:
+            self._memory = like.new_empty(self._count * nbytes, dtype=torch.uint8)
+        self._next, first = at + 1, self._memory.data_ptr()
+        followers = [first + i * nbytes for i in range(at + 1, self._count)]
+        return Turn(first + at * nbytes, nbytes, followers, at > 0)
+
+
+def _fills_allocations() -> bool:
+    """Whether new memory is written to by an operation, or somebody else may see to that."""
+    if torch.are_deterministic_algorithms_enabled():  # which fills it
+        return True
+    return dispatch_mode_depth() > capture.is_active()
