@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -49,12 +48,17 @@ def gradients(saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> Grads:
     up_bias, down_bias = saved.bias_dtypes
     of_weights, of_down = "top_k_weights" in needs_grad, "fc2.weight" in needs_grad
     backward = Backward(saved.forward, saved.tokens, saved.experts, dy, of_weights, of_down)
-    grads: dict[str, Gradient] = {
-        "x": backward.x,
-        "top_k_weights": partial(backward.weights, saved.weights_dtype),
-        "fc1.weight": backward.up,
-        "fc2.weight": backward.down,
-        "fc1.bias": partial(backward.up_bias, up_bias),
-        "fc2.bias": partial(backward.down_bias, down_bias),
-    }
-    return {name: gradient for name, gradient in grads.items() if name in needs_grad}
+    grads: dict[str, Gradient] = {}
+    if of_down:
+        grads["fc2.weight"] = backward.down()
+    if "fc1.weight" in needs_grad:
+        grads["fc1.weight"] = backward.up()
+    if of_weights:
+        grads["top_k_weights"] = backward.weights(saved.weights_dtype)
+    if "fc1.bias" in needs_grad:
+        grads["fc1.bias"] = backward.up_bias(up_bias)
+    if "fc2.bias" in needs_grad:
+        grads["fc2.bias"] = backward.down_bias(down_bias)
+    if "x" in needs_grad:  # at last: the weight that it reads is the one that the next forward reads first
+        grads["x"] = backward.x()
+    return grads

@@ -19,8 +19,6 @@ from .grouped_mm import NAME, row_ends, torch_grouped_mm
 __all__ = ["NAME", "epilogue_refusal", "refusal", "run"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_GROUPS_PER_ROW = 4
-"""With more groups than that for each row, the loop is faster: grouped_mm takes 1 µs for a group without rows."""
 
 
 def refusal(problem: GroupedGemm) -> str | None:
@@ -41,7 +39,7 @@ def refusal(problem: GroupedGemm) -> str | None:
         return "takes one dtype alone, and no factor but scales of rows"
     if p.bias is not None and (p.layout is Layout.TN or dtype.itemsize < 4):
         return "adds a bias after the product, which must not be rounded to 16 bits before"
-    if p.layout is not Layout.TN and a.shape[0] * _GROUPS_PER_ROW < b.shape[0]:
+    if few_rows.leave_most_groups_empty(a.shape[0], p.split_sizes.shape[0]):
         return "takes longer than a loop over the few groups that have rows"
     followed = a.shape[0] > few_rows.FEW and (p.epilogue is not None or p.bias is not None)
     if followed and not few_rows.are_few(*p.mnk[:2], dtype):

@@ -72,6 +72,15 @@ def multiply_runs(problem: GroupedGemm, sizes: Mapping[int, int], out: Tensor) -
     _multiply_parts(zip(problem.a.split_with_sizes(parts), weights, out.split_with_sizes(parts), strict=False))
 
 
+def multiply_few_weights(problem: GroupedGemm, sizes: Mapping[int, int], out: Tensor) -> None:
+    """TN, the product alone, given the sizes of the groups that have rows: all others are zeroed in one go."""
+    assert isinstance(problem.b, Tensor)
+    parts, end = [*sizes.values()], sum(sizes.values())
+    left, right = problem.a[:end].mT.split_with_sizes(parts, 1), problem.b[:end].split_with_sizes(parts)
+    out.zero_()
+    _multiply_parts(zip(left, right, [out[g] for g in sizes], strict=True))
+
+
 def _activate(problem: GroupedGemm, epilogue: Activate) -> None:
     """Some groups at a time, so that what the activation reads is still in the cache."""
     preact, out = epilogue.preact, problem.out
@@ -203,6 +212,8 @@ def _multiply_groups(p: GroupedGemm, span: Span, out: Matrices) -> None:
 def _multiply_weights(p: GroupedGemm, sizes: list[int], out: Matrices) -> None:
     """TN: a matrix for each group, also for those without rows."""
     assert isinstance(p.b, Tensor)
+    if p.is_product_alone and isinstance(out, Tensor) and few_rows.leave_most_groups_empty(p.rows, len(sizes)):
+        return multiply_few_weights(p, {g: size for g, size in enumerate(sizes) if size}, out)
     end = sum(sizes)
     parts = zip(p.a[:end].mT.split_with_sizes(sizes, 1), p.b[:end].split_with_sizes(sizes), list(out), strict=True)
     if p.is_product_alone:
