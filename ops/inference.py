@@ -12,9 +12,11 @@ from .kernels.hopper import routed_mlp as backend
 from .kernels.hopper.extension import address
 from .kernels.hopper.routed_mlp import Experts, RoutedMlp
 from .kernels.pytorch import routed_mlp as short_layer
-from .kernels.pytorch.routed_mlp import Backward, Forward
+from .kernels.pytorch.routed_mlp import Forward, Order
+from .kernels.pytorch.routed_mlp import backward as backward_on_cpu
+from .kernels.pytorch.short_mlp import Kept, Wanted
 
-__all__ = ["Backward", "Experts", "Forward", "RoutedMlp", "on_cpu", "one_call"]
+__all__ = ["Experts", "Forward", "Kept", "Order", "RoutedMlp", "Wanted", "backward_on_cpu", "on_cpu", "one_call"]
 
 
 class _Prepared(NamedTuple):

@@ -18,6 +18,7 @@ from .grouped_mm import NAME, row_ends, torch_grouped_mm
 
 __all__ = ["NAME", "epilogue_refusal", "refusal", "run"]
 
+ALIGNED = 16  # bytes, of which a row is a multiple
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -48,9 +49,14 @@ def refusal(problem: GroupedGemm) -> str | None:
         return f"torch {torch.__version__} has no grouped_mm"
     for tensor in (a, b):
         *_, pitch, step = tensor.stride()
-        if step != 1 or pitch * dtype.itemsize % 16 or tensor.shape[-1] * dtype.itemsize % 16:
-            return "needs dense rows of a multiple of 16 bytes"
+        if step != 1 or pitch * dtype.itemsize % ALIGNED or tensor.shape[-1] * dtype.itemsize % ALIGNED:
+            return f"needs dense rows of a multiple of {ALIGNED} bytes"
     return None
+
+
+def is_there_for(dtype: torch.dtype) -> bool:
+    """Whether torch has products of a dtype."""
+    return dtype in _DTYPES and torch_grouped_mm() is not None
 
 
 def epilogue_refusal(problem: GroupedGemm) -> str | None:
