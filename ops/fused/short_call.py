@@ -3,30 +3,69 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...fuser import Gradient, Grads
-from ..inference import Experts, Forward, Kept, Order, Wanted, backward_on_cpu
+from ...fuser.config import thread_config
+from ..grouped_linear import GroupedLinear, with_rows_of
+from ..inference import Experts, Forward, Kept, Order, Wanted, backward_on_cpu, rows_backward_on_cpu, rows_on_cpu
+from ..quantized_linear import in_force
+from .activation_role import reads_numbers, spec_of
 
 _OF_FC2 = frozenset({"fc2.weight", "fc2.bias"})
-_NAMES = ("x", "top_k_weights", "fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias")  # in the order of Wanted
+_PARAMETERS = ("fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias")
+
+
+BiasDtypes = tuple[torch.dtype | None, torch.dtype | None]
 
 
 class Saved(NamedTuple):
-    """What no wanted gradient reads is None."""
+    """Of a :class:`RoutedMLP`. What no wanted gradient reads is None."""
 
     tokens: Tensor | None
     order: Order
     kept: Kept
     weights_dtype: torch.dtype
-    bias_dtypes: tuple[torch.dtype | None, torch.dtype | None]
+    bias_dtypes: BiasDtypes
+
+
+class SavedRows(NamedTuple):
+    """Of a :class:`GroupedMLP`; of ``scales`` the form alone is needed, and the name."""
+
+    kept: Kept
+    x_shape: tuple[int, ...]
+    scales: tuple[str, torch.dtype, tuple[int, ...]] | None
+    bias_dtypes: BiasDtypes
+
+
+def stacked(fc1: GroupedLinear, fc2: GroupedLinear, act: Any, dtype: torch.dtype) -> Experts | None:
+    """The experts as a call of all of them takes them; None where parameters or an activation are none such."""
+    if fc1.recipe is not fc2.recipe or in_force(fc1.recipe) is not None or reads_numbers(act):
+        return None
+    if fc1.transposed_weight != fc2.transposed_weight:
+        return None
+    if True in fc1.per_group.values() or True in fc2.per_group.values():
+        return None
+    weights = fc1.one_parameter("weight"), fc2.one_parameter("weight")
+    if weights[0].dtype != dtype or weights[1].dtype != dtype:
+        return None
+    up_bias = fc1.one_parameter("bias") if fc1.has_bias else None
+    down_bias = fc2.one_parameter("bias") if fc2.has_bias else None
+    return Experts(*weights, up_bias, down_bias, spec_of(act), fc1.transposed_weight)
+
+
+def returns_all(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:
+    """Whether all gradients are returned at once, and the pre-activation is kept for them."""
+    later = fc1.delay_wgrad_compute or fc2.delay_wgrad_compute
+    elsewhere = fc1.accumulate_into_main_grad or fc2.accumulate_into_main_grad
+    return not (later or elsewhere or thread_config.config.recompute)
 
 
 def gives(needs_grad: frozenset[str]) -> bool:
-    """Whether :func:`gradients` gives these: one of them must lie behind the second linear."""
+    """Whether a short call gives these gradients: one of them must lie behind the second linear."""
     return not needs_grad <= _OF_FC2
 
 
@@ -34,38 +73,91 @@ def saved(
     forward: Forward, tokens: Tensor, weights_dtype: torch.dtype, experts: Experts, needs_grad: frozenset[str]
 ) -> Saved:
     """What the wanted gradients read, and no more."""
-    wanted, up_bias, down_bias = wanted_of(needs_grad), experts.up_bias, experts.down_bias
-    dtypes = None if up_bias is None else up_bias.dtype, None if down_bias is None else down_bias.dtype
-    tokens_read = tokens if wanted.up else None
-    return Saved(tokens_read, forward.order, kept_for(forward.kept, wanted), weights_dtype, dtypes)
-
-
-def kept_for(kept: Kept, wanted: Wanted) -> Kept:
-    """Without what these gradients do not read."""
-    down_bias = kept.down_bias if wanted.scales else None
-    if wanted.rows and wanted.up and down_bias is kept.down_bias:
-        return kept
-    rows = kept.rows if wanted.up else None
-    return kept._replace(rows=rows, up=kept.up if wanted.rows else None, down_bias=down_bias)
-
-
-@lru_cache(maxsize=4096)
-def wanted_of(needs_grad: frozenset[str]) -> Wanted:
-    """By position."""
-    return Wanted(*[name in needs_grad for name in _NAMES])
+    wanted = _wanted("top_k_weights", needs_grad)
+    kept = _kept_for(forward.kept, wanted)
+    return Saved(tokens if wanted.up else None, forward.order, kept, weights_dtype, _bias_dtypes(experts))
 
 
 def gradients(saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> Grads:
-    """By the names of the fused op."""
-    tokens, order, kept, weights_dtype, (up_bias, down_bias) = saved
-    x, weights, up, down, dup_bias, ddown_bias = backward_on_cpu(order, kept, tokens, dy, wanted_of(needs_grad))
-    found = (
-        x,
-        None if weights is None else weights.to(weights_dtype),
-        up,
-        down,
-        None if dup_bias is None else dup_bias.to(up_bias),
-        None if ddown_bias is None else ddown_bias.to(down_bias),
+    """By the names of a :class:`RoutedMLP`."""
+    tokens, order, kept, weights_dtype, dtypes = saved
+    wanted = _wanted("top_k_weights", needs_grad)
+    x, weights, *parameters = backward_on_cpu(order, kept, tokens, dy, wanted)
+    grads = _of_parameters(parameters, dtypes)
+    if x is not None:
+        grads["x"] = x
+    if weights is not None:
+        grads["top_k_weights"] = weights.to(weights_dtype)
+    return grads
+
+
+def of_rows(
+    mlp: Any, x: Tensor, split_sizes: Any, scales: Tensor | None, out_scales: Tensor | None, needs_grad: frozenset[str]
+) -> tuple[Tensor, SavedRows | None] | None:
+    """The output of a :class:`GroupedMLP`, and what its backward needs; None where it runs kernel by kernel."""
+    if type(x) is not Tensor or type(split_sizes) is not Tensor or (scales is not None and out_scales is not None):
+        return None
+    if needs_grad and not (gives(needs_grad) and returns_all(mlp.fc1, mlp.fc2)):
+        return None
+    experts = stacked(mlp.fc1, mlp.fc2, mlp.act, x.dtype)
+    if experts is None:
+        return None
+    scale = scales if out_scales is None else out_scales
+    short = rows_on_cpu(experts, x, split_sizes, scale, after=out_scales is not None)
+    if short is None:
+        return None
+    y, kept = with_rows_of(x, short[0]), short[1]
+    if not needs_grad:
+        return y, None
+    name = "scales" if out_scales is None else "out_scale_scales"
+    form = None if scale is None else (name, scale.dtype, tuple(scale.shape))
+    return y, SavedRows(_kept_for(kept, _wanted(name, needs_grad)), tuple(x.shape), form, _bias_dtypes(experts))
+
+
+def gradients_of_rows(saved: SavedRows, dy: Tensor, needs_grad: frozenset[str]) -> Grads:
+    """By the names of a :class:`GroupedMLP`, from that of its rows."""
+    kept, x_shape, form, dtypes = saved
+    name = "" if form is None else form[0]
+    x, scales, *parameters = rows_backward_on_cpu(kept, dy, _wanted(name, needs_grad))
+    grads = _of_parameters(parameters, dtypes)
+    if x is not None:
+        grads["x"] = x.view(x_shape)
+    if scales is not None and form is not None:
+        grads[name] = scales.to(form[1]).view(form[2])
+    return grads
+
+
+@lru_cache(maxsize=4096)
+def _wanted(scales: str, needs_grad: frozenset[str]) -> Wanted:
+    """By position."""
+    return Wanted(*[name in needs_grad for name in ("x", scales, *_PARAMETERS)])
+
+
+def _kept_for(kept: Kept, wanted: Wanted) -> Kept:
+    """Without what these gradients do not read."""
+    if wanted.rows and wanted.up and (wanted.scales or kept.down_bias is None):
+        return kept
+    return kept._replace(
+        rows=kept.rows if wanted.up else None,
+        up=kept.up if wanted.rows else None,
+        down_bias=kept.down_bias if wanted.scales else None,
     )
-    grads: dict[str, Gradient] = {n: g for n, g in zip(_NAMES, found, strict=True) if g is not None}
+
+
+def _bias_dtypes(experts: Experts) -> BiasDtypes:
+    up_bias, down_bias = experts.up_bias, experts.down_bias
+    return None if up_bias is None else up_bias.dtype, None if down_bias is None else down_bias.dtype
+
+
+def _of_parameters(gradients: list[Tensor | None], dtypes: BiasDtypes) -> dict[str, Gradient]:
+    up, down, up_bias, down_bias = gradients
+    grads: dict[str, Gradient] = {}
+    if up is not None:
+        grads["fc1.weight"] = up
+    if down is not None:
+        grads["fc2.weight"] = down
+    if up_bias is not None:
+        grads["fc1.bias"] = up_bias.to(dtypes[0])
+    if down_bias is not None:
+        grads["fc2.bias"] = down_bias.to(dtypes[1])
     return grads

@@ -64,7 +64,9 @@ def multiply_until(problem: GroupedGemm, ends: list[int]) -> None:
     _multiply_groups(problem, Span(sizes, 0, slice(0, ends[-1])), problem.out)
 
 
-def multiply_runs(rows: Tensor, weight: Tensor, transposed: bool, sizes: Mapping[int, int], out: Tensor) -> None:
+def multiply_runs(
+    rows: Tensor, weight: Tensor, transposed: bool, sizes: Mapping[int, int], out: Tensor, bias: Tensor | None = None
+) -> None:
     """Rows through a weight [E, out, in], or [E, in, out] if ``transposed``; rows past the last group are left out.
 
     Args:
@@ -73,7 +75,11 @@ def multiply_runs(rows: Tensor, weight: Tensor, transposed: bool, sizes: Mapping
     parts = [*sizes.values()]
     parts.append(out.shape[0] - sum(parts))
     weights = _matrices(weight, [*sizes], not transposed)
-    _multiply_parts(zip(rows.split_with_sizes(parts), weights, out.split_with_sizes(parts), strict=False))
+    products = zip(rows.split_with_sizes(parts), weights, out.split_with_sizes(parts), strict=False)
+    if bias is None:
+        return _multiply_parts(products)
+    for g, (left, right, part) in zip(sizes, products, strict=False):
+        torch.addmm(bias[g], left, right, out=part)
 
 
 def multiply_weights_of_runs(left: Tensor, right: Tensor, sizes: Mapping[int, int], out: Tensor) -> None:

@@ -126,10 +126,34 @@ def forward(
     return _through(hidden, down, groups, transposed, down_bias, scales if after else None), preact
 
 
+def run(
+    x: Tensor, experts: Experts, split_sizes: Tensor, scales: Tensor | None, after: bool
+) -> tuple[Tensor, Kept] | None:
+    """:func:`forward` of [..., H], sorted by expert, and what a backward reads; None: they run kernel by kernel."""
+    if not x.is_contiguous():
+        return None
+    rows = x if x.dim() == 2 else x.view(-1, x.shape[-1])
+    count = rows.shape[0]
+    if not count or refusal(x, count, experts.up, experts.down) is not None:
+        return None
+    groups = Groups.of_sizes(split_sizes, count, experts)
+    if groups is None:
+        return None
+    if scales is not None:
+        scales = scales.reshape(-1)
+        if scales.dtype.itemsize < 4:
+            scales = scales.float()
+    y, preact = forward(rows, experts, groups, scales, after)
+    zero_tail(y, groups)
+    form = Form(experts.spec, experts.transposed, after)
+    kept = Kept(rows, experts.up, experts.down, experts.down_bias, preact, scales, groups, form)
+    return y, kept
+
+
 def backward(kept: Kept, dy: Tensor, wanted: Wanted) -> Grads:
     """The gradients, from that of dense rows [S, H].
 
-    Weights come first, and the rows last: so the weight that is read last is the one that a forward reads first.
+    Those of weights come first, that of the rows last: it reads the weight that a forward reads first.
     """
     rows, up, down, down_bias, preact, scales, groups, (spec, transposed, after) = kept
     dhidden = _through(dy, down, groups, not transposed)
@@ -147,7 +171,10 @@ def backward(kept: Kept, dy: Tensor, wanted: Wanted) -> Grads:
     dup = _weight(rows, dpreact, groups, transposed) if wanted.up and rows is not None else None
     dup_bias = _sums(dpreact, groups) if wanted.up_bias else None
     ddown_bias = _sums(dy, groups, scales if after else None) if wanted.down_bias else None
-    drows = _through(dpreact, up, groups, not transposed) if wanted.rows and up is not None else None
+    drows = None
+    if wanted.rows and up is not None:
+        drows = _through(dpreact, up, groups, not transposed)
+        zero_tail(drows, groups)
     return Grads(drows, dots, dup, ddown, dup_bias, ddown_bias)
 
 
@@ -188,6 +215,9 @@ def _through(
         out = F.grouped_mm(rows, weight if transposed else weight.mT, offs=groups.ends)
     else:
         out = rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
+        if scales is None:
+            loop.multiply_runs(rows, weight, transposed, sizes, out, bias)
+            return out
         loop.multiply_runs(rows, weight, transposed, sizes, out)
     if bias is not None:
         assert groups.expert_of_row is not None
