@@ -15,12 +15,13 @@ from .kernels.pytorch import routed_mlp as short_layer
 from .kernels.pytorch import short_mlp
 from .kernels.pytorch.routed_mlp import Forward, Order
 from .kernels.pytorch.routed_mlp import backward as backward_on_cpu
-from .kernels.pytorch.short_mlp import Kept, Wanted
+from .kernels.pytorch.short_mlp import Gradients, Kept, Wanted
 from .kernels.pytorch.short_mlp import backward as rows_backward_on_cpu
 
 __all__ = [
     "Experts",
     "Forward",
+    "Gradients",
     "Kept",
     "Order",
     "RoutedMlp",

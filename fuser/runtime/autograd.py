@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..config import active_config, use_config
+from ..config import thread_config, use_config
 from ..errors import ArgumentError, DoubleBackwardError
 from ..op import Op
 from ..overrides import patched_half
@@ -263,7 +263,7 @@ def _needs_no_scope(context: BackwardContext, device_type: str) -> bool:
     return not (
         torch.is_grad_enabled()
         or _autocasts(device_type)
-        or context.config is not active_config()
+        or context.config is not thread_config.config
         or profiler_enabled()
     )
 

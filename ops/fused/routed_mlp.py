@@ -109,7 +109,7 @@ class RoutedMLP(InnerMLP):
         short = None if experts is None else on_cpu(experts, x, top_k_index, top_k_weights)
         if experts is None or short is None:
             return None
-        return short.y, short_call.saved(short, x, top_k_weights.dtype, experts, needs_grad)
+        return short.y, short_call.saved(short, x, top_k_weights, experts, needs_grad)
 
     def _stacked(self, dtype: torch.dtype) -> Experts | None:
         """The experts as one call of a whole layer takes them: stacked, and scaled after the second linear."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,15 +12,48 @@ from torch import Tensor
 from ...fuser import Gradient, Grads
 from ...fuser.config import thread_config
 from ..grouped_linear import GroupedLinear, with_rows_of
-from ..inference import Experts, Forward, Kept, Order, Wanted, backward_on_cpu, rows_backward_on_cpu, rows_on_cpu
+from ..inference import (
+    Experts,
+    Forward,
+    Gradients,
+    Kept,
+    Order,
+    Wanted,
+    backward_on_cpu,
+    rows_backward_on_cpu,
+    rows_on_cpu,
+)
 from ..quantized_linear import in_force
 from .activation_role import reads_numbers, spec_of
 
 _OF_FC2 = frozenset({"fc2.weight", "fc2.bias"})
+_WEIGHTS = "top_k_weights"
 _PARAMETERS = ("fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias")
 
 
-BiasDtypes = tuple[torch.dtype | None, torch.dtype | None]
+@dataclass(slots=True, eq=False)
+class Forms:
+    """Of the arguments of a call.
+
+    Attributes:
+        scales: what the fused op calls them, or nothing.
+        up_bias, down_bias: their dtypes.
+    """
+
+    x_shape: torch.Size
+    scales: str
+    scales_shape: torch.Size | None
+    scales_dtype: torch.dtype | None
+    up_bias: torch.dtype | None
+    down_bias: torch.dtype | None
+
+    @classmethod
+    def of(cls, x: Tensor, name: str, scales: Tensor | None, experts: Experts) -> Forms:
+        up_bias, down_bias = experts.up_bias, experts.down_bias
+        biases = None if up_bias is None else up_bias.dtype, None if down_bias is None else down_bias.dtype
+        if scales is None:
+            return cls(x.shape, "", None, None, *biases)
+        return cls(x.shape, name, scales.shape, scales.dtype, *biases)
 
 
 class Saved(NamedTuple):
@@ -28,17 +62,14 @@ class Saved(NamedTuple):
     tokens: Tensor | None
     order: Order
     kept: Kept
-    weights_dtype: torch.dtype
-    bias_dtypes: BiasDtypes
+    forms: Forms
 
 
 class SavedRows(NamedTuple):
-    """Of a :class:`GroupedMLP`; of ``scales`` the form alone is needed, and the name."""
+    """Of a :class:`GroupedMLP`."""
 
     kept: Kept
-    x_shape: tuple[int, ...]
-    scales: tuple[str, torch.dtype, tuple[int, ...]] | None
-    bias_dtypes: BiasDtypes
+    forms: Forms
 
 
 def stacked(fc1: GroupedLinear, fc2: GroupedLinear, act: Any, dtype: torch.dtype) -> Experts | None:
@@ -70,25 +101,17 @@ def gives(needs_grad: frozenset[str]) -> bool:
 
 
 def saved(
-    forward: Forward, tokens: Tensor, weights_dtype: torch.dtype, experts: Experts, needs_grad: frozenset[str]
+    forward: Forward, tokens: Tensor, top_k_weights: Tensor, experts: Experts, needs_grad: frozenset[str]
 ) -> Saved:
     """What the wanted gradients read, and no more."""
-    wanted = _wanted("top_k_weights", needs_grad)
-    kept = _kept_for(forward.kept, wanted)
-    return Saved(tokens if wanted.up else None, forward.order, kept, weights_dtype, _bias_dtypes(experts))
+    wanted, forms = _wanted(_WEIGHTS, needs_grad), Forms.of(tokens, _WEIGHTS, top_k_weights, experts)
+    return Saved(tokens if wanted.up else None, forward.order, _kept_for(forward.kept, wanted), forms)
 
 
 def gradients(saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> Grads:
     """By the names of a :class:`RoutedMLP`."""
-    tokens, order, kept, weights_dtype, dtypes = saved
-    wanted = _wanted("top_k_weights", needs_grad)
-    x, weights, *parameters = backward_on_cpu(order, kept, tokens, dy, wanted)
-    grads = _of_parameters(parameters, dtypes)
-    if x is not None:
-        grads["x"] = x
-    if weights is not None:
-        grads["top_k_weights"] = weights.to(weights_dtype)
-    return grads
+    tokens, order, kept, forms = saved
+    return _named(backward_on_cpu(order, kept, tokens, dy, _wanted(_WEIGHTS, needs_grad)), forms)
 
 
 def of_rows(
@@ -110,21 +133,13 @@ def of_rows(
     if not needs_grad:
         return y, None
     name = "scales" if out_scales is None else "out_scale_scales"
-    form = None if scale is None else (name, scale.dtype, tuple(scale.shape))
-    return y, SavedRows(_kept_for(kept, _wanted(name, needs_grad)), tuple(x.shape), form, _bias_dtypes(experts))
+    return y, SavedRows(_kept_for(kept, _wanted(name, needs_grad)), Forms.of(x, name, scale, experts))
 
 
 def gradients_of_rows(saved: SavedRows, dy: Tensor, needs_grad: frozenset[str]) -> Grads:
     """By the names of a :class:`GroupedMLP`, from that of its rows."""
-    kept, x_shape, form, dtypes = saved
-    name = "" if form is None else form[0]
-    x, scales, *parameters = rows_backward_on_cpu(kept, dy, _wanted(name, needs_grad))
-    grads = _of_parameters(parameters, dtypes)
-    if x is not None:
-        grads["x"] = x.view(x_shape)
-    if scales is not None and form is not None:
-        grads[name] = scales.to(form[1]).view(form[2])
-    return grads
+    kept, forms = saved
+    return _named(rows_backward_on_cpu(kept, dy, _wanted(forms.scales, needs_grad)), forms)
 
 
 @lru_cache(maxsize=4096)
@@ -144,20 +159,20 @@ def _kept_for(kept: Kept, wanted: Wanted) -> Kept:
     )
 
 
-def _bias_dtypes(experts: Experts) -> BiasDtypes:
-    up_bias, down_bias = experts.up_bias, experts.down_bias
-    return None if up_bias is None else up_bias.dtype, None if down_bias is None else down_bias.dtype
-
-
-def _of_parameters(gradients: list[Tensor | None], dtypes: BiasDtypes) -> dict[str, Gradient]:
-    up, down, up_bias, down_bias = gradients
+def _named(gradients: Gradients, forms: Forms) -> Grads:
+    """In the forms of what they are the gradients of."""
+    x, scales, up, down, up_bias, down_bias = gradients
     grads: dict[str, Gradient] = {}
+    if x is not None:
+        grads["x"] = x if x.shape == forms.x_shape else x.view(forms.x_shape)
+    if scales is not None and forms.scales_shape is not None:
+        grads[forms.scales] = scales.to(forms.scales_dtype).view(forms.scales_shape)
     if up is not None:
         grads["fc1.weight"] = up
     if down is not None:
         grads["fc2.weight"] = down
     if up_bias is not None:
-        grads["fc1.bias"] = up_bias.to(dtypes[0])
+        grads["fc1.bias"] = up_bias.to(forms.up_bias)
     if down_bias is not None:
-        grads["fc2.bias"] = down_bias.to(dtypes[1])
+        grads["fc2.bias"] = down_bias.to(forms.down_bias)
     return grads

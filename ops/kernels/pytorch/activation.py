@@ -176,11 +176,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _gate_and_up(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
     """Views of the gate and the up columns, [rows, blocks, block] each, or [rows, F] of one block."""
-    columns, block = preact.shape[-1], spec.block
+    block = spec.block
     if block is None:
-        return preact.narrow(-1, 0, columns // 2), preact.narrow(-1, columns // 2, columns // 2)
-    gate_and_up = preact.view(*preact.shape[:-1], columns // (2 * block), 2, block)
-    return gate_and_up.select(-2, 0), gate_and_up.select(-2, 1)
+        gate, up = preact.chunk(2, -1)
+    else:
+        gate, up = preact.view(*preact.shape[:-1], preact.shape[-1] // (2 * block), 2, block).unbind(-2)
+    return gate, up
 
 
 def _inputs(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -10,13 +11,16 @@ from torch import Tensor
 
 from ..hopper.routed_mlp import Experts
 from . import short_mlp
-from .short_mlp import Form, Grads, Groups, Kept, Wanted
+from .short_mlp import Form, Gradients, Groups, Kept, Wanted
 
 _MOST_NUMBERS = 256
 
 
-class Order(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Order:
     """Which of the S rows, the slots sorted by expert, belongs to which of the k slots of a token.
+
+    A backward reads what its forward has made, and nobody changes it.
 
     Attributes:
         slot_of_row, token_of_row: [S].
@@ -62,7 +66,7 @@ def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts)
     return Forward(_sum_of_slots(y, order, groups), order, kept)
 
 
-def backward(order: Order, kept: Kept, tokens: Tensor | None, dy: Tensor, wanted: Wanted) -> Grads:
+def backward(order: Order, kept: Kept, tokens: Tensor | None, dy: Tensor, wanted: Wanted) -> Gradients:
     """The gradients: ``rows`` is that of the tokens [T, H], ``scales`` that of the routing weights [T, k].
 
     Args:
@@ -76,7 +80,7 @@ def backward(order: Order, kept: Kept, tokens: Tensor | None, dy: Tensor, wanted
         rows = _sum_of_slots(rows, order, kept.groups)
     if dots is not None:
         dots = torch.empty_like(dots).scatter_(0, order.slot_of_row, dots).view(dy.shape[0], -1)
-    return Grads(rows, dots, *grads[2:])
+    return Gradients(rows, dots, *grads[2:])
 
 
 def _sorted(top_k_index: Tensor, groups: int) -> tuple[Tensor, Tensor] | None:

@@ -7,12 +7,13 @@ them may be anything, and nothing reads it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...activation_spec import ActivationSpec
 from ..hopper.routed_mlp import Experts
 from ..problem import ActivationGrads, GroupedGemm, Layout
 from . import activation, few_rows, grouped_mm_cpu, loop
@@ -74,10 +75,11 @@ class Kept(NamedTuple):
     form: Form
 
 
-class Form(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Form:
     """What a backward has to know besides tensors."""
 
-    spec: Any
+    spec: ActivationSpec
     transposed: bool
     after: bool
 
@@ -93,7 +95,7 @@ class Wanted(NamedTuple):
     down_bias: bool
 
 
-class Grads(NamedTuple):
+class Gradients(NamedTuple):
     """The wanted ones; of biases and scales in float32 at least."""
 
     rows: Tensor | None
@@ -150,18 +152,19 @@ def run(
     return y, kept
 
 
-def backward(kept: Kept, dy: Tensor, wanted: Wanted) -> Grads:
+def backward(kept: Kept, dy: Tensor, wanted: Wanted) -> Gradients:
     """The gradients, from that of dense rows [S, H].
 
     Those of weights come first, that of the rows last: it reads the weight that a forward reads first.
     """
-    rows, up, down, down_bias, preact, scales, groups, (spec, transposed, after) = kept
+    rows, up, down, down_bias, preact, scales, groups, form = kept
+    transposed, after = form.transposed, form.after
     dhidden = _through(dy, down, groups, not transposed)
     dpreact, dots = torch.empty_like(preact), None
     if wanted.scales and scales is not None:
         dots = scales.new_empty(scales.shape)
     hidden = torch.empty_like(dhidden) if wanted.down else None
-    activation.backward(dhidden, preact, spec, scales, ActivationGrads(dpreact, dots, hidden))
+    activation.backward(dhidden, preact, form.spec, scales, ActivationGrads(dpreact, dots, hidden))
     if dots is not None:
         if after and down_bias is not None:
             assert groups.expert_of_row is not None
@@ -175,7 +178,7 @@ def backward(kept: Kept, dy: Tensor, wanted: Wanted) -> Grads:
     if wanted.rows and up is not None:
         drows = _through(dpreact, up, groups, not transposed)
         zero_tail(drows, groups)
-    return Grads(drows, dots, dup, ddown, dup_bias, ddown_bias)
+    return Gradients(drows, dots, dup, ddown, dup_bias, ddown_bias)
 
 
 def zero_tail(rows: Tensor, groups: Groups) -> None:
