@@ -17,7 +17,7 @@ from .replay.calls import observer
 from .replay.guards import are_misaligned
 from .runtime.autograd import Runtime
 from .runtime.devices import current_stream
-from .torch_private import tensor_guards
+from .torch_private import profiler_enabled, tensor_guards
 
 
 class Repeated(Protocol):
@@ -64,24 +64,29 @@ class RepeatedCall:
     """A plan, and the guards of a call that runs it at once.
 
     Every call checks all that the plan depends on: the form of arguments and parameters, by torch's own guards, which
-    see autocast and inference mode as well; assignments to ops; hooks; and switches. Only plans are taken whose ops
-    promise that nothing else counts: see :attr:`Op.replayable`.
+    see autocast and inference mode as well; values that ops check; assignments to ops; hooks; and switches. Only plans
+    are taken whose ops promise that nothing else counts: see :attr:`Op.replayable`.
 
     Attributes:
         last: what ``explain()`` needs of the call.
     """
 
-    def __init__(self, layout: FlatContainer, names: list[str], arguments: Sequence[Tensor], last: Any) -> None:
+    def __init__(
+        self, layout: FlatContainer, names: list[str], arguments: Sequence[Tensor], positions: list[int], last: Any
+    ) -> None:
         noted: Noted = last
         self.last, self._plan, self._runtime = last, noted.plan, noted.runtime
         self._circumstances = Circumstances(layout, names, noted.runtime, noted.plan.config)
+        self._arguments = len(arguments)
         self._held = [(op, [n for n, p in op._parameters.items() if p is not None]) for op in layout.holders]
-        tensors = [*arguments]
-        for op, held in self._held:
-            tensors += map(op._parameters.get, held)  # type: ignore[arg-type]
+        tensors = self._with_parameters(arguments)
         self._number, self._check = len(tensors), tensor_guards(tensors)
+        self._order = None if positions == [*range(len(positions))] else itemgetter(*positions)
+        values = self._in_order(tensors)
+        checks = self._plan.value_checks(values)
+        self._value_checks = [(positions[slot], look) for slot, look in checks or ()]
         self._checked = None if self._plan.passed is None else self._plan.passed.get(tuple(noted.shapes))
-        self._values: itemgetter[Any] | None = None
+        self._again = None if checks is None else self._plan.again(tensors, positions, self._runtime)
 
     @classmethod
     def of(
@@ -98,27 +103,36 @@ class RepeatedCall:
             return None
         if any([step.replay_refusal is not None for step in last.plan.steps]) or last.runtime.autocast_dtype:
             return None
-        call = cls(layout, names, arguments, last)
-        positions = [ids.index(id(value)) for value in values]
-        if positions != [*range(len(ids))]:
-            call._values = itemgetter(*positions)
-        return call
+        return cls(layout, names, arguments, [ids.index(id(value)) for value in values], last)
 
     def values(self, x: Tensor, extra: tuple[Any, ...], shared: Mapping[str, Any]) -> list[Any] | None:
-        """What the plan takes, where all guards pass; else None."""
+        """The arguments and the parameters, where all guards pass; else None."""
         if not self._circumstances.hold(shared):
             return None
-        arguments = [x, *extra, *shared.values()]
-        tensors = arguments[:]
-        for op, held in self._held:
-            tensors += map(op._parameters.get, held)
+        tensors = self._with_parameters([x, *extra, *shared.values()])
         if len(tensors) != self._number or not self._check(*tensors):
             return None
-        return arguments if self._values is None else [*self._values(arguments)]
+        for position, look in self._value_checks:
+            if not look(tensors[position]):  # what is wrong, a call that is no repetition says
+                return None
+        return tensors
 
-    def run(self, values: list[Any]) -> Any:
-        """Runs the plan."""
-        return self._plan(values, self._runtime, None, self._checked)
+    def run(self, tensors: list[Any]) -> Any:
+        """Runs the plan, or its one step."""
+        if self._again is not None and not profiler_enabled():
+            outputs = self._again.run(tensors)
+            return outputs[0] if len(outputs) == 1 else outputs
+        return self._plan(self._in_order(tensors), self._runtime, None, self._checked)
+
+    def _in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The arguments, as the plan takes them."""
+        return [*tensors[: self._arguments]] if self._order is None else [*self._order(tensors)]
+
+    def _with_parameters(self, arguments: Sequence[Any]) -> list[Any]:
+        tensors = [*arguments]
+        for op, held in self._held:
+            tensors += map(op._parameters.get, held)
+        return tensors
 
 
 class PoolGuards(NamedTuple):

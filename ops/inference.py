@@ -12,9 +12,26 @@ from .kernels.hopper import routed_mlp as backend
 from .kernels.hopper.extension import address
 from .kernels.hopper.routed_mlp import Experts, RoutedMlp
 from .kernels.pytorch import routed_mlp as short_layer
-from .kernels.pytorch.routed_mlp import Backward, Forward
+from .kernels.pytorch import short_mlp
+from .kernels.pytorch.routed_mlp import Forward, Order
+from .kernels.pytorch.routed_mlp import backward as backward_on_cpu
+from .kernels.pytorch.short_mlp import Gradients, Kept, Wanted
+from .kernels.pytorch.short_mlp import backward as rows_backward_on_cpu
 
-__all__ = ["Backward", "Experts", "Forward", "RoutedMlp", "on_cpu", "one_call"]
+__all__ = [
+    "Experts",
+    "Forward",
+    "Gradients",
+    "Kept",
+    "Order",
+    "RoutedMlp",
+    "Wanted",
+    "backward_on_cpu",
+    "on_cpu",
+    "one_call",
+    "rows_backward_on_cpu",
+    "rows_on_cpu",
+]
 
 
 class _Prepared(NamedTuple):
@@ -56,3 +73,12 @@ def on_cpu(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tens
     if active_config().backend != "auto" or short_layer.refusal(x, top_k_index, experts.up, experts.down) is not None:
         return None
     return short_layer.run(x, top_k_index, top_k_weights, experts)
+
+
+def rows_on_cpu(
+    experts: Experts, x: Tensor, split_sizes: Tensor, scales: Tensor | None, *, after: bool
+) -> tuple[Tensor, Kept] | None:
+    """The same of a few rows, sorted by expert, and what a backward reads; ``after``: the second linear is scaled."""
+    if active_config().backend != "auto":
+        return None
+    return short_mlp.run(x, experts, split_sizes, scales, after)

@@ -20,7 +20,6 @@ from fusible import (
     config,
     interleaved,
 )
-from fusible.ops.kernels import Layout
 from fusible.ops.kernels.pytorch import few_rows
 from fusible.ops.kernels.pytorch import routed_mlp as short_layer
 
@@ -130,15 +129,15 @@ def gradients(model, call, dy):
 @pytest.fixture
 def poisoned(monkeypatch):
     """Rows past the last group of a product are NaN."""
-    product = short_layer.grouped_mm_cpu.product
+    product = torch.nn.functional.grouped_mm
 
-    def poison(problem, ends):
-        result = product(problem, ends)
-        if problem.layout is not Layout.TN:
-            result[int(ends[-1]) :] = torch.nan
+    def poison(a, b, *, offs):
+        result = product(a, b, offs=offs)
+        if result.dim() == 2:
+            result[int(offs[-1]) :] = torch.nan
         return result
 
-    monkeypatch.setattr(short_layer.grouped_mm_cpu, "product", poison)
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", poison)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import Config, active_config
+from ..config import Config, thread_config
 from ..op import Delivery, Gradient, Grads, Op, SideEffects
 from ..torch_private import engine_will_run
 from .buffers import overlap
@@ -95,7 +95,11 @@ class BackwardContext:
                     f"which it does not read; it returned {sorted(grads)}"
                 )
         grads = {name: gradient for name, gradient in grads.items() if name in wanted}
-        gradients = [evaluate(grads.pop(name)) if name in wanted else None for name in self.names]
+        gradients: list[Tensor | None] = []
+        for name in self.names:
+            gradient = grads.pop(name) if name in wanted else None
+            gradients.append(gradient if type(gradient) is Tensor else evaluate(gradient))
+            gradient = None
         if self.shapes:
             self._refuse_misshapen(gradients)
         return gradients
@@ -192,7 +196,7 @@ class EagerStep(NamedTuple):
         kept, lent, apart, rest = pack(saved)
         once, order = _each_once(kept)
         op = self.op if self.op._outline is None else self.op._outline
-        config = active_config()
+        config = thread_config.config
         if not apart:
             context = BackwardContext(op, self.names, wanted, rest, config, order, shapes=self.shapes)
             return ForwardResult(outputs, once, (), lent, context)

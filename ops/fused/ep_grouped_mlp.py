@@ -59,7 +59,7 @@ class EPGroupedMLP(InnerMLP):
         buffer, slots = (
             (None, None) if trace.active() else (group.mover.row_buffer(table), group.mover.row_slots(table))
         )
-        mlp_rows, mlp = self.experts.fwd(
+        mlp_rows, mlp = self.experts.by_kernels(
             rows,
             split_sizes=table.split_sizes,
             **dict.fromkeys(self.scaled_by, scales),

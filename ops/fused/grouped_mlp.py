@@ -43,6 +43,7 @@ from ..quantized_linear import (
 )
 from ..scale import Scale
 from . import fc1 as first_linear
+from . import short_call
 from .activation_role import (
     BETWEEN_LINEARS,
     keyword_of,
@@ -56,6 +57,7 @@ from .fc1 import FC1, FirstLinear, OpPart, filed, flat, names_of
 from .pointwise_chain import PointwiseChain
 
 REPLAYED_UP_TO = 1 << 39  # operations of a backward: more take the device longer than the host takes to launch them
+_NONE = (None, None, None, None)
 _FC2 = OpPart("fc2", (("fc2_bias_scale", "bias_scale"),))
 _PRODUCTS = frozenset({"x", "fc1.weight", "fc2.weight"})  # of a backward, that do not need one another
 
@@ -128,13 +130,47 @@ class GroupedMLP(FusedOp):
         grad_input: Buffer | None = None,
         fc1_bias_scale: Tensor | None = None,
         fc2_bias_scale: Tensor | None = None,
+        needs_grad: frozenset[str],
+        autocast_dtype: torch.dtype | None,
+        x_is_inner: bool,
+    ) -> tuple[Tensor, Saved | short_call.SavedRows | None]:
+        more = output, grad_input, fc1_bias_scale, fc2_bias_scale
+        if not x.is_cuda and more == _NONE and autocast_dtype in (None, x.dtype):
+            short = short_call.of_rows(self, x, split_sizes, scales, out_scale_scales, needs_grad)
+            if short is not None:
+                return short
+        return self.by_kernels(
+            x,
+            split_sizes=split_sizes,
+            scales=scales,
+            out_scale_scales=out_scale_scales,
+            output=output,
+            grad_input=grad_input,
+            fc1_bias_scale=fc1_bias_scale,
+            fc2_bias_scale=fc2_bias_scale,
+            needs_grad=needs_grad,
+            autocast_dtype=autocast_dtype,
+            x_is_inner=x_is_inner,
+        )
+
+    def by_kernels(
+        self,
+        x: Tensor,
+        *,
+        split_sizes: Tensor,
+        scales: Tensor | None = None,
+        out_scale_scales: Tensor | None = None,
+        output: Tensor | None = None,
+        grad_input: Tensor | None = None,
+        fc1_bias_scale: Tensor | None = None,
+        fc2_bias_scale: Tensor | None = None,
         arrived: Tensor | None = None,
         slots: kernels.RowSlots | None = None,
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
-        """The experts of an :class:`EPGroupedMLP` are given more.
+        """The forward, one kernel after the other. The experts of an :class:`EPGroupedMLP` are given more.
 
         Args:
             arrived: of rows that may come meanwhile.
@@ -213,8 +249,10 @@ class GroupedMLP(FusedOp):
         assert isinstance(y, Tensor)
         return y, self.fc2.saved(postact, postact, weight, sizes, bias_scale, None, needs, True)
 
-    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+    def bwd(self, saved: Saved | short_call.SavedRows, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         rows = as_rows(dy)
+        if isinstance(saved, short_call.SavedRows):
+            return short_call.gradients_of_rows(saved, rows, needs_grad)
         if saved.fc1.recipe is not None:
             return self.quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
         if (

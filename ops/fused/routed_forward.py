@@ -64,7 +64,7 @@ def forward(
         y, saved = mlp.quantized_fwd(recipe, rows, routing.split_sizes, *scales, needs_grad)
         routing = routing._replace(scales=None)
         return Permuted(permutation.unpermute(y, routing), routing, saved)
-    y, saved = mlp.fwd(
+    y, saved = mlp.by_kernels(
         permutation.permute(tokens, routing, fill=False),
         split_sizes=routing.split_sizes,
         **factors,

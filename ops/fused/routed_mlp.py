@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...fuser import Gradient, Grads, register_fusion
-from ...fuser.config import thread_config
 from ...fuser.runtime.call import evaluate
 from ...fuser.tracing import is_traced
 from .. import routing as permutation
@@ -24,10 +23,9 @@ from ..grouped_linear import GroupedLinear, input_grad
 from ..inference import Experts, on_cpu, one_call
 from ..moe import Combine, Dispatch
 from ..quantized.recipe import Recipe
-from ..quantized_linear import in_force
 from ..routing import Routing
 from . import short_call
-from .activation_role import reads_numbers, spec_of, vector_grads
+from .activation_role import vector_grads
 from .grouped_mlp import GroupedMLP, reads_preact
 from .inner_mlp import SCALES, InnerMLP, tokens_to_tokens
 from .routed_forward import forward, gathered, replay_unless_large, routed_mlp
@@ -105,33 +103,19 @@ class RoutedMLP(InnerMLP):
         """As :meth:`_in_one_call`, with what a backward in one go needs."""
         if x.is_cuda or type(x) is not Tensor or not short_call.gives(needs_grad):
             return None
-        if thread_config.config.recompute:  # a short call keeps the pre-activation
-            return None
-        if any(fc.delay_wgrad_compute or fc.accumulate_into_main_grad for fc in (self.fc1, self.fc2)):
+        if not short_call.returns_all(self.fc1, self.fc2):
             return None
         experts = self._stacked(x.dtype)
         short = None if experts is None else on_cpu(experts, x, top_k_index, top_k_weights)
         if experts is None or short is None:
             return None
-        return short.y, short_call.saved(short, x, top_k_weights.dtype, experts, needs_grad)
+        return short.y, short_call.saved(short, x, top_k_weights, experts, needs_grad)
 
     def _stacked(self, dtype: torch.dtype) -> Experts | None:
         """The experts as one call of a whole layer takes them: stacked, and scaled after the second linear."""
-        fc1, fc2 = self.fc1, self.fc2
-        if fc1.recipe is not fc2.recipe or in_force(fc1.recipe) is not None:
+        if self.scale is not None or self.out_scale is None:
             return None
-        if self.scale is not None or self.out_scale is None or reads_numbers(self.act):
-            return None
-        if fc1.transposed_weight != fc2.transposed_weight:
-            return None
-        if True in fc1.per_group.values() or True in fc2.per_group.values():
-            return None
-        weights = fc1.one_parameter("weight"), fc2.one_parameter("weight")
-        if weights[0].dtype != dtype or weights[1].dtype != dtype:
-            return None
-        up_bias = fc1.one_parameter("bias") if fc1.has_bias else None
-        down_bias = fc2.one_parameter("bias") if fc2.has_bias else None
-        return Experts(*weights, up_bias, down_bias, spec_of(self.act), fc1.transposed_weight)
+        return short_call.stacked(self.fc1, self.fc2, self.act, dtype)
 
     def bwd(self, saved: Saved | short_call.Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         """Computes at once what reads the rows of ``dy``; the rest is left to thunks, which hold what they read."""

@@ -1,60 +1,178 @@
-"""What a :class:`RoutedMLP` keeps of a short call on a CPU, and its gradients from that."""
+"""What fused experts keep of a short call on a CPU, and its gradients from that."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...fuser import Gradient, Grads
-from ..inference import Backward, Experts, Forward
+from ...fuser.config import thread_config
+from ..grouped_linear import GroupedLinear, with_rows_of
+from ..inference import (
+    Experts,
+    Forward,
+    Gradients,
+    Kept,
+    Order,
+    Wanted,
+    backward_on_cpu,
+    rows_backward_on_cpu,
+    rows_on_cpu,
+)
+from ..quantized_linear import in_force
+from .activation_role import reads_numbers, spec_of
 
 _OF_FC2 = frozenset({"fc2.weight", "fc2.bias"})
+_WEIGHTS = "top_k_weights"
+_PARAMETERS = ("fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias")
+
+
+@dataclass(slots=True, eq=False)
+class Forms:
+    """Of the arguments of a call.
+
+    Attributes:
+        scales: what the fused op calls them, or nothing.
+        up_bias, down_bias: their dtypes.
+    """
+
+    x_shape: torch.Size
+    scales: str
+    scales_shape: torch.Size | None
+    scales_dtype: torch.dtype | None
+    up_bias: torch.dtype | None
+    down_bias: torch.dtype | None
+
+    @classmethod
+    def of(cls, x: Tensor, name: str, scales: Tensor | None, experts: Experts) -> Forms:
+        up_bias, down_bias = experts.up_bias, experts.down_bias
+        biases = None if up_bias is None else up_bias.dtype, None if down_bias is None else down_bias.dtype
+        if scales is None:
+            return cls(x.shape, "", None, None, *biases)
+        return cls(x.shape, name, scales.shape, scales.dtype, *biases)
 
 
 class Saved(NamedTuple):
-    """What no wanted gradient reads is None, or empty."""
+    """Of a :class:`RoutedMLP`. What no wanted gradient reads is None."""
 
     tokens: Tensor | None
-    forward: Forward
-    experts: Experts
-    weights_dtype: torch.dtype
-    bias_dtypes: tuple[torch.dtype, torch.dtype]
+    order: Order
+    kept: Kept
+    forms: Forms
+
+
+class SavedRows(NamedTuple):
+    """Of a :class:`GroupedMLP`."""
+
+    kept: Kept
+    forms: Forms
+
+
+def stacked(fc1: GroupedLinear, fc2: GroupedLinear, act: Any, dtype: torch.dtype) -> Experts | None:
+    """The experts as a call of all of them takes them; None where parameters or an activation are none such."""
+    if fc1.recipe is not fc2.recipe or in_force(fc1.recipe) is not None or reads_numbers(act):
+        return None
+    if fc1.transposed_weight != fc2.transposed_weight:
+        return None
+    if True in fc1.per_group.values() or True in fc2.per_group.values():
+        return None
+    weights = fc1.one_parameter("weight"), fc2.one_parameter("weight")
+    if weights[0].dtype != dtype or weights[1].dtype != dtype:
+        return None
+    up_bias = fc1.one_parameter("bias") if fc1.has_bias else None
+    down_bias = fc2.one_parameter("bias") if fc2.has_bias else None
+    return Experts(*weights, up_bias, down_bias, spec_of(act), fc1.transposed_weight)
+
+
+def returns_all(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:
+    """Whether all gradients are returned at once, and the pre-activation is kept for them."""
+    later = fc1.delay_wgrad_compute or fc2.delay_wgrad_compute
+    elsewhere = fc1.accumulate_into_main_grad or fc2.accumulate_into_main_grad
+    return not (later or elsewhere or thread_config.config.recompute)
 
 
 def gives(needs_grad: frozenset[str]) -> bool:
-    """Whether :func:`gradients` gives these: one of them must lie behind the second linear."""
+    """Whether a short call gives these gradients: one of them must lie behind the second linear."""
     return not needs_grad <= _OF_FC2
 
 
 def saved(
-    forward: Forward, tokens: Tensor, weights_dtype: torch.dtype, experts: Experts, needs_grad: frozenset[str]
+    forward: Forward, tokens: Tensor, top_k_weights: Tensor, experts: Experts, needs_grad: frozenset[str]
 ) -> Saved:
     """What the wanted gradients read, and no more."""
-    nothing = forward.scales.new_empty(0)
-    up_bias, down_bias = (experts.up if bias is None else bias for bias in (experts.up_bias, experts.down_bias))
-    read = experts._replace(
-        up=experts.up if "x" in needs_grad else nothing,
-        up_bias=None,
-        down_bias=experts.down_bias if "top_k_weights" in needs_grad else None,
-    )
-    tokens_read = tokens if "fc1.weight" in needs_grad else None
-    return Saved(tokens_read, forward._replace(y=nothing), read, weights_dtype, (up_bias.dtype, down_bias.dtype))
+    wanted, forms = _wanted(_WEIGHTS, needs_grad), Forms.of(tokens, _WEIGHTS, top_k_weights, experts)
+    return Saved(tokens if wanted.up else None, forward.order, _kept_for(forward.kept, wanted), forms)
 
 
 def gradients(saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> Grads:
-    """By the names of the fused op."""
-    up_bias, down_bias = saved.bias_dtypes
-    of_weights, of_down = "top_k_weights" in needs_grad, "fc2.weight" in needs_grad
-    backward = Backward(saved.forward, saved.tokens, saved.experts, dy, of_weights, of_down)
-    grads: dict[str, Gradient] = {
-        "x": backward.x,
-        "top_k_weights": partial(backward.weights, saved.weights_dtype),
-        "fc1.weight": backward.up,
-        "fc2.weight": backward.down,
-        "fc1.bias": partial(backward.up_bias, up_bias),
-        "fc2.bias": partial(backward.down_bias, down_bias),
-    }
-    return {name: gradient for name, gradient in grads.items() if name in needs_grad}
+    """By the names of a :class:`RoutedMLP`."""
+    tokens, order, kept, forms = saved
+    return _named(backward_on_cpu(order, kept, tokens, dy, _wanted(_WEIGHTS, needs_grad)), forms)
+
+
+def of_rows(
+    mlp: Any, x: Tensor, split_sizes: Any, scales: Tensor | None, out_scales: Tensor | None, needs_grad: frozenset[str]
+) -> tuple[Tensor, SavedRows | None] | None:
+    """The output of a :class:`GroupedMLP`, and what its backward needs; None where it runs kernel by kernel."""
+    if type(x) is not Tensor or type(split_sizes) is not Tensor or (scales is not None and out_scales is not None):
+        return None
+    if needs_grad and not (gives(needs_grad) and returns_all(mlp.fc1, mlp.fc2)):
+        return None
+    experts = stacked(mlp.fc1, mlp.fc2, mlp.act, x.dtype)
+    if experts is None:
+        return None
+    scale = scales if out_scales is None else out_scales
+    short = rows_on_cpu(experts, x, split_sizes, scale, after=out_scales is not None)
+    if short is None:
+        return None
+    y, kept = with_rows_of(x, short[0]), short[1]
+    if not needs_grad:
+        return y, None
+    name = "scales" if out_scales is None else "out_scale_scales"
+    return y, SavedRows(_kept_for(kept, _wanted(name, needs_grad)), Forms.of(x, name, scale, experts))
+
+
+def gradients_of_rows(saved: SavedRows, dy: Tensor, needs_grad: frozenset[str]) -> Grads:
+    """By the names of a :class:`GroupedMLP`, from that of its rows."""
+    kept, forms = saved
+    return _named(rows_backward_on_cpu(kept, dy, _wanted(forms.scales, needs_grad)), forms)
+
+
+@lru_cache(maxsize=4096)
+def _wanted(scales: str, needs_grad: frozenset[str]) -> Wanted:
+    """By position."""
+    return Wanted(*[name in needs_grad for name in ("x", scales, *_PARAMETERS)])
+
+
+def _kept_for(kept: Kept, wanted: Wanted) -> Kept:
+    """Without what these gradients do not read."""
+    if wanted.rows and wanted.up and (wanted.scales or kept.down_bias is None):
+        return kept
+    return kept._replace(
+        rows=kept.rows if wanted.up else None,
+        up=kept.up if wanted.rows else None,
+        down_bias=kept.down_bias if wanted.scales else None,
+    )
+
+
+def _named(gradients: Gradients, forms: Forms) -> Grads:
+    """In the forms of what they are the gradients of."""
+    x, scales, up, down, up_bias, down_bias = gradients
+    grads: dict[str, Gradient] = {}
+    if x is not None:
+        grads["x"] = x if x.shape == forms.x_shape else x.view(forms.x_shape)
+    if scales is not None and forms.scales_shape is not None:
+        grads[forms.scales] = scales.to(forms.scales_dtype).view(forms.scales_shape)
+    if up is not None:
+        grads["fc1.weight"] = up
+    if down is not None:
+        grads["fc2.weight"] = down
+    if up_bias is not None:
+        grads["fc1.bias"] = up_bias.to(forms.up_bias)
+    if down_bias is not None:
+        grads["fc2.bias"] = down_bias.to(forms.down_bias)
+    return grads

@@ -90,13 +90,15 @@ def forward(
     _multiply_into(out, _wide_postact(preact, spec), None if scales is None else scales.unsqueeze(-1))
 
 
-def postact(preact: Tensor, spec: ActivationSpec) -> Tensor:
-    """:func:`forward` without scales, in memory of its own."""
+def postact(preact: Tensor, spec: ActivationSpec, scales: Tensor | None = None) -> Tensor:
+    """:func:`forward` in memory of its own."""
     if spec.program is None:
         wide = _wide_postact(preact, spec)
+        if scales is not None:
+            wide.mul_(scales.unsqueeze(-1))
         return wide if wide.dtype == preact.dtype else wide.to(preact.dtype)
     out = preact.new_empty(preact.shape[0], spec.out_features(preact.shape[1]))
-    forward(preact, spec, None, out)
+    forward(preact, spec, scales, out)
     return out
 
 
@@ -174,11 +176,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _gate_and_up(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
     """Views of the gate and the up columns, [rows, blocks, block] each, or [rows, F] of one block."""
-    columns, block = preact.shape[-1], spec.block
+    block = spec.block
     if block is None:
-        return preact.narrow(-1, 0, columns // 2), preact.narrow(-1, columns // 2, columns // 2)
-    gate_and_up = preact.view(*preact.shape[:-1], columns // (2 * block), 2, block)
-    return gate_and_up.select(-2, 0), gate_and_up.select(-2, 1)
+        gate, up = preact.chunk(2, -1)
+    else:
+        gate, up = preact.view(*preact.shape[:-1], preact.shape[-1] // (2 * block), 2, block).unbind(-2)
+    return gate, up
 
 
 def _inputs(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor | None]:

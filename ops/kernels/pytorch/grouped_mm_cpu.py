@@ -18,9 +18,8 @@ from .grouped_mm import NAME, row_ends, torch_grouped_mm
 
 __all__ = ["NAME", "epilogue_refusal", "refusal", "run"]
 
+ALIGNED = 16  # bytes, of which a row is a multiple
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_GROUPS_PER_ROW = 4
-"""With more groups than that for each row, the loop is faster: grouped_mm takes 1 µs for a group without rows."""
 
 
 def refusal(problem: GroupedGemm) -> str | None:
@@ -41,7 +40,7 @@ def refusal(problem: GroupedGemm) -> str | None:
         return "takes one dtype alone, and no factor but scales of rows"
     if p.bias is not None and (p.layout is Layout.TN or dtype.itemsize < 4):
         return "adds a bias after the product, which must not be rounded to 16 bits before"
-    if p.layout is not Layout.TN and a.shape[0] * _GROUPS_PER_ROW < b.shape[0]:
+    if few_rows.leave_most_groups_empty(a.shape[0], p.split_sizes.shape[0]):
         return "takes longer than a loop over the few groups that have rows"
     followed = a.shape[0] > few_rows.FEW and (p.epilogue is not None or p.bias is not None)
     if followed and not few_rows.are_few(*p.mnk[:2], dtype):
@@ -50,9 +49,14 @@ def refusal(problem: GroupedGemm) -> str | None:
         return f"torch {torch.__version__} has no grouped_mm"
     for tensor in (a, b):
         *_, pitch, step = tensor.stride()
-        if step != 1 or pitch * dtype.itemsize % 16 or tensor.shape[-1] * dtype.itemsize % 16:
-            return "needs dense rows of a multiple of 16 bytes"
+        if step != 1 or pitch * dtype.itemsize % ALIGNED or tensor.shape[-1] * dtype.itemsize % ALIGNED:
+            return f"needs dense rows of a multiple of {ALIGNED} bytes"
     return None
+
+
+def is_there_for(dtype: torch.dtype) -> bool:
+    """Whether torch has products of a dtype."""
+    return dtype in _DTYPES and torch_grouped_mm() is not None
 
 
 def epilogue_refusal(problem: GroupedGemm) -> str | None:

@@ -64,12 +64,32 @@ def multiply_until(problem: GroupedGemm, ends: list[int]) -> None:
     _multiply_groups(problem, Span(sizes, 0, slice(0, ends[-1])), problem.out)
 
 
-def multiply_runs(problem: GroupedGemm, sizes: Mapping[int, int], out: Tensor) -> None:
-    """The product alone of rows, given the sizes of the groups that have any; rows past the last are left out."""
+def multiply_runs(
+    rows: Tensor, weight: Tensor, transposed: bool, sizes: Mapping[int, int], out: Tensor, bias: Tensor | None = None
+) -> None:
+    """Rows through a weight [E, out, in], or [E, in, out] if ``transposed``; rows past the last group are left out.
+
+    Args:
+        sizes: of the groups that have rows.
+    """
     parts = [*sizes.values()]
     parts.append(out.shape[0] - sum(parts))
-    weights = _matrices(problem.b, [*sizes], problem.layout is Layout.NT)
-    _multiply_parts(zip(problem.a.split_with_sizes(parts), weights, out.split_with_sizes(parts), strict=False))
+    weights = _matrices(weight, [*sizes], not transposed)
+    products = zip(rows.split_with_sizes(parts), weights, out.split_with_sizes(parts), strict=False)
+    if bias is None:
+        return _multiply_parts(products)
+    for g, (left, right, part) in zip(sizes, products, strict=False):
+        torch.addmm(bias[g], left, right, out=part)
+
+
+def multiply_weights_of_runs(left: Tensor, right: Tensor, sizes: Mapping[int, int], out: Tensor) -> None:
+    """``out[g] = left[rows of g].T right[rows of g]``; groups that have no rows are zeroed, all in one go."""
+    parts = [*sizes.values()]
+    parts.append(left.shape[0] - sum(parts))
+    if len(sizes) < out.shape[0]:
+        out.zero_()
+    groups = [out[g] for g in sizes]
+    _multiply_parts(zip(left.mT.split_with_sizes(parts, 1), right.split_with_sizes(parts), groups, strict=False))
 
 
 def _activate(problem: GroupedGemm, epilogue: Activate) -> None:
@@ -203,6 +223,8 @@ def _multiply_groups(p: GroupedGemm, span: Span, out: Matrices) -> None:
 def _multiply_weights(p: GroupedGemm, sizes: list[int], out: Matrices) -> None:
     """TN: a matrix for each group, also for those without rows."""
     assert isinstance(p.b, Tensor)
+    if p.is_product_alone and isinstance(out, Tensor) and few_rows.leave_most_groups_empty(p.rows, len(sizes)):
+        return multiply_weights_of_runs(p.a, p.b, {g: size for g, size in enumerate(sizes) if size}, out)
     end = sum(sizes)
     parts = zip(p.a[:end].mT.split_with_sizes(sizes, 1), p.b[:end].split_with_sizes(sizes), list(out), strict=True)
     if p.is_product_alone:
