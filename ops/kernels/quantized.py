@@ -245,6 +245,8 @@ def quantize_activation_backward(
     )
     if _quantises_as_it_computes(problem):
         quantize(problem)
+        if not preact.shape[0]:
+            _zero(out.dvectors)
         return out
     return _differentiated_and_quantised(problem, want_scales, want_vectors, out)
 
@@ -273,6 +275,12 @@ def _differentiated_and_quantised(
     if grads.scales is not None:
         zero_tail(grads.scales.unsqueeze(-1), p.split_sizes)
     return out._replace(dscales=grads.scales, dvectors=grads.vectors)
+
+
+def _zero(operands: Operands) -> None:
+    for each in () if operands is None else operands:
+        if each is not None:
+            each.zero_()
 
 
 def _quantises_as_it_computes(problem: QuantizeActivation | QuantizeActivationBackward) -> bool:

@@ -95,6 +95,7 @@ class QuantizeActivation:
         scales: [T], of any floating-point dtype; None for ones.
         rows, columns: of the activation [T, F]; see :class:`QuantizeRows`.
         vectors: the numbers of columns that it reads: see :class:`Activate`.
+        kernel: that of a user's function, once a backend has found it.
     """
 
     preact: Tensor
@@ -105,6 +106,7 @@ class QuantizeActivation:
     rows: QuantizedRows | None
     columns: BlockedColumns | None
     vectors: Operands = None
+    kernel: int = 0
 
     @property
     def bytes(self) -> int:
@@ -128,8 +130,8 @@ class QuantizeActivationBackward:
         columns: of the gradient of ``preact``; None: it is not wanted.
         postact_columns: of the activation [T, F]; None: it is not wanted.
         dscales: where the gradient of ``scales`` goes, [T]; zero in the tail. None: it is not wanted.
-        vectors: as of :class:`QuantizeActivation`.
-        dvectors: where their gradients go; None: they are not wanted.
+        vectors, kernel: as of :class:`QuantizeActivation`.
+        dvectors: where the gradients of ``vectors`` go; None: they are not wanted.
     """
 
     dpostact: Tensor
@@ -144,6 +146,7 @@ class QuantizeActivationBackward:
     dscales: Tensor | None
     vectors: Operands = None
     dvectors: Operands = None
+    kernel: int = 0
 
     @property
     def bytes(self) -> int:
@@ -264,7 +267,7 @@ class ActivatedScaledGemm:
         scales: [T], of any floating-point dtype; None for ones.
         power_of_two: whether scales of blocks are powers of two.
         rows: of the activation [T, F]; see :class:`QuantizeRows`.
-        vectors: as of :class:`QuantizeActivation`.
+        vectors, kernel: as of :class:`QuantizeActivation`.
     """
 
     product: ScaledGemm
@@ -273,6 +276,7 @@ class ActivatedScaledGemm:
     power_of_two: bool
     rows: QuantizedRows
     vectors: Operands = None
+    kernel: int = 0
 
     @property
     def bytes(self) -> int:

@@ -15,7 +15,9 @@ import fusible
 from fusible import GroupedLinear, Pointwise
 from fusible.ops.activation_spec import Interleaved
 
-from .recipes import MULTIPLIED, Results, tensor
+from .recipes import MULTIPLIED, Results, assert_close, assert_equal, tensor
+
+__all__ = ["Results", "assert_close", "assert_equal"]
 
 RECIPES = {
     "Float8Block": MULTIPLIED["block"],
@@ -36,6 +38,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Tensor], int]] = {
     "glu with a constant": (lambda g, u, cap: g.clamp(max=cap) * u, 2),
 }
 """With the number of halves; ``scales`` are numbers of the row, ``beta`` one of a column, ``cap`` a constant."""
+WIDE: dict[str, Any] = {"hidden": 256}
+"""Of a size that all kernels take: gate and up have whole blocks of scales."""
 MODES = ["train", "frozen", "checkpoint"]
 FUSIONS = {"GroupedMLP", "GroupedLinearGLU", "RoutedMLP", "PointwiseChain"}
 
@@ -60,7 +64,7 @@ def op_of(name: str, groups: int, columns: int, halves: str | Interleaved = "con
 class Experts:
     """GroupedLinear, a function, GroupedLinear; the last rows are of no expert, and NaN."""
 
-    groups, features, hidden = 3, 160, 144
+    groups, features = 3, 160
 
     def __init__(
         self,
@@ -75,9 +79,10 @@ class Experts:
         scale: bool = False,
         bias: bool = False,
         dtype: torch.dtype = torch.bfloat16,
+        hidden: int = 144,
     ) -> None:
         torch.manual_seed(1)
-        self.device, self.rows, self.dtype = device, rows, dtype
+        self.device, self.rows, self.dtype, self.hidden = device, rows, dtype, hidden
         self.act = op_of(function, self.groups, self.hidden, halves)
         options: dict[str, Any] = {"recipe": RECIPES[recipe], "bias": bias, "dtype": dtype}
         width = self.hidden * FUNCTIONS[function][1]
@@ -103,9 +108,16 @@ class Experts:
         leaves = {name: each.to(self.device).requires_grad_() for name, each in self.by_row.items()}
         return x.to(self.device), leaves, {"split_sizes": self.sizes.to(self.device)}
 
-    def steps(self) -> list[str]:
+    def explained(self) -> fusible.Explanation:
         x, leaves, others = self.inputs()
-        return [step.name for step in self.model.explain(x.requires_grad_(), **leaves, **others).steps]
+        return self.model.explain(x.requires_grad_(), **leaves, **others)
+
+    def steps(self) -> list[str]:
+        return [step.name for step in self.explained().steps]
+
+    def explanation(self) -> str:
+        """In words, of both directions."""
+        return str(self.explained())
 
     def parts(self) -> dict[str, nn.Module]:
         return {"fc1": self.fc1, "act": self.act, "fc2": self.fc2}
@@ -198,3 +210,22 @@ class Routed(Experts):
 
     def used(self, result: Tensor) -> Tensor:
         return result.cpu()
+
+
+def check_in_kernels_that_quantise(layer: Experts) -> None:
+    """The function is the epilogue of the first product, and its backward quantises what it computes."""
+    (step,) = layer.explained().steps
+    assert step.backward is not None
+    assert "hopper (e4m3, activation in the epilogue)" in step.kernel, step.kernel
+    assert any("activation backward rows+columns+hidden columns" in line for line in step.backward.configurations)
+
+
+def check_against_ops(layer: Experts, mode: str) -> None:
+    """All that is no sum over rows or columns has the same bits, where rounding is the same."""
+    fused, apart = layer.results(mode), layer.results(mode, fused=False)
+    assert fused.keys() == apart.keys()
+    same_rounding = not isinstance(layer, Chain) and not (isinstance(layer, Routed) and not layer.by_row)
+    for name in fused:
+        if same_rounding and not name.startswith(("scales", "act", "top_k")):
+            assert torch.equal(fused[name], apart[name]), name
+    assert_close(fused, apart, 5e-3 if same_rounding else 0.08)
