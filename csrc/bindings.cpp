@@ -23,7 +23,7 @@
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
 #include "fusible/routing.h"
-#include "kernels/activation_params.h"
+#include "kernels/scaled_params.h"
 #include "keyword_call.h"
 #include "tensor_lists.h"
 #include "xla/handlers.h"
@@ -185,6 +185,10 @@ PYBIND11_MODULE(_C, module) {
       std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));
   module.attr("ACTIVATION_PARAMS_BYTES") = sizeof(fusible::ActivationParams);
   module.attr("PAIR_ACTIVATION_PARAMS_BYTES") = sizeof(fusible::WithSecondPair<fusible::ActivationParams>);
+  module.attr("SCALED_ACTIVATION_PARAMS_BYTES") = sizeof(fusible::Params1D2D<fusible::QuantizedActivationParams>);
+  module.attr("QUANTIZE_FUNCTION_BYTES") = sizeof(fusible::QuantizeFunction<fusible::QuantizeActivation>);
+  module.attr("QUANTIZE_FUNCTION_BACKWARD_BYTES") =
+      sizeof(fusible::QuantizeFunction<fusible::QuantizeActivationBackward>);
   module.attr("PAIR_VARIANTS") = std::vector<int>(std::begin(fusible::kPairVariants), std::end(fusible::kPairVariants));
   module.attr("TENSOR_MAP_ALIGNMENT") = alignof(CUtensorMap);
   def<fusible::PointwiseLaunch>(module,

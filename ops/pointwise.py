@@ -22,6 +22,9 @@ from .programs.halves import join, split
 from .programs.parameters import InOrder, Parameters
 from .programs.program import Program
 from .programs.tracing import Function, UnknownFunctionError, check_pointwise, name_of, trace
+from .quantized.copies import Scaling
+from .quantized.operands import scaling_of
+from .quantized.recipe import Recipe
 
 _RESERVED = RESERVED | {"x", "y", "split_sizes"}
 
@@ -149,11 +152,14 @@ class Pointwise(Op):
         """The function as an activation; None where kernels have none such."""
         return None if self.link is None else self.link.spec
 
-    def compile_kernels(self, dtype: torch.dtype = torch.bfloat16) -> int:
+    def compile_kernels(self, dtype: torch.dtype = torch.bfloat16, recipe: Recipe | None = None) -> int:
         """Compiles the kernels of the function for a Hopper GPU and keeps them on disk; returns how many.
 
         Both directions, over rows and as the epilogue of a grouped linear. A call then waits for no compiler. It takes
         seconds, and needs NVRTC but no GPU: at install time, or on one rank before the others.
+
+        Args:
+            recipe: of the linears before and behind the function, where its kernels quantise what they compute.
 
         Raises:
             CompileError: NVRTC is missing, or refuses.
@@ -162,7 +168,8 @@ class Pointwise(Op):
         if self.program is None:
             raise ValueError(f"Pointwise: {self.refusal}")
         columns = tuple([parameter.dtype for _, parameter in self.inputs()])
-        return kernels.compile_ahead(self.program, self.spec, dtype, columns)
+        quantized = recipe is not None and scaling_of(recipe, is_gradient=False) is Scaling.BLOCKS
+        return kernels.compile_ahead(self.program, self.spec, dtype, columns, quantized)
 
     @property
     def _program_inputs(self) -> tuple[str, ...]:

@@ -132,7 +132,9 @@ def followed_by(linear: Any) -> Recipe | None:
 def dtype_refusal(recipe: Recipe, dtype: torch.dtype) -> str | None:
     """Why rows of this dtype are not quantised; None: they are."""
     if isinstance(recipe, MXFP4):
-        return None if dtype == torch.bfloat16 else f"MXFP4 multiplies bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return (
+            None if dtype == torch.bfloat16 else f"MXFP4 multiplies bfloat16, not {str(dtype).removeprefix('torch.')}"
+        )
     if dtype in (torch.bfloat16, torch.float16):
         return None
     return f"{type(recipe).__name__} quantises bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
@@ -278,41 +280,52 @@ def transposed_operand(recipe: Recipe, weight: Any) -> WeightOperand:
     return operand
 
 
-def hidden_rows(preact: Tensor, split_sizes: Tensor, activation: ActivationSpec, scales: Tensor | None) -> Tensor:
-    """``act(preact) * scales``, rounded; zero in the tail."""
-    postact = kernels.activate(preact, activation, scales)
+class HiddenActivation(NamedTuple):
+    """What becomes of a pre-activation: ``act(preact) * scales``, of an activation that may read numbers of columns.
+
+    Attributes:
+        scales: [T]; None for ones.
+        vectors: the numbers of columns: see :class:`fusible.ops.kernels.problem.Activate`.
+    """
+
+    spec: ActivationSpec
+    scales: Tensor | None = None
+    vectors: kernels.Operands = None
+
+    def of_groups(self, split_sizes: Tensor) -> tuple[kernels.Operands, Tensor | None]:
+        """The numbers of columns, and the rows of each group, which nothing reads without them."""
+        return self.vectors, None if self.vectors is None else split_sizes
+
+    def rows(self, preact: Tensor, split_sizes: Tensor) -> Tensor:
+        """Its values, rounded."""
+        return kernels.activate(preact, self.spec, self.scales, *self.of_groups(split_sizes))
+
+
+def hidden_rows(preact: Tensor, split_sizes: Tensor, hidden: HiddenActivation) -> Tensor:
+    """The activation's values, rounded; zero in the tail."""
+    postact = hidden.rows(preact, split_sizes)
     zero_tail(postact, split_sizes)
     return postact
 
 
 def _hidden_copies(
-    recipe: Recipe,
-    preact: Tensor,
-    split_sizes: Tensor,
-    activation: ActivationSpec,
-    scales: Tensor | None,
-    encode_of: EncodeOf,
+    recipe: Recipe, preact: Tensor, split_sizes: Tensor, hidden: HiddenActivation, encode_of: EncodeOf
 ) -> TokenCopies:
     """Of :func:`hidden_rows`, the copy that a product of rows reads, and no more."""
-    if isinstance(recipe, Float8Block):
-        power_of_two = is_power_of_two(recipe)
-        copies = quantize_activation(preact, split_sizes, activation, scales=scales, power_of_two=power_of_two)
-        return TokenCopies(preact.shape[0], preact.dtype, None, copies.rows, None)
-    postact = hidden_rows(preact, split_sizes, activation, scales)
+    postact = hidden_rows(preact, split_sizes, hidden)
     encode = encode_of(recipe, postact, split_sizes)
     return copies_of(recipe, postact, split_sizes, rows=True, wgrad=False, encode=encode)
 
 
 def activating(
-    activation: ActivationSpec, scales: Tensor | None, keep_preact: bool, encode_of: EncodeOf
+    hidden: HiddenActivation, keep_preact: bool, encode_of: EncodeOf
 ) -> Callable[..., tuple[Tensor | None, TokenCopies]]:
     """What a linear calls in place of :func:`product`: its result if it is kept, and copies of the activation.
 
     Args:
         encode_of: of the activation.
     """
-    options = {"activation": activation, "scales": scales, "keep_preact": keep_preact, "encode_of": encode_of}
-    return partial(_activated_product, **options)  # type: ignore[arg-type]
+    return partial(_activated_product, hidden=hidden, keep_preact=keep_preact, encode_of=encode_of)
 
 
 def _activated_product(
@@ -322,16 +335,15 @@ def _activated_product(
     split_sizes: Tensor,
     dtype: torch.dtype,
     *,
-    activation: ActivationSpec,
-    scales: Tensor | None,
+    hidden: HiddenActivation,
     keep_preact: bool,
     encode_of: EncodeOf,
     **terms: Any,
 ) -> tuple[Tensor | None, TokenCopies]:
     if not isinstance(recipe, Float8Block):
         preact = product(recipe, rows, weight, split_sizes, dtype, **terms)
-        hidden = _hidden_copies(recipe, preact, split_sizes, activation, scales, encode_of)
-        return preact if keep_preact else None, hidden
+        copies = _hidden_copies(recipe, preact, split_sizes, hidden, encode_of)
+        return preact if keep_preact else None, copies
     assert isinstance(rows, QuantizedRows)
     assert isinstance(weight, WeightOperand)
     assert weight.scales is not None
@@ -341,11 +353,12 @@ def _activated_product(
         weight.data,
         weight.scales,
         split_sizes,
-        activation,
-        scales=scales,
+        hidden.spec,
+        scales=hidden.scales,
         power_of_two=is_power_of_two(recipe),
         keep_preact=keep_preact,
         dtype=dtype,
+        vectors=hidden.vectors,
         **terms,
     )
     return out.preact, TokenCopies(out.row_data.shape[0], dtype, None, out.rows, None)
@@ -359,12 +372,14 @@ class ThroughActivation(NamedTuple):
         preact: that of the pre-activation.
         scales: that of the scales, by row; None: it is not wanted.
         postact: the activation times the scales, as the gradient of the weight reads it; None: it is not wanted.
+        vectors: the gradients of the numbers of columns; None: they are not wanted.
     """
 
     dy: TokenCopies
     preact: TokenCopies | None
     scales: Tensor | None
     postact: Tensor | Columns | None
+    vectors: kernels.Operands = None
 
 
 class Wanted(NamedTuple):
@@ -372,6 +387,7 @@ class Wanted(NamedTuple):
 
     Attributes:
         values: the gradient of the pre-activation, not quantised, which a bias reads.
+        vectors: those of numbers of columns.
     """
 
     scales: bool
@@ -379,6 +395,7 @@ class Wanted(NamedTuple):
     inner_rows: bool
     inner_weight: bool
     values: bool
+    vectors: bool
 
 
 def through_activation(
@@ -387,8 +404,7 @@ def through_activation(
     weight: WeightOperand,
     preact: Tensor,
     split_sizes: Tensor,
-    activation: ActivationSpec,
-    scales: Tensor | None,
+    hidden: HiddenActivation,
     wanted: Wanted,
     encode_of: EncodeOf,
     hidden_encode: Tensor | None,
@@ -403,18 +419,20 @@ def through_activation(
     dpostact = product(recipe, dy.rows, weight, split_sizes, dy.dtype)
     if wanted.values or not quantises_activations(recipe, True) or not wgrad_is_quantized(recipe):
         encodes = encode_of, hidden_encode
-        return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, activation, scales, wanted, *encodes)
+        return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, hidden, wanted, *encodes)
     out = quantize_activation_backward(
-        *(dpostact, preact, split_sizes, activation),
-        scales=scales,
+        *(dpostact, preact, split_sizes, hidden.spec),
+        scales=hidden.scales,
         power_of_two=is_power_of_two(recipe),
         want_rows=wanted.inner_rows,
         want_columns=wanted.inner_weight,
         want_postact=wanted.weight,
         want_scales=wanted.scales,
+        vectors=hidden.vectors,
+        want_vectors=wanted.vectors,
     )
     copies = TokenCopies(preact.shape[0], preact.dtype, None, out.preact.rows, out.preact.columns)
-    return ThroughActivation(dy, copies, out.dscales, out.postact)
+    return ThroughActivation(dy, copies, out.dscales, out.postact, out.dvectors)
 
 
 def _by_two_passes(
@@ -423,14 +441,19 @@ def _by_two_passes(
     dpostact: Tensor,
     preact: Tensor,
     split_sizes: Tensor,
-    activation: ActivationSpec,
-    scales: Tensor | None,
+    hidden: HiddenActivation,
     wanted: Wanted,
     encode_of: EncodeOf,
     hidden_encode: Tensor | None,
 ) -> ThroughActivation:
+    vectors, sizes = hidden.of_groups(split_sizes)
     grads = kernels.activate_backward(
-        dpostact, preact, activation, scales, want_scales=wanted.scales, want_postact=wanted.weight
+        *(dpostact, preact, hidden.spec, hidden.scales),
+        want_scales=wanted.scales,
+        want_postact=wanted.weight,
+        vectors=vectors,
+        split_sizes=sizes,
+        want_vectors=wanted.vectors,
     )
     is_read = wanted.inner_rows or wanted.inner_weight or wanted.values
     copies = copies_of(
@@ -443,31 +466,27 @@ def _by_two_passes(
     )
     if grads.scales is not None:
         zero_tail(grads.scales.unsqueeze(-1), split_sizes)
-    postact = grads.postact
-    if postact is None:
-        return ThroughActivation(dy, copies, grads.scales, None)
+    through = ThroughActivation(dy, copies, grads.scales, None, grads.vectors)
+    if (postact := grads.postact) is None:
+        return through
     kept = copies_of(recipe, postact, split_sizes, rows=False, wgrad=True, encode=hidden_encode)
-    return ThroughActivation(dy, copies, grads.scales, kept.for_wgrad)
+    return through._replace(postact=kept.for_wgrad)
 
 
 def hidden_for_wgrad(
-    recipe: Recipe,
-    preact: Tensor,
-    split_sizes: Tensor,
-    activation: ActivationSpec,
-    scales: Tensor | None,
-    encode: Tensor | None,
+    recipe: Recipe, preact: Tensor, split_sizes: Tensor, hidden: HiddenActivation, encode: Tensor | None
 ) -> Tensor | Columns | None:
-    """``act(preact) * scales`` as the gradient of a weight reads it; ``encode`` as of :func:`copies_of`."""
+    """The activation as the gradient of a weight reads it; ``encode`` as of :func:`copies_of`."""
     if not isinstance(recipe, Float8Block) or not wgrad_is_quantized(recipe):
-        postact = kernels.activate(preact, activation, scales)
+        postact = hidden.rows(preact, split_sizes)
         return copies_of(recipe, postact, split_sizes, rows=False, wgrad=True, encode=encode).for_wgrad
     return quantize_activation(
-        *(preact, split_sizes, activation),
-        scales=scales,
+        *(preact, split_sizes, hidden.spec),
+        scales=hidden.scales,
         power_of_two=is_power_of_two(recipe),
         want_rows=False,
         want_columns=True,
+        vectors=hidden.vectors,
     ).columns
 
 

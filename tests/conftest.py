@@ -40,6 +40,7 @@ SLOW = {
     "test_ep_symmetric": "starts processes, compiles csrc with g++",
     "test_fsdp": "starts processes, compiles csrc with g++",
     "test_function_fusions": "every fusion with functions of users",
+    "test_functions_under_recipes": "every recipe with functions of users",
     "test_installation": "starts processes",
     "test_jax": "compiles with jax",
     "test_jax_bench": "compiles with jax",

@@ -140,6 +140,26 @@ def test_activation_backward(name: str, power_of_two: bool) -> None:
     checks.check_activation_backward("cpu", name, 256, power_of_two=power_of_two)
 
 
+@pytest.mark.parametrize("name", checks.FUNCTIONS)
+def test_functions_of_users(name: str) -> None:
+    checks.check_activation("cpu", name, 256)
+    checks.check_activation_backward("cpu", name, 256)
+
+
+def test_functions_of_users_without_scales_and_without_gradients_of_columns() -> None:
+    checks.check_activation("cpu", "user's slope", 256, torch.float16, scales=None, power_of_two=False)
+    wanted = "rows, postact, dvectors"
+    checks.check_activation_backward("cpu", "user's slope", 256, torch.float16, scales=None, want=wanted)
+    checks.check_activation_backward("cpu", "user's slope", 256, want="columns")
+
+
+@pytest.mark.parametrize("features", [16, 144, 208])
+def test_functions_of_users_in_partial_tiles(features: int) -> None:
+    for name in ("user's shift", "user's slope of a row, blocks of 1"):
+        checks.check_activation("cpu", name, features)
+        checks.check_activation_backward("cpu", name, features, sizes=(130, 0, 3, 64))
+
+
 @pytest.mark.parametrize("name", ["blocks of 1", "blocks of 2", "blocks of 4"])
 @pytest.mark.parametrize("features", [16, 64, 80, 144, 208])
 def test_alternating_gates_and_ups(name: str, features: int) -> None:

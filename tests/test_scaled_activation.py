@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checks import scaled_activation as checks
+from checks.quantize import FUNCTIONS
 from checks.scaled import Case
 from emulation import build
 
@@ -61,6 +62,13 @@ def test_deep_products_of_many_tiles() -> None:
 def test_types_scales_and_biases(dtype: torch.dtype, power_of_two: bool) -> None:
     check("silu glu", n=256, out_dtype=dtype, bias=torch.float32, scales=dtype, power_of_two=power_of_two)
     check("blocks of 1", n=160, out_dtype=dtype, bias=dtype, scales=None, power_of_two=power_of_two, index=torch.int64)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_users(name: str) -> None:
+    n = 512 if checks.spec_of(name).block in (None, 128) else 544
+    check(name, n=n)
+    check(name, n=n, bias=torch.float32, scales=None, out_dtype=torch.float16, power_of_two=False)
 
 
 def test_no_rows() -> None:

@@ -15,10 +15,12 @@ struct ColumnFloats {
 };
 
 // The same as they are stored: they are fetched before they are needed, as device memory is slow. Operands: their
-// types, ColumnOperand. kNarrow: blocks of gate and up are narrower than a vector.
+// types, ColumnOperand. kNarrow: blocks of gate and up are narrower than a vector. They are fetched from what has
+// `vectors`, `columns` and `block` as ActivationParams has them.
 template <class Operands, bool kNarrow, int kInput = 0>
 struct ColumnNumbers {
-  DEVICE void fetch(const ActivationParams&, int, int) {}
+  template <class Source>
+  DEVICE void fetch(const Source&, int, int) {}
   DEVICE void stay_as_stored() {}
   template <int kCount>
   DEVICE void convert_to(ColumnFloats<kCount>&) const {}
@@ -30,7 +32,8 @@ struct ColumnNumbers<Types<Operand, Others...>, kNarrow, kInput> {
   ColumnNumbers<Types<Others...>, kNarrow, kInput + 1> others;
 
   // Of columns that do not exist there are none.
-  DEVICE void fetch(const ActivationParams& p, int group, int column) {
+  template <class Source>
+  DEVICE void fetch(const Source& p, int group, int column) {
     if (column >= p.columns) return;
     const int64_t columns = int64_t{p.columns} * (Operand::kOfBoth ? 2 : 1);
     const Number* from = static_cast<const Number*>(p.vectors[kInput]) + (Operand::kOfAllRows ? 0 : group * columns);

@@ -53,6 +53,8 @@ struct ActivationEpilogue {
   }
 
  protected:
+  using Numbers = ColumnNumbers<typename Functions::Columns, Functions::kNarrow>;
+
   template <class K>
   DEVICE static void store_preact(const Params& p, uint64_t policy, const WorkTile& tile, int smem_out_column, int row,
                                   const uint8_t* subtiles) {
@@ -84,8 +86,24 @@ struct ActivationEpilogue {
             pair<T>(function, gate.z, up.z, scale, scale), pair<T>(function, gate.w, up.w, scale, scale)};
   }
 
+  // Eight columns of a row of postact: of the vectors `vector` of the product, and `distance` further.
+  template <class T, bool kGated, class F, int kMatrices>
+  DEVICE static uint4 vector_of_numbers(F function, const uint8_t* subtiles, int row, int vector, int distance,
+                                        int block, float scale, const ColumnFloats<Functions::kColumns>& columns,
+                                        const ColumnFloats<kMatrices>& elements) {
+    uint4 gate = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, vector)), up = ones<T>();
+    if constexpr (kGated) {
+      up = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, vector + distance));
+      if constexpr (!kHalves) separate(gate, up, block);
+    }
+    const auto of = [&](int i) INLINE { return FunctionNumbers(scale, columns, elements, i); };
+    return {pair<T>(function, gate.x, up.x, of(0).values, of(1).values),
+            pair<T>(function, gate.y, up.y, of(2).values, of(3).values),
+            pair<T>(function, gate.z, up.z, of(4).values, of(5).values),
+            pair<T>(function, gate.w, up.w, of(6).values, of(7).values)};
+  }
+
  private:
-  using Numbers = ColumnNumbers<typename Functions::Columns, Functions::kNarrow>;
   using Elements = ElementNumbers<typename Functions::Matrices, Functions::kColumns>;
   // A lane has numbers of the elements of so many vectors on their way, each of which is four rows below the one
   // before: as many as registers suffice for.
@@ -181,22 +199,6 @@ struct ActivationEpilogue {
   // If the row and the column exist.
   DEVICE static void fetch_row(Elements& elements, const Params& p, const SmemOutRows& rows, int row, int column) {
     if (row < rows.rows && column < p.columns) elements.fetch(p, rows.token + row, column);
-  }
-  // Eight columns of a row of postact: of the vectors `vector` of the product, and `distance` further.
-  template <class T, bool kGated, class F, int kMatrices>
-  DEVICE static uint4 vector_of_numbers(F function, const uint8_t* subtiles, int row, int vector, int distance,
-                                        int block, float scale, const ColumnFloats<Functions::kColumns>& columns,
-                                        const ColumnFloats<kMatrices>& elements) {
-    uint4 gate = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, vector)), up = ones<T>();
-    if constexpr (kGated) {
-      up = *reinterpret_cast<const uint4*>(subtiles + subtile_offset(row, vector + distance));
-      if constexpr (!kHalves) separate(gate, up, block);
-    }
-    const auto of = [&](int i) INLINE { return FunctionNumbers(scale, columns, elements, i); };
-    return {pair<T>(function, gate.x, up.x, of(0).values, of(1).values),
-            pair<T>(function, gate.y, up.y, of(2).values, of(3).values),
-            pair<T>(function, gate.z, up.z, of(4).values, of(5).values),
-            pair<T>(function, gate.w, up.w, of(6).values, of(7).values)};
   }
   // Of two neighbouring columns, with the numbers that the function reads in each.
   template <class T, class F>

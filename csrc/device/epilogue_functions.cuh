@@ -44,8 +44,8 @@ struct OneFunction {
   using Columns = Columns_;
   using Matrices = Matrices_;
 
-  template <class Body>
-  DEVICE static void choose(const ActivationParams&, Body body) {
+  template <class Params, class Body>
+  DEVICE static void choose(const Params&, Body body) {
     body(F());
   }
   DEVICE static constexpr bool gated(const ActivationParams&) { return F::kGated; }

@@ -15,7 +15,7 @@
 #include "device/float8.cuh"
 #include "device/vector.cuh"
 #include "fusible/gemm_config.h"
-#include "fusible/quantize.h"
+#include "fusible/quantized_copies.h"
 
 namespace fusible {
 

@@ -3,6 +3,7 @@
 // the bytes, from the same values read again.
 #pragma once
 #include "device/quantize.cuh"
+#include "fusible/quantize.h"
 
 namespace fusible {
 

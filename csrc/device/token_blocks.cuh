@@ -2,7 +2,7 @@
 // Blocks of tokens, which begin anew at each group: block 0 is the first of the first group that has tokens.
 #pragma once
 #include "device/groups.cuh"
-#include "fusible/quantize.h"
+#include "fusible/scale_block.h"
 
 namespace fusible {
 

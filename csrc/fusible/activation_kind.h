@@ -37,4 +37,11 @@ struct ColumnVectors {
   int count;
 };
 
+// Where the gradients of an input with numbers of columns go, summed over the rows of each group, or over all.
+struct DVector {
+  void* data;  // [groups or 1, columns], or where gate and up alternate those of one of them
+  DType type;
+  bool of_both, of_all_rows;
+};
+
 }  // namespace fusible

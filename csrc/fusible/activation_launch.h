@@ -17,6 +17,9 @@ bool block_fits(const Activation& activation, int64_t columns, const TileVariant
 // Throws fusible::Error where no kernel ends in it.
 void check_activation(const GemmProblem& problem, const Activation& activation, int64_t columns);
 
+// Throws fusible::Error for numbers of columns without a kernel that reads them: that of a user's function.
+void check_vectors(const GemmProblem& problem, const Activation& activation, const ColumnVectors& vectors);
+
 // As prepare_params.
 ActivationParams activation_params(const GroupedGemm& call, const GemmConfig& config, const Activation& activation,
                                    const RowScale& scales, int64_t columns, cudaStream_t stream);

@@ -23,14 +23,9 @@ int64_t dbias_partials_offset(int64_t groups, int64_t tokens, int64_t columns, b
   const int64_t dscale_partials = dscales ? blocks_of(columns, kWidest) * (kWidest / 64) * tokens : 0;
   return dscale_partials_offset(groups) + blocks_of(dscale_partials, 4) * 16;
 }
-// A sum for each column of tokens / 64 + groups blocks (block_of_rows in device/epilogue_vectors.cuh), rounded up by
-// the row: linear in the rows.
-int64_t partials_bytes(int64_t groups, int64_t tokens, int64_t columns) {
-  return tokens * blocks_of(columns, 16) + groups * columns * int64_t{sizeof(float)};
-}
 int64_t dvector_partials_offset(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns) {
   const int64_t end =
-      dbias_partials_offset(groups, tokens, columns, dscales) + partials_bytes(groups, tokens, bias_columns);
+      dbias_partials_offset(groups, tokens, columns, dscales) + column_partials_bytes(groups, tokens, bias_columns);
   return blocks_of(end, 16) * 16;
 }
 
@@ -88,27 +83,16 @@ void sum_columns(const LinearActivationBackward& call, const ActivationParams& p
                                   .columns = static_cast<int>(columns_of_preact(call)),
                                   .out = call.dbias,
                                   .type = call.dbias_type};
-  const int64_t blocks = p.tokens / 64 + p.groups;
-  for (int64_t i = 0; i < std::ssize(call.dvectors); ++i) {
-    const DVector& to = call.dvectors[i];
-    if (to.data)
-      sums.outputs[sums.count++] = {
-          .partials = params.dvector_partials ? params.dvector_partials + i * blocks * p.n : nullptr,
-          .columns = static_cast<int>(p.n),
-          .of_all_rows = to.of_all_rows,
-          .out = to.data,
-          .type = to.type,
-          .block = to.of_both ? static_cast<int>(call.activation.block) : 0};
-  }
+  add_dvectors(sums, call.dvectors, params.dvector_partials, static_cast<int>(p.n),
+               static_cast<int>(call.activation.block));
   sum_column_partials(sums, stream);
 }
 
-// Only kernels of users' functions read column operands.
+}  // namespace
+
 void check_vectors(const GemmProblem& p, const Activation& a, const ColumnVectors& vectors) {
   FUSIBLE_CHECK(!vectors.count || a.kernels[0], "numbers of columns are for compiled functions. ", p);
 }
-
-}  // namespace
 
 bool has_halves(const Activation& a, int64_t columns) { return a.gated && a.block == columns; }
 
@@ -164,7 +148,7 @@ GemmConfig choose_backward_config(const GemmProblem& p, int multiprocessors, int
 int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns,
                                  int64_t dvectors) {
   return dvector_partials_offset(groups, tokens, columns, dscales, bias_columns) +
-         partials_bytes(groups, tokens, dvectors * columns);
+         column_partials_bytes(groups, tokens, dvectors * columns);
 }
 
 void linear_activation(const LinearActivation& call, int device, cudaStream_t stream) {

@@ -28,13 +28,6 @@ struct LinearActivation {
                       // is zero then: nothing may be launched between that kernel and this one.
 };
 
-// Where the gradients of an input with numbers of columns go, summed over the rows of each group, or over all.
-struct DVector {
-  void* data;  // [groups or 1, columns], or where gate and up alternate those of one of them
-  DType type;
-  bool of_both, of_all_rows;
-};
-
 // With dpostact = `gemm`, which is kNN or kNT and is not stored: what ActivationBackward says. n counts the columns of
 // postact; rows are dense.
 struct LinearActivationBackward {

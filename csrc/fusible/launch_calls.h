@@ -38,6 +38,27 @@ inline ColumnVectors column_vectors(const Addresses& addresses) {
   return vectors;
 }
 
+// Where the gradients of numbers of columns go; none: nowhere.
+struct DVectorFields {
+  Addresses dvectors;
+  Numbers types, of_both, of_all_rows;  // one for each of the dvectors
+
+  template <class Visitor>
+  void visit(Visitor& v) {
+    v.field("dvectors", dvectors), v.field("dvector_types", types);
+    v.field("dvectors_of_both", of_both), v.field("dvectors_of_all_rows", of_all_rows);
+  }
+  std::vector<DVector> all() const {
+    for (const Numbers* each : {&types, &of_both, &of_all_rows})
+      FUSIBLE_CHECK(each->size() == dvectors.size(), "each of the dvectors has a type, a layout and its rows");
+    std::vector<DVector> all;
+    for (size_t i = 0; i < dvectors.size(); ++i)
+      all.push_back(
+          {reinterpret_cast<void*>(dvectors[i]), static_cast<DType>(types[i]), of_both[i] != 0, of_all_rows[i] != 0});
+    return all;
+  }
+};
+
 template <class Visitor>
 void visit_scales(Visitor& v, RowScale& scales) {
   v.field("scales", scales.data), v.field("scales_type", scales.type);
@@ -192,15 +213,18 @@ struct ScaledActivationLaunch : ScaledRowsLaunch {
   RowScale scales{};
   bool power_of_two = false;
   QuantizedRows rows{};
+  Addresses vectors;
 
   template <class Visitor>
   void fields(Visitor& v) {
     v.field("activation", activation), visit_rows(v), v.field("power_of_two", power_of_two);
     v.field("rows", rows.data), v.field("row_scales", rows.scales);
     v.optional();
-    visit_bias(v), visit_scales(v, scales), v.field("zero_tail", gemm.zero_tail);
+    visit_bias(v), visit_scales(v, scales), v.field("zero_tail", gemm.zero_tail), v.field("vectors", vectors);
   }
-  void run() const { scaled_activation({product(), activation, scales, power_of_two, rows}, device, stream); }
+  void run() const {
+    scaled_activation({product(), activation, scales, power_of_two, rows, column_vectors(vectors)}, device, stream);
+  }
 };
 
 struct RowScaledGemmLaunch : ScaledLaunch {
@@ -272,8 +296,8 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   const void* preact = nullptr;
   void *dpreact = nullptr, *dscales = nullptr, *postact = nullptr, *dbias = nullptr;
   DType dbias_type = DType::kFloat32;
-  Addresses vectors, dvectors;
-  Numbers dvector_types, dvectors_of_both, dvectors_of_all_rows;  // one for each of the dvectors
+  Addresses vectors;
+  DVectorFields dvectors;
 
   template <class Visitor>
   void fields(Visitor& v) {
@@ -283,8 +307,7 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
     visit_scales(v, scales);
     v.field("dscales", dscales), v.field("postact", postact), v.field("dbias", dbias),
         v.field("dbias_type", dbias_type);
-    v.field("vectors", vectors), v.field("dvectors", dvectors), v.field("dvector_types", dvector_types);
-    v.field("dvectors_of_both", dvectors_of_both), v.field("dvectors_of_all_rows", dvectors_of_all_rows);
+    v.field("vectors", vectors), dvectors.visit(v);
     visit_schedule(v), visit_second_pair(v);
   }
   void complete() {
@@ -293,15 +316,9 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   }
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
   void run() const {
-    for (const Numbers* each : {&dvector_types, &dvectors_of_both, &dvectors_of_all_rows})
-      FUSIBLE_CHECK(each->size() == dvectors.size(), "each of the dvectors has a type, a layout and its rows");
-    std::vector<DVector> to;
-    for (size_t i = 0; i < dvectors.size(); ++i)
-      to.push_back({reinterpret_cast<void*>(dvectors[i]), static_cast<DType>(dvector_types[i]),
-                    dvectors_of_both[i] != 0, dvectors_of_all_rows[i] != 0});
-    linear_activation_backward(
-        {gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type, column_vectors(vectors), to},
-        device, stream);
+    linear_activation_backward({gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type,
+                                column_vectors(vectors), dvectors.all()},
+                               device, stream);
   }
 };
 

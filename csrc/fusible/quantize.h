@@ -8,10 +8,7 @@
 #include <cstdint>
 #include <span>
 
-#include "fusible/activation_kind.h"
-#include "fusible/groups.h"
-#include "fusible/quantized_copies.h"
-#include "fusible/scale_block.h"
+#include "fusible/quantize_activation.h"
 
 namespace fusible {
 
@@ -65,52 +62,26 @@ struct PermuteScales {
   float* out;
 };
 
-// activation(preact) * scales, rounded to the type of `preact`.
-struct QuantizeActivation {
-  Activation activation;  // a built-in one, of which vectors of 8 lie in one block
-  DType type;             // bf16 or fp16
-  int64_t tokens, features;
-  const void* preact;  // [tokens, features], or [tokens, 2 * features] if gated
-  RowScale scales;
-  SplitSizes sizes;
-  bool power_of_two;
-  QuantizedRows rows;
-  BlockedColumns columns;
-  int tiles;  // as in QuantizeRows
-};
-
-// The gradient of `preact`, and activation(preact) * scales again, both rounded to its type. Where the activation is
-// gated, its blocks are multiples of 128: no block of scales has gates and ups.
-struct QuantizeActivationBackward {
-  Activation activation;
-  DType type;
-  int64_t tokens, features;  // of dpostact
-  const void *dpostact, *preact;
-  RowScale scales;
-  SplitSizes sizes;
-  bool power_of_two;
-  QuantizedRows rows;  // of the gradient of preact
-  BlockedColumns columns, postact_columns;
-  void* dscales;     // [tokens] in the type of the scales, zero for rows past the last group; null if not wanted
-  float* workspace;  // quantize_backward_workspace() bytes, for dscales
-  int tiles;
-};
-
 // All throw fusible::Error if the launch fails.
 void quantize_rows(const QuantizeRows& call, int device, cudaStream_t stream);
 void quantize_weight(const QuantizeWeight& call, int device, cudaStream_t stream);
 void permute_scales(const PermuteScales& call, int device, cudaStream_t stream);
-void quantize_activation(const QuantizeActivation& call, int device, cudaStream_t stream);
-void quantize_activation_backward(const QuantizeActivationBackward& call, int device, cudaStream_t stream);
+// Of a user's function, `vectors` are the numbers of columns that it reads, and `dvectors` say for each of them where
+// its gradient goes; none: nowhere.
+void quantize_activation(const QuantizeActivation& call, const ColumnVectors& vectors, int device, cudaStream_t stream);
+void quantize_activation_backward(const QuantizeActivationBackward& call, const ColumnVectors& vectors,
+                                  std::span<const DVector> dvectors, int device, cudaStream_t stream);
 
 // Numbers of `amax`, for `rows` of all groups.
 constexpr int64_t largest_magnitudes(Scaling scaling, int64_t rows, int64_t groups, int64_t features) {
   return scaling == Scaling::kGroups ? groups : rows + groups * features;
 }
 
-// A share of dscales for each block of 128 features.
-constexpr int64_t quantize_backward_workspace(int64_t tokens, int64_t features) {
+// A share of dscales for each block of 128 features; and behind them, for so many dvectors, their sums by column over
+// blocks of 64 rows.
+constexpr int64_t dscale_shares_bytes(int64_t tokens, int64_t features) {
   return (features + kScaleBlock - 1) / kScaleBlock * tokens * static_cast<int64_t>(sizeof(float));
 }
+int64_t quantize_backward_workspace(int64_t tokens, int64_t features, int64_t groups, int64_t dvectors);
 
 }  // namespace fusible

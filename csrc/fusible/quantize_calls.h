@@ -77,6 +77,7 @@ struct PermuteScalesLaunch : OnStream {
 struct QuantizeActivationLaunch : OnStream {
   static constexpr const char* kName = "quantize_activation";
   QuantizeActivation call{};
+  Addresses vectors;
 
   template <class Visitor>
   void fields(Visitor& v) {
@@ -85,15 +86,17 @@ struct QuantizeActivationLaunch : OnStream {
     visit_groups(v, call.sizes), v.field("power_of_two", call.power_of_two);
     visit_copies(v, call.rows, call.columns);
     v.optional();
-    visit_scales(v, call.scales), v.field("tiles", call.tiles);
+    visit_scales(v, call.scales), v.field("tiles", call.tiles), v.field("vectors", vectors);
   }
   void complete() {}
-  void run() const { quantize_activation(call, device, stream); }
+  void run() const { quantize_activation(call, column_vectors(vectors), device, stream); }
 };
 
 struct QuantizeActivationBackwardLaunch : OnStream {
   static constexpr const char* kName = "quantize_activation_backward";
   QuantizeActivationBackward call{};
+  Addresses vectors;
+  DVectorFields dvectors;
 
   template <class Visitor>
   void fields(Visitor& v) {
@@ -104,10 +107,10 @@ struct QuantizeActivationBackwardLaunch : OnStream {
     v.optional();
     v.field("postact_columns", call.postact_columns.data), v.field("postact_scales", call.postact_columns.scales);
     visit_scales(v, call.scales), v.field("dscales", call.dscales), v.field("workspace", call.workspace);
-    v.field("tiles", call.tiles);
+    v.field("tiles", call.tiles), v.field("vectors", vectors), dvectors.visit(v);
   }
   void complete() {}
-  void run() const { quantize_activation_backward(call, device, stream); }
+  void run() const { quantize_activation_backward(call, column_vectors(vectors), dvectors.all(), device, stream); }
 };
 
 // Of `amax`.
@@ -146,13 +149,15 @@ struct PackedGemmLaunch : OnStream {
 
 struct QuantizeBackwardWorkspace {
   static constexpr const char* kName = "quantize_backward_workspace";
-  int64_t tokens = 0, features = 0;
+  int64_t tokens = 0, features = 0, groups = 0, dvectors = 0;
 
   template <class Visitor>
   void fields(Visitor& v) {
     v.rows("tokens", tokens), v.field("features", features);
+    v.optional();
+    v.field("groups", groups), v.field("dvectors", dvectors);
   }
-  int64_t bytes() const { return quantize_backward_workspace(tokens, features); }
+  int64_t bytes() const { return quantize_backward_workspace(tokens, features, groups, dvectors); }
 };
 
 }  // namespace fusible

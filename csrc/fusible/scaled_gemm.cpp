@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fusible/scaled_gemm.h"
 
+#include <algorithm>
 #include <iterator>
 
 #include "fusible/activation_launch.h"
 #include "fusible/device.h"
 #include "fusible/error.h"
+#include "fusible/jit_kernel.h"
 #include "kernels/scaled_params.h"
 
 namespace fusible {
@@ -114,6 +116,7 @@ void scaled_activation(const ScaledActivation& call, int device, cudaStream_t st
   if (!keep_preact) gemm.out = {call.rows.data, p.output, columns, 0};  // a map of it is made, and not used
   check_call(call.product, gemm, device);
   check_activation(p, activation, columns);
+  check_vectors(p, activation, call.vectors);
   FUSIBLE_CHECK(!gemm.epilogue.row_scale && !gemm.epilogue.alphas, "an activation takes no factors but its own. ", p);
   if (p.tokens == 0) return;
   const DeviceGuard guard(device);
@@ -129,7 +132,9 @@ void scaled_activation(const ScaledActivation& call, int device, cudaStream_t st
   params.keep_preact = keep_preact;
   params.rows = call.rows, params.rows.scales_pitch = row_scales_pitch(p.tokens);
   params.power_of_two = call.power_of_two;
-  launch(params, built(scaled_activation_entry(p.output, halves, p.scale_bias), config, p), config, p, device, stream);
+  std::ranges::copy(call.vectors.data, params.vectors);
+  const KernelEntry entry = built(scaled_activation_entry(p.output, halves, p.scale_bias), config, p);
+  launch(params, in_place_of(entry, activation.kernels[0]), config, p, device, stream);
 }
 
 void scaled_wgrad(const ScaledWgrad& call, int device, cudaStream_t stream) {

@@ -34,6 +34,7 @@ struct ScaledActivation {
   RowScale scales;
   bool power_of_two;
   QuantizedRows rows;
+  ColumnVectors vectors;
 };
 
 // out[g] (+)= a[blocks of g] b[blocks of g]^T: tokens in blocks of 128 of a group, transposed. Group g uses ceil(size /

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Instantiations of the grouped GEMMs that end in an activation, or in its backward.
 #pragma once
+#include <span>
+
 #include "fusible/zeroing.h"
 #include "kernels/activation_params.h"
 
@@ -41,5 +43,15 @@ struct ColumnSumsOfBlocks {
   ColumnPartials outputs[1 + kColumnInputs];
 };
 void sum_column_partials(const ColumnSumsOfBlocks& call, cudaStream_t stream);
+
+// Bytes of the partials: a sum for each column of tokens / 64 + groups blocks, rounded up by the row: linear in rows.
+constexpr int64_t column_partials_bytes(int64_t groups, int64_t tokens, int64_t columns) {
+  return tokens * blocks_of(columns, 16) + groups * columns * int64_t{sizeof(float)};
+}
+
+// The gradients of numbers of columns, if they are wanted: of each, all blocks of 64 rows after those of the one
+// before. `block`: of gate and up.
+void add_dvectors(ColumnSumsOfBlocks& sums, std::span<const DVector> dvectors, const float* partials, int columns,
+                  int block);
 
 }  // namespace fusible

@@ -115,6 +115,21 @@ __global__ void __launch_bounds__(kThreads, 6) sum_column_partials_kernel(const 
 
 }  // namespace
 
+void add_dvectors(ColumnSumsOfBlocks& sums, std::span<const DVector> dvectors, const float* partials, int columns,
+                  int block) {
+  const int64_t blocks = sums.tokens / 64 + sums.sizes.groups;
+  for (const DVector& to : dvectors) {
+    if (to.data)
+      sums.outputs[sums.count++] = {.partials = partials,
+                                    .columns = columns,
+                                    .of_all_rows = to.of_all_rows,
+                                    .out = to.data,
+                                    .type = to.type,
+                                    .block = to.of_both ? block : 0};
+    if (partials) partials += blocks * columns;
+  }
+}
+
 void sum_dscale_partials(const float* dscale_partials, int count, int64_t tokens, const SplitSizes& sizes, void* out,
                          DType type, cudaStream_t stream) {
   const int64_t blocks = (tokens + kThreads - 1) / kThreads;

@@ -13,11 +13,9 @@ from .. import link_rows
 from ..activation_spec import ActivationSpec
 from ..bias import Bias
 from ..glu import Activated
-from ..grouped_linear import GroupedLinear
 from ..kernels import Operands
 from ..link import Link
 from ..pointwise import Pointwise
-from ..quantized_linear import in_force
 from .pointwise_chain import FUNCTIONS, LINKS, PointwiseChain, has_function, number_of_gates
 
 PREFIX = "act."
@@ -49,7 +47,6 @@ def with_activation(pattern: Pattern) -> Pattern:
     return (
         pattern.where("act has operations that kernels do not know", _is_supported)
         .where("act and fc1 read different split_sizes", shares_groups)
-        .where("act reads a number for each column, which quantised products do not", _is_unquantized_with_columns)
         .where("act adds a matrix, which the epilogue of a backward does not read", _adds_no_matrix)
         .where("act reads more than one number of a row", _reads_one_number)
         .where("act reads a number of the row, and so does the scale after it", _scales_once)
@@ -109,12 +106,6 @@ def _link_of(act: Any) -> Link:
     link: Link | None = act.link
     assert link is not None
     return link
-
-
-def _is_unquantized_with_columns(match: Match) -> bool:
-    if not isinstance(match.fc1, GroupedLinear):  # the weights under adapters follow no recipe
-        return True
-    return not _reading_columns(match) or in_force(match.fc1.recipe) is None
 
 
 def _is_supported(match: Match) -> bool:

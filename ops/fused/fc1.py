@@ -15,7 +15,7 @@ from ..activation_spec import ActivationSpec
 from ..checks import product_dtype
 from ..delayed_scales import encode_of_tokens
 from ..grouped_linear import GroupedLinear, as_rows, input_grad
-from ..quantized_linear import TokenCopies, activating, applied, hidden_rows
+from ..quantized_linear import HiddenActivation, TokenCopies, activating, applied, hidden_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,16 +65,15 @@ def forward(
     recipe = applied(fc1, rows.dtype)
     if recipe is not None:
         terms: dict[str, Any] = {"bias": fc1.matrices("bias") if fc1.has_bias else None, "bias_scale": flat(bias_scale)}
-        lent = bias_scale, grad_input
+        lent, hidden = (bias_scale, grad_input), HiddenActivation(activation, flat(scales), vectors)
         if reader is not None:
-            activate = activating(activation, flat(scales), keep_preact, partial(encode_of_tokens, reader))
+            activate = activating(hidden, keep_preact, partial(encode_of_tokens, reader))
             (kept, copies), saved = fc1.quantized_fwd(
                 recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, terms, activate
             )
             return FirstLinear(copies, kept, saved)
         preact, saved = fc1.quantized_fwd(recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, terms)
-        hidden = hidden_rows(preact, sizes, activation, flat(scales))
-        return FirstLinear(hidden, preact if keep_preact else None, saved)
+        return FirstLinear(hidden_rows(preact, sizes, hidden), preact if keep_preact else None, saved)
     weight, bias = fc1.matrices("weight", rows.dtype), fc1.matrices("bias") if fc1.has_bias else None
     factors = {"bias": bias, "bias_scale": flat(bias_scale), "scales": flat(scales)}
     kept, postact = kernels.grouped_linear_activation(

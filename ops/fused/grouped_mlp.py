@@ -29,6 +29,7 @@ from ..quantized.recipe import Recipe
 from ..quantized.schemes import Copy
 from ..quantized_linear import (
     GatheredTokens,
+    HiddenActivation,
     ThroughActivation,
     TokenCopies,
     Wanted,
@@ -215,19 +216,20 @@ class GroupedMLP(FusedOp):
         Args:
             recipe: one whose scales come from the rows themselves.
         """
-        needs, spec = names_of(FC1, needs_grad), spec_of(self.act)
+        needs, vectors = names_of(FC1, needs_grad), vectors_of(self.act)
         tokens = x.tokens if isinstance(x, GatheredTokens) else x
         copies = copies_of(recipe, x, split_sizes, rows=True, wgrad="weight" in needs)
         bias = {"bias": self.fc1.matrices("bias") if self.fc1.has_bias else None}
         encode_of = partial(encode_of_tokens, self.fc2)
-        activate = activating(spec, flat(scales), reads_preact(needs_grad), encode_of)
+        hidden_of = HiddenActivation(spec_of(self.act), flat(scales), vectors)
+        activate = activating(hidden_of, reads_preact(needs_grad), encode_of)
         (preact, hidden), first = self.fc1.quantized_fwd(
             recipe, tokens, copies, split_sizes, None, None, needs, True, bias, activate
         )
         factors = {"bias": self._bias(), "row_scale": flat(out_scales)}
         kept = _kept_for_fc2(needs_grad, self.fc2.has_bias)
         y, fc2 = self._second(FirstLinear(hidden, preact, first), None, kept, factors)
-        return y, self.Saved(first, fc2, preact, scales, out_scales, None)
+        return y, self.Saved(first, fc2, preact, scales, out_scales, vectors)
 
     def _second(
         self, fc1: FirstLinear, bias_scale: Tensor | None, needs: frozenset[str], factors: dict[str, Any]
@@ -291,7 +293,7 @@ class GroupedMLP(FusedOp):
             grads |= filed(FC1, first_linear.backward(self.fc1, saved.fc1, through.preact, needs))
         if through.scales is not None:
             grads |= self.scale_grads(saved, values, through.scales, needs_grad)
-        return grads
+        return grads | vector_grads(self.act, through.vectors, needs_grad)
 
     def reads_values(self, recipe: Recipe, saved: Saved, needs_grad: frozenset[str]) -> bool:
         """Whether a backward reads the gradient of the output as it was before it is quantised."""
@@ -302,15 +304,16 @@ class GroupedMLP(FusedOp):
         self, recipe: Recipe, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
     ) -> ThroughActivation:
         """:meth:`through_fc2` of a call that followed a recipe."""
-        sizes, weight, spec, trains = saved.fc2.split_sizes, saved.fc2.weight, spec_of(self.act), _trains(needs_grad)
+        sizes, weight, trains = saved.fc2.split_sizes, saved.fc2.weight, _trains(needs_grad)
         through = weight is not None and _through(needs_grad)
         encode = encode_of_tokens(self.fc2, recipe, dy, sizes, True) if isinstance(dy, Tensor) else None
         copies = copies_of(recipe, dy, sizes, rows=through, wgrad=trains, is_gradient=True, encode=encode)
         total = _product(flat(saved.scales), flat(saved.out_scales), copies.dtype)
+        hidden = HiddenActivation(spec_of(self.act), total, saved.vectors)
         if saved.preact is None:
             return ThroughActivation(copies, None, None, None)
         if not through:
-            options = recipe, saved.preact, sizes, spec, total, saved.hidden_encode
+            options = recipe, saved.preact, sizes, hidden, saved.hidden_encode
             return ThroughActivation(copies, None, None, hidden_for_wgrad(*options) if trains else None)
         weight = transposed_operand(recipe, weight)
         inner = names_of(FC1, needs_grad)
@@ -320,10 +323,11 @@ class GroupedMLP(FusedOp):
             inner_rows="x" in inner,
             inner_weight="weight" in inner,
             values=not inner.isdisjoint(("bias", "bias_scale")),
+            vectors=wants_vectors(needs_grad),
         )
         encode_of = partial(encode_of_tokens, self.fc1, is_gradient=True)
         return through_activation(
-            recipe, copies, weight, saved.preact, sizes, spec, total, wanted, encode_of, saved.hidden_encode
+            recipe, copies, weight, saved.preact, sizes, hidden, wanted, encode_of, saved.hidden_encode
         )
 
     def _recomputes(self) -> bool:

@@ -53,11 +53,11 @@ def new_grads(
     dscales = scales.new_empty(preact.shape[:-1]) if want_scales and scales is not None else None
     postact = new_postact(preact, activation) if want_postact else None
     dbias = None if split_sizes is None or bias_dtype is None else new_sums(preact, split_sizes, bias_dtype)
-    dvectors = _like(vectors) if want_vectors else None
+    dvectors = like_operands(vectors) if want_vectors else None
     return ActivationGrads(torch.empty_like(preact), dscales, postact, dbias, dvectors)
 
 
-def _like(operands: Operands) -> Operands:
+def like_operands(operands: Operands) -> Operands:
     """As the operands: one by one, or stacked."""
     if operands is None or isinstance(operands, Tensor):
         return None if operands is None else torch.empty_like(operands)

@@ -21,7 +21,8 @@ from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWe
 from . import activate, activate_backward, dequantized
 from .custom_ops import kernel
 from .dispatch import quantizers, row_kernels, scaled_products
-from .problem import Matrices, first
+from .outputs import like_operands
+from .problem import Matrices, Operands, first
 from .quantized_problem import (
     Multiplying,
     QuantizeActivation,
@@ -61,7 +62,7 @@ class RowCopies(NamedTuple):
 
 
 class BackwardCopies(NamedTuple):
-    """The copies of the gradient of a pre-activation and of the activation; and the gradient of the scales."""
+    """The copies of the gradient of a pre-activation and of the activation; and the gradients of scales and vectors."""
 
     row_data: Tensor | None
     row_scales: Tensor | None
@@ -70,6 +71,7 @@ class BackwardCopies(NamedTuple):
     postact_data: Tensor | None
     postact_scales: Tensor | None
     dscales: Tensor | None
+    dvectors: Operands = None
 
     @property
     def preact(self) -> RowCopies:
@@ -132,12 +134,14 @@ def new_backward_copies(
     want_columns: bool,
     want_postact: bool,
     want_scales: bool,
+    vectors: Operands = None,
+    want_vectors: bool = False,
 ) -> BackwardCopies:
     """Memory for what is wanted of a backward through an activation."""
     dpreact = _new_copies(preact, preact.shape[0], preact.shape[1], split_sizes, want_rows, want_columns)
     postact = _new_copies(dpostact, dpostact.shape[0], dpostact.shape[1], split_sizes, False, want_postact)
     dscales = scales.new_empty((preact.shape[0],)) if want_scales and scales is not None else None
-    return BackwardCopies(*dpreact, *postact[2:], dscales)
+    return BackwardCopies(*dpreact, *postact[2:], dscales, like_operands(vectors) if want_vectors else None)
 
 
 def new_scaled_product(a: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
@@ -179,7 +183,7 @@ def quantize_weight(weight: Matrices, *, power_of_two: bool, halves: int = 1, bo
     return copies
 
 
-@kernel(new_activation_copies)
+@kernel(new_activation_copies, added=("vectors",))
 def quantize_activation(
     preact: Tensor,
     split_sizes: Tensor,
@@ -189,20 +193,27 @@ def quantize_activation(
     power_of_two: bool,
     want_rows: bool = True,
     want_columns: bool = False,
+    vectors: Operands = None,
 ) -> RowCopies:
-    """The wanted copies of ``act(preact) * scales``, rounded before it is quantised."""
+    """The wanted copies of ``act(preact) * scales``, rounded before it is quantised.
+
+    Args:
+        vectors: the numbers of columns that the activation reads: see :class:`Activate`.
+    """
     copies = new_activation_copies(preact, split_sizes, activation, want_rows, want_columns)
-    problem = QuantizeActivation(preact, split_sizes, activation, scales, power_of_two, copies.rows, copies.columns)
-    if quantizers(problem)[0].NAME == HOPPER:
+    problem = QuantizeActivation(
+        *(preact, split_sizes, activation, scales, power_of_two, copies.rows, copies.columns, vectors)
+    )
+    if _quantises_as_it_computes(problem):
         quantize(problem)
         return copies
-    postact = activate(preact, activation, scales)
+    postact = activate(preact, activation, scales, *_of_groups(vectors, split_sizes))
     return quantize_rows(
         postact, split_sizes, power_of_two=power_of_two, want_rows=want_rows, want_columns=want_columns
     )
 
 
-@kernel(new_backward_copies)
+@kernel(new_backward_copies, added=("vectors", "want_vectors"))
 def quantize_activation_backward(
     dpostact: Tensor,
     preact: Tensor,
@@ -215,28 +226,74 @@ def quantize_activation_backward(
     want_columns: bool,
     want_postact: bool,
     want_scales: bool = False,
+    vectors: Operands = None,
+    want_vectors: bool = False,
 ) -> BackwardCopies:
     """Through ``act(preact) * scales``: the wanted copies of the gradient of ``preact``; columns of the activation.
 
     The gradient of the scales is zero in the tail.
+
+    Args:
+        vectors: the numbers of columns that the activation reads: see :class:`Activate`.
     """
-    wanted = want_rows, want_columns, want_postact, want_scales
+    wanted = want_rows, want_columns, want_postact, want_scales, vectors, want_vectors
     out = new_backward_copies(dpostact, preact, split_sizes, scales, *wanted)
     copies = out.preact
     problem = QuantizeActivationBackward(
         *(dpostact, preact, split_sizes, activation, scales, power_of_two),
-        *(copies.rows, copies.columns, out.postact, out.dscales),
+        *(copies.rows, copies.columns, out.postact, out.dscales, vectors, out.dvectors),
     )
-    if quantizers(problem)[0].NAME == HOPPER:
+    if _quantises_as_it_computes(problem):
         quantize(problem)
+        if not preact.shape[0]:
+            _zero(out.dvectors)
         return out
-    grads = activate_backward(dpostact, preact, activation, scales, want_scales=want_scales, want_postact=want_postact)
-    quantize(QuantizeRows(grads.preact, split_sizes, power_of_two, copies.rows, copies.columns))
+    return _differentiated_and_quantised(problem, want_scales, want_vectors, out)
+
+
+def _differentiated_and_quantised(
+    problem: QuantizeActivationBackward, want_scales: bool, want_vectors: bool, out: BackwardCopies
+) -> BackwardCopies:
+    """By a kernel that differentiates, and one for each tensor that is quantised."""
+    p, copies = problem, out.preact
+    vectors, sizes = _of_groups(p.vectors, p.split_sizes)
+    grads = activate_backward(
+        p.dpostact,
+        p.preact,
+        p.activation,
+        p.scales,
+        want_scales=want_scales,
+        want_postact=out.postact is not None,
+        vectors=vectors,
+        split_sizes=sizes,
+        want_vectors=want_vectors,
+    )
+    if copies.rows is not None or copies.columns is not None:
+        quantize(QuantizeRows(grads.preact, p.split_sizes, p.power_of_two, copies.rows, copies.columns))
     if grads.postact is not None:
-        quantize(QuantizeRows(grads.postact, split_sizes, power_of_two, None, out.postact))
+        quantize(QuantizeRows(grads.postact, p.split_sizes, p.power_of_two, None, out.postact))
     if grads.scales is not None:
-        zero_tail(grads.scales.unsqueeze(-1), split_sizes)
-    return out._replace(dscales=grads.scales)
+        zero_tail(grads.scales.unsqueeze(-1), p.split_sizes)
+    return out._replace(dscales=grads.scales, dvectors=grads.vectors)
+
+
+def _zero(operands: Operands) -> None:
+    for each in () if operands is None else operands:
+        if each is not None:
+            each.zero_()
+
+
+def _quantises_as_it_computes(problem: QuantizeActivation | QuantizeActivationBackward) -> bool:
+    """Whether one kernel computes and quantises; a trace is told why not."""
+    backend, why = quantizers(problem)
+    if backend.NAME != HOPPER and problem.preact.is_cuda:
+        trace.note(f"the activation is a kernel of its own, and so is what quantises it: {why}")
+    return backend.NAME == HOPPER
+
+
+def _of_groups(vectors: Operands, split_sizes: Tensor) -> tuple[Operands, Tensor | None]:
+    """Numbers of columns, and the rows of each group, which nothing reads without them."""
+    return vectors, None if vectors is None else split_sizes
 
 
 @kernel(new_scaled_product, only_without_out=("out_dtype",), added=("fast_accumulation",))

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..activation_spec import ActivationSpec
 from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling
 from ..quantized.packed import PackedFormat
-from .problem import Matrices, first, nbytes
+from .problem import Matrices, Operands, first, nbytes
 
 
 @dataclass(slots=True)
@@ -94,6 +94,8 @@ class QuantizeActivation:
         preact: bfloat16 or float16 [T, C].
         scales: [T], of any floating-point dtype; None for ones.
         rows, columns: of the activation [T, F]; see :class:`QuantizeRows`.
+        vectors: the numbers of columns that it reads: see :class:`Activate`.
+        kernel: that of a user's function, once a backend has found it.
     """
 
     preact: Tensor
@@ -103,10 +105,12 @@ class QuantizeActivation:
     power_of_two: bool
     rows: QuantizedRows | None
     columns: BlockedColumns | None
+    vectors: Operands = None
+    kernel: int = 0
 
     @property
     def bytes(self) -> int:
-        return nbytes(self.preact, self.scales) + copy_bytes(self.rows, self.columns)
+        return nbytes(self.preact, self.scales, self.vectors) + copy_bytes(self.rows, self.columns)
 
     def __str__(self) -> str:
         return f"activation {'+'.join(copy_names(self.rows, self.columns))}"
@@ -126,6 +130,8 @@ class QuantizeActivationBackward:
         columns: of the gradient of ``preact``; None: it is not wanted.
         postact_columns: of the activation [T, F]; None: it is not wanted.
         dscales: where the gradient of ``scales`` goes, [T]; zero in the tail. None: it is not wanted.
+        vectors, kernel: as of :class:`QuantizeActivation`.
+        dvectors: where the gradients of ``vectors`` go; None: they are not wanted.
     """
 
     dpostact: Tensor
@@ -138,10 +144,13 @@ class QuantizeActivationBackward:
     columns: BlockedColumns | None
     postact_columns: BlockedColumns | None
     dscales: Tensor | None
+    vectors: Operands = None
+    dvectors: Operands = None
+    kernel: int = 0
 
     @property
     def bytes(self) -> int:
-        read = nbytes(self.dpostact, self.preact, self.scales, self.dscales)
+        read = nbytes(self.dpostact, self.preact, self.scales, self.dscales, self.vectors, self.dvectors)
         return read + copy_bytes(self.rows, self.columns, self.postact_columns)
 
     def __str__(self) -> str:
@@ -258,6 +267,7 @@ class ActivatedScaledGemm:
         scales: [T], of any floating-point dtype; None for ones.
         power_of_two: whether scales of blocks are powers of two.
         rows: of the activation [T, F]; see :class:`QuantizeRows`.
+        vectors, kernel: as of :class:`QuantizeActivation`.
     """
 
     product: ScaledGemm
@@ -265,10 +275,12 @@ class ActivatedScaledGemm:
     scales: Tensor | None
     power_of_two: bool
     rows: QuantizedRows
+    vectors: Operands = None
+    kernel: int = 0
 
     @property
     def bytes(self) -> int:
-        return self.product.bytes + nbytes(self.scales) + copy_bytes(self.rows)
+        return self.product.bytes + nbytes(self.scales, self.vectors) + copy_bytes(self.rows)
 
     def __str__(self) -> str:
         return f"{self.product}, activation rows"

@@ -13,7 +13,7 @@ from ..quantized.copies import QuantizedRows
 from .custom_ops import kernel
 from .dispatch import scaled_epilogue_refusal
 from .hopper import scaled_activation as hopper
-from .problem import Matrices
+from .problem import Matrices, Operands
 from .quantized import E4M3, quantize_activation, scaled_gemm
 from .quantized_problem import ActivatedScaledGemm, ScaledGemm, ceil_blocks
 
@@ -41,7 +41,7 @@ def new_activated_rows(
     return ActivatedRows(preact, a.new_empty((tokens, features), dtype=E4M3), scales)
 
 
-@kernel(new_activated_rows)
+@kernel(new_activated_rows, added=("vectors",))
 def scaled_gemm_activation(
     a: Tensor,
     a_scales: Tensor,
@@ -56,6 +56,7 @@ def scaled_gemm_activation(
     power_of_two: bool,
     keep_preact: bool,
     dtype: torch.dtype,
+    vectors: Operands = None,
 ) -> ActivatedRows:
     """``preact = A W^T + bias_scale * bias``, zero in the tail, and the quantised rows of ``act(preact) * scales``.
 
@@ -63,12 +64,13 @@ def scaled_gemm_activation(
         a: e4m3 [T, K], with ``a_scales``: the fields of :class:`QuantizedRows`.
         weight: e4m3 [E, N, K].
         dtype: of the product, to which the activation is rounded before it is quantised.
+        vectors: the numbers of columns that the activation reads: see :class:`Activate`.
     """
     out = new_activated_rows(a, weight, activation, keep_preact, dtype)
     preact = a.new_empty((0, weight.shape[1]), dtype=dtype) if out.preact is None else out.preact
     rows = QuantizedRows(a, a_scales)
     product = ScaledGemm(rows, weight, weight_scales, 1, split_sizes, preact, bias, bias_scale=bias_scale, fresh=True)
-    problem = ActivatedScaledGemm(product, activation, scales, power_of_two, out.rows)
+    problem = ActivatedScaledGemm(product, activation, scales, power_of_two, out.rows, vectors)
     why = scaled_epilogue_refusal(problem)
     if why is None:
         _run(problem)
@@ -78,7 +80,8 @@ def scaled_gemm_activation(
     del out, preact, product, problem  # whose memory the results of these kernels may have
     terms: dict[str, Any] = {"bias": bias, "bias_scale": bias_scale}
     values = scaled_gemm(*rows, weight, weight_scales, split_sizes, out_dtype=dtype, **terms)
-    hidden = quantize_activation(values, split_sizes, activation, scales=scales, power_of_two=power_of_two).rows
+    read: dict[str, Any] = {"scales": scales, "vectors": vectors}
+    hidden = quantize_activation(values, split_sizes, activation, power_of_two=power_of_two, **read).rows
     assert hidden is not None
     return ActivatedRows(values if keep_preact else None, *hidden)
 

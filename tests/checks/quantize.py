@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible import Pointwise
+from fusible.ops import kernels
 from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
 from fusible.ops.kernels.hopper import quantize, rows
-from fusible.ops.kernels.problem import ActivationGrads
+from fusible.ops.kernels.problem import ActivationGrads, Operands
 from fusible.ops.kernels.quantized_problem import (
     PermuteQuantizedRows,
     QuantizeActivation,
@@ -22,6 +24,8 @@ from fusible.ops.kernels.quantized_problem import (
 )
 from fusible.ops.quantized import reference
 from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+
+from .functions import ACTS_OF_COLUMNS, Act, op_of_columns
 
 HALVES = [torch.bfloat16, torch.float16]
 SIZES = [
@@ -51,7 +55,50 @@ SPECS: dict[str, ActivationSpec] = {
     "blocks of 32": gated("silu", None, 1.0, 0.0, interleaved(32)),
     "blocks of 128": gated("gelu", 1.0, 1.0, 0.5, interleaved(128)),
 }
+FUNCTIONS: dict[str, Act] = {
+    "user's": Pointwise(lambda x: x * torch.tanh(x) + 0.25),
+    "user's glu": Pointwise(lambda g, u: g.clamp(max=1.5) * torch.sigmoid(1.702 * g) * (u + 1), halves="concat"),
+    "user's glu of a row": Pointwise(lambda g, u, s: torch.tanh(g * s) * u, halves="concat"),
+    "user's slope": op_of_columns("slope"),
+    "user's shift": op_of_columns("shift"),
+    "user's slope of a row, blocks of 1": op_of_columns("slope of a row", interleaved(1)),
+    "user's slope, blocks of 128": op_of_columns("slope", interleaved(128)),
+    "user's biases": ACTS_OF_COLUMNS["biases"][0]("concat"),
+    "user's slopes of gate and up, blocks of 4": ACTS_OF_COLUMNS["slopes of gate and up"][0](interleaved(4)),
+}
+"""Functions of users: they have kernels of their own."""
 POISON = 0xA5
+
+
+def spec_of(name: str) -> ActivationSpec:
+    """Of :data:`SPECS` or :data:`FUNCTIONS`."""
+    spec = SPECS[name] if name in SPECS else FUNCTIONS[name].spec
+    assert spec is not None
+    return spec
+
+
+def columns_of(
+    spec: ActivationSpec, features: int, split_sizes: Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...] | None:
+    """Numbers of columns, NaN for groups without rows; None for what reads none."""
+    if spec.program is None or not spec.program.columns:
+        return None
+    generator, empty, vectors = torch.Generator().manual_seed(9), split_sizes.cpu() <= 0, []
+    for name, inputs in spec.program.column_operands.items():
+        rows = 1 if name[0] == "a" else len(split_sizes)
+        vector = torch.rand(rows, features * len(inputs), generator=generator) + 0.5
+        vectors.append(vector if rows == 1 else vector.masked_fill(empty[:, None], math.nan))
+    return tuple([vector.to(split_sizes.device, dtype) for vector in vectors])
+
+
+def activate(
+    preact: Tensor, spec: ActivationSpec, scales: Tensor | None, vectors: Operands, split_sizes: Tensor, out: Tensor
+) -> None:
+    """By the kernel that does nothing else."""
+    if spec.program is None:
+        rows.forward(preact, spec, scales, out)
+    else:
+        out.copy_(kernels.activate(preact, spec, scales, vectors, None if vectors is None else split_sizes))
 
 
 def poisoned(*shape: int, device: str, dtype: torch.dtype = torch.uint8) -> Tensor:
@@ -260,13 +307,13 @@ def check_activation(
     want: str = "rows and columns",
 ) -> None:
     """The bytes are those of the activation that its own kernel stores."""
-    spec = SPECS[name]
+    spec = spec_of(name)
     preact, dpostact, factors, split_sizes, used = activated(device, spec, sizes, features, dtype, scales)
-    postact = torch.empty_like(dpostact)
-    rows.forward(preact, spec, factors, postact)
+    postact, vectors = torch.empty_like(dpostact), columns_of(spec, features, split_sizes)
+    activate(preact, spec, factors, vectors, split_sizes, postact)
     by_row = rows_copy(*dpostact.shape, device) if "rows" in want else None
     by_column = columns_copy(len(preact), len(sizes), features, device) if "columns" in want else None
-    problem = QuantizeActivation(preact, split_sizes, spec, factors, power_of_two, by_row, by_column)
+    problem = QuantizeActivation(preact, split_sizes, spec, factors, power_of_two, by_row, by_column, vectors)
     assert quantize.refusal(problem) is None, quantize.refusal(problem)
     quantize.run(problem)
     assert_rows(by_row, postact.cpu(), used, power_of_two)
@@ -282,13 +329,14 @@ def check_activation_backward(
     sizes: Sequence[int] = (130, 0, 1, 40),
     power_of_two: bool = True,
     scales: torch.dtype | None = torch.float32,
-    want: str = "rows, columns, postact, dscales",
+    want: str = "rows, columns, postact, dscales, dvectors",
 ) -> None:
     """The bytes are those of what the kernel of the activation's backward stores."""
-    spec = SPECS[name]
+    spec = spec_of(name)
     preact, dpostact, factors, split_sizes, used = activated(device, spec, sizes, features, dtype, scales)
-    expected = ActivationGrads(*(None if t is None else torch.empty_like(t) for t in (preact, factors, dpostact)))
-    rows.backward(dpostact, preact, spec, factors, expected)
+    vectors = columns_of(spec, features, split_sizes)
+    expected = _gradients(dpostact, preact, spec, factors, vectors, split_sizes)
+    dvectors = None if vectors is None or "dvectors" not in want else tuple(torch.full_like(v, -7) for v in vectors)
     by_row = rows_copy(*preact.shape, device) if "rows" in want else None
     by_column, postact = (
         columns_copy(len(preact), len(sizes), tensor.shape[1], device) if part in want else None
@@ -296,7 +344,8 @@ def check_activation_backward(
     )
     dscales = torch.full_like(factors, math.nan) if factors is not None and "dscales" in want else None
     problem = QuantizeActivationBackward(
-        *(dpostact, preact, split_sizes, spec, factors, power_of_two, by_row, by_column, postact, dscales)
+        *(dpostact, preact, split_sizes, spec, factors, power_of_two, by_row, by_column, postact, dscales),
+        *(vectors, dvectors),
     )
     assert quantize.refusal(problem) is None, quantize.refusal(problem)
     quantize.run(problem)
@@ -309,6 +358,31 @@ def check_activation_backward(
         step = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}.get(dscales.dtype, 1e-4)
         torch.testing.assert_close(dscales[:used], expected.scales[:used], rtol=step, atol=step)
         assert (dscales[used:] == 0).all()
+    if dvectors is not None and vectors is not None:
+        wide = [None if t is None else t.double() for t in (dpostact, preact, factors)]
+        truth = _gradients(wide[0], wide[1], spec, wide[2], tuple(v.double() for v in vectors), split_sizes)
+        step = 1e-3 if device == "cpu" else 2e-2  # a GPU has approximations of elementary functions
+        for vector, exact in zip(dvectors, truth.vectors, strict=True):
+            torch.testing.assert_close(vector.double(), exact, rtol=step, atol=step)
+
+
+def _gradients(
+    dpostact: Tensor,
+    preact: Tensor,
+    spec: ActivationSpec,
+    scales: Tensor | None,
+    vectors: Operands,
+    split_sizes: Tensor,
+) -> ActivationGrads:
+    """By the kernel that does nothing else, which knows no tail."""
+    if spec.program is None:
+        grads = ActivationGrads(*(None if t is None else torch.empty_like(t) for t in (preact, scales, dpostact)))
+        rows.backward(dpostact, preact, spec, scales, grads)
+        return grads
+    of_groups = {"vectors": vectors, "split_sizes": None if vectors is None else split_sizes}
+    wanted = {"want_scales": True, "want_postact": True, "want_vectors": True}
+    rows_read = dpostact.nan_to_num(), preact.nan_to_num(), spec, None if scales is None else scales.nan_to_num()
+    return kernels.activate_backward(*rows_read, **wanted, **of_groups)  # type: ignore[arg-type]
 
 
 class Routed(NamedTuple):

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fusible import check_device_errors
-from fusible.ops.kernels.hopper import rows, scaled_gemm
 from fusible.ops.kernels.hopper import scaled_activation as hopper
+from fusible.ops.kernels.hopper import scaled_gemm
 from fusible.ops.kernels.quantized_problem import ActivatedScaledGemm, ScaledGemm
 
 from .device import synchronize
-from .quantize import SPECS, assert_rows, rows_copy
+from .quantize import activate, assert_rows, columns_of, rows_copy, spec_of
 from .scaled import Case, bits, make_gemm
 
 
@@ -36,9 +36,10 @@ def make(
         factors = torch.full((len(product.out),), math.nan, device=device)
         factors[:used] = torch.rand(used, device=device) + 0.5
         factors = factors.to(scales)
-    spec = SPECS[name]
-    copies = rows_copy(len(product.out), spec.out_features(case.n), device)
-    return ActivatedScaledGemm(product, spec, factors, power_of_two, copies)
+    spec = spec_of(name)
+    features = spec.out_features(case.n)
+    copies, vectors = rows_copy(len(product.out), features, device), columns_of(spec, features, product.split_sizes)
+    return ActivatedScaledGemm(product, spec, factors, power_of_two, copies, vectors)
 
 
 def check_activation(device: str, case: Case, name: str, **asked: object) -> None:
@@ -52,7 +53,8 @@ def check_activation(device: str, case: Case, name: str, **asked: object) -> Non
     check_device_errors()
     assert torch.equal(bits(product.out), bits(expected)), "the product"
     postact = expected.new_empty(problem.rows.data.shape)
-    rows.forward(expected, problem.activation, problem.scales, postact)
+    read = problem.scales, problem.vectors
+    activate(expected, problem.activation, *read, problem.product.split_sizes, postact)
     assert_rows(problem.rows, postact.cpu(), used, problem.power_of_two)
     _check_without_preact(device, problem)
 

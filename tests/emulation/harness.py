@@ -16,7 +16,7 @@ import torch
 from emulation import build
 
 from fusible.benchmarks import stub_extension
-from fusible.ops.kernels.jit import epilogue
+from fusible.ops.kernels.jit import epilogue, quantized
 from fusible.ops.kernels.jit.pointwise import KernelForm
 
 
@@ -130,7 +130,9 @@ def installed(emulation: object) -> Iterator[None]:
     """The backends believe in a GPU whose tensors are those of the CPU."""
     gc.freeze()  # what is older than the tests is not asked for its storage at every call
     with stub_extension.installed(emulation), patch.object(epilogue, "load", getattr(emulation, "load_function", None)):
-        epilogue.handles.cache_clear()
+        for forms in (epilogue.handles, quantized.handle):
+            forms.cache_clear()
         yield
-        epilogue.handles.cache_clear()
+        for forms in (epilogue.handles, quantized.handle):
+            forms.cache_clear()
     gc.unfreeze()

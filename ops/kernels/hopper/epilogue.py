@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,8 +14,9 @@ from ..architecture import assumed
 from ..jit import epilogue as functions
 from ..jit.operands import inputs_of
 from ..jit.pointwise_driver import MOST_OPERANDS
-from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, Operands, addresses, first
+from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, addresses, first
 from . import arrivals
+from .column_operands import ColumnGradients
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
 from .rows import ActivationFields, activation, scale_arguments
 
@@ -223,7 +224,7 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
     program = epilogue.spec.program
     dvectors = None
     if program is not None and grads.vectors is not None:
-        dvectors = _ColumnGradients.of(program, grads.vectors, columns)
+        dvectors = ColumnGradients.of(program, grads.vectors, columns)
     scales, scales_type = scale_arguments(epilogue.scales)
     size = library.backward_workspace_bytes(
         groups=p.groups,
@@ -281,34 +282,6 @@ def second_fields(second: OperandPair | None) -> dict[str, int]:
         "second_b_pitch": b.stride(1),
         "second_b_group": b.stride(0),
     }
-
-
-class _ColumnGradients(NamedTuple):
-    """Where the kernel puts the gradients of numbers of columns: ``out``, or what is dense and copied to it."""
-
-    out: list[Tensor | None]
-    dense: list[Tensor | None]
-
-    @classmethod
-    def of(cls, program: Program, out: Operands, columns: int) -> _ColumnGradients:
-        gradients = tensors_of(program.column_operands, out, columns)
-        return cls(gradients, [None if each is None else each.contiguous() for each in gradients])
-
-    def fields(self, program: Program, block: int) -> dict[str, list[int]]:
-        """As the extension wants them."""
-        inputs = inputs_of(program.column_operands, self.dense, block)
-        return {
-            "dvectors": [each.address for each in inputs],
-            "dvector_types": [TYPE_CODES[each.tensor.dtype] if each.tensor is not None else 0 for each in inputs],
-            "dvectors_of_both": [int(name[-1] in "gu") for name in program.columns],
-            "dvectors_of_all_rows": [int(name[0] == "a") for name in program.columns],
-        }
-
-    def finish(self) -> None:
-        """Copies what is not dense."""
-        for gradient, dense in zip(self.out, self.dense, strict=True):
-            if gradient is not None and dense is not None and dense is not gradient:
-                gradient.copy_(dense)
 
 
 def product_fields(p: GroupedGemm, n: int, weights: Addressing) -> dict[str, Any]:

@@ -25,9 +25,10 @@ from ..quantized_problem import (
     ceil_blocks,
     source,
 )
+from . import quantized_functions
 from .extension import TYPE_CODES, address, compiled, device_refusal, stream
 from .permute import last_address, permute
-from .rows import activation, scale_arguments
+from .rows import scale_arguments
 
 NAME = "hopper"
 _VECTOR = 16  # bytes that are moved at once: a number of features and an address are multiples of it
@@ -316,7 +317,11 @@ def _quantize_weight(problem: QuantizeWeight) -> None:
 
 @_refusal.register
 def _activation_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
-    return _activation_operands_refusal(problem) or _activation_copies_refusal(problem)
+    return (
+        _activation_operands_refusal(problem)
+        or _activation_copies_refusal(problem)
+        or quantized_functions.refusal(problem)
+    )
 
 
 def _activation_operands_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
@@ -325,8 +330,6 @@ def _activation_operands_refusal(problem: QuantizeActivation | QuantizeActivatio
     features = spec.out_features(preact.shape[1])
     backward = isinstance(problem, QuantizeActivationBackward)
     block, least = spec.block or features, BLOCK if backward else 8
-    if spec.program is not None:
-        return "does not fuse functions of users with the quantiser"
     if preact.dtype not in (torch.bfloat16, torch.float16):
         return f"quantises bfloat16 or float16 rows, not {preact.dtype}"
     if not _is_dense(preact, preact.dtype):
@@ -374,7 +377,9 @@ def _quantize_activation(problem: QuantizeActivation) -> None:
 @run.register
 def _quantize_activation_backward(problem: QuantizeActivationBackward) -> None:
     postact_data, postact_scales = problem.postact_columns or (None, None)
-    workspace = None if problem.dscales is None else _workspace(problem.dpostact)
+    dvectors = quantized_functions.gradients(problem)
+    of_columns = quantized_functions.gradient_fields(problem, dvectors)
+    workspace = _workspace(problem, len(of_columns.get("dvectors", ())))
     compiled().quantize_activation_backward(
         **_activation_arguments(problem),
         dpostact=problem.dpostact.data_ptr(),
@@ -383,7 +388,10 @@ def _quantize_activation_backward(problem: QuantizeActivationBackward) -> None:
         postact_scales=address(postact_scales),
         dscales=address(problem.dscales),
         workspace=address(workspace),
+        **of_columns,
     )
+    if dvectors is not None:
+        dvectors.finish()
 
 
 def _activation_arguments(problem: QuantizeActivation | QuantizeActivationBackward) -> dict[str, Any]:
@@ -391,7 +399,7 @@ def _activation_arguments(problem: QuantizeActivation | QuantizeActivationBackwa
     features = problem.activation.out_features(preact.shape[1])
     scales, scales_type = scale_arguments(problem.scales)
     return {
-        "activation": activation(problem.activation, features),
+        **quantized_functions.fields(problem),
         "device": device,
         "stream": stream(device),
         "type": TYPE_CODES[preact.dtype],
@@ -405,11 +413,14 @@ def _activation_arguments(problem: QuantizeActivation | QuantizeActivationBackwa
     }
 
 
-def _workspace(dpostact: Tensor) -> Tensor:
-    """Asked at every call, so that a capture sees what the size depends on."""
-    tokens, features = dpostact.shape
-    size = compiled().quantize_backward_workspace(tokens=tokens, features=features)
-    return dpostact.new_empty(size, dtype=torch.uint8)
+def _workspace(problem: QuantizeActivationBackward, dvectors: int) -> Tensor | None:
+    """Asked at every call, so that a capture sees what the size depends on; None: nothing is summed."""
+    if problem.dscales is None and not dvectors:
+        return None
+    tokens, features = problem.dpostact.shape
+    of_columns = {"groups": problem.split_sizes.shape[0], "dvectors": dvectors} if dvectors else {}
+    size = compiled().quantize_backward_workspace(tokens=tokens, features=features, **of_columns)
+    return problem.dpostact.new_empty(size, dtype=torch.uint8)
 
 
 @_refusal.register

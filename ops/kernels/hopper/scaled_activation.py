@@ -6,10 +6,10 @@ import torch
 
 from ...quantized.copies import BLOCK
 from ..quantized_problem import ActivatedScaledGemm
-from . import scaled_gemm
+from . import quantized_functions, scaled_gemm
 from .extension import TYPE_CODES, compiled
 from .gemm import as_float32, bias_fields
-from .rows import activation, scale_arguments
+from .rows import scale_arguments
 
 NAME = "hopper (e4m3, activation in the epilogue)"
 _TILE = 256  # columns: a block of gate and as much of up must fit in
@@ -20,8 +20,6 @@ def refusal(problem: ActivatedScaledGemm) -> str | None:
     """Why the activation needs a kernel of its own behind a product that runs here; None: it does not."""
     product, spec, scales, preact = problem.product, problem.activation, problem.scales, problem.product.out
     features = spec.out_features(product.mnk[1])
-    if spec.program is not None:
-        return "does not fuse functions of users with the quantiser"
     if preact.dtype not in (torch.bfloat16, torch.float16) or not preact.is_contiguous():
         return f"quantises dense rows of bfloat16 or float16, not {preact.dtype} with strides {list(preact.stride())}"
     if product.row_scale is not None or product.alpha is not None:
@@ -30,7 +28,7 @@ def refusal(problem: ActivatedScaledGemm) -> str | None:
         return f"needs dense scales of 16 or 32 bits, got {scales.dtype} with strides {list(scales.stride())}"
     if features % 16:
         return f"needs hidden features that are multiples of 16, got {features}"
-    return _block_refusal(spec.block, features) if spec.gated else None
+    return (_block_refusal(spec.block, features) if spec.gated else None) or quantized_functions.refusal(problem)
 
 
 def _block_refusal(block: int | None, features: int) -> str | None:
@@ -48,7 +46,7 @@ def run(problem: ActivatedScaledGemm) -> None:
     scales, scales_type = scale_arguments(problem.scales)
     bias_scale, workspace = as_float32(product.bias_scale), scaled_gemm.new_workspace(product)
     compiled().scaled_activation(
-        activation=activation(problem.activation, rows.data.shape[1]),
+        **quantized_functions.fields(problem),
         **scaled_gemm.row_fields(product, workspace),
         power_of_two=problem.power_of_two,
         rows=rows.data.data_ptr(),

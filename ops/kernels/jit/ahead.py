@@ -11,16 +11,22 @@ from ...programs.program import Program
 from ..hopper.extension import is_built
 from ..problem import Layout
 from . import epilogue
+from . import quantized as quantized_kernels
 from .compilation import compiled
 from .epilogue import EpilogueForm, form_of
 from .pointwise import KernelForm
+from .quantized import Form, QuantizerForm, ScaledForm
 
 _ROWS_ARCHITECTURE = "sm_90"
 _WIDER_THAN_BLOCKS = 1 << 30  # columns: gate and up are two blocks only where they have no block
 
 
 def compile_ahead(
-    program: Program, spec: ActivationSpec | None, dtype: torch.dtype, columns: tuple[torch.dtype, ...] = ()
+    program: Program,
+    spec: ActivationSpec | None,
+    dtype: torch.dtype,
+    columns: tuple[torch.dtype, ...] = (),
+    quantized: bool = False,
 ) -> int:
     """Compiles the kernels of a function for a Hopper GPU into the cache on disk; returns how many.
 
@@ -29,6 +35,7 @@ def compile_ahead(
 
     Args:
         columns: the types of the numbers of columns that the function reads.
+        quantized: also those that quantise what they compute.
 
     Raises:
         CompileError: there is no compiler, or it refuses.
@@ -41,7 +48,11 @@ def compile_ahead(
         return len(rows)
     scales = (True,) if program.rows else (False, True)
     forms = [form for each in scales for form in _forms(spec.program, spec.block, dtype, columns, each)]
-    return len(rows) + sum(map(epilogue.compile_ahead, forms))
+    count = len(rows) + sum(map(epilogue.compile_ahead, forms))
+    if not quantized:
+        return count
+    kernels = [form for each in scales for form in _quantized_forms(spec.program, spec.block, dtype, columns, each)]
+    return count + sum(map(quantized_kernels.compile_ahead, kernels))
 
 
 def _forms(
@@ -53,4 +64,18 @@ def _forms(
     return [
         form_of(program, backward, layout, dtype, block, _WIDER_THAN_BLOCKS, bias, False, vectors, sums, scales)
         for (backward, bias, sums), layout in product(forms, layouts)
+    ]
+
+
+def _quantized_forms(
+    program: Program, block: int | None, dtype: torch.dtype, vectors: tuple[torch.dtype, ...], scales: bool
+) -> list[Form]:
+    halves = (
+        quantized_kernels.is_concat(program, block, _WIDER_THAN_BLOCKS),
+        quantized_kernels.is_narrow(program, block, _WIDER_THAN_BLOCKS),
+    )
+    forms: list[Form] = [ScaledForm(program, dtype, *halves, bias, vectors, scales) for bias in (False, True)]
+    directions = [(False, False), *((True, sums) for sums in ((False, True) if vectors else (False,)))]
+    return forms + [
+        QuantizerForm(program, backward, dtype, halves[1], vectors, sums, scales) for backward, sums in directions
     ]

@@ -87,16 +87,28 @@ def handles(form: EpilogueForm) -> tuple[int, ...] | str:
 
     The first call compiles them, which takes seconds, unless they are kept on disk.
     """
+    direction = "backward" if form.backward else "forward"
+    return loaded(
+        f"{direction} of {form.program.name}",
+        lambda: _in_threads(lambda variant: _load_variant(form, variant), variants(form)),
+    )
+
+
+def loaded(kernels: str, load_all: Callable[[], list[int]]) -> tuple[int, ...] | str:
+    """The handles of kernels, or why they cannot be compiled.
+
+    Raises:
+        RuntimeError: a CUDA graph is captured.
+    """
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("an epilogue is compiled at its first call; call it once before the capture")
     start = time.perf_counter()
     try:
-        loaded = tuple(_in_threads(lambda variant: _load_variant(form, variant), variants(form)))
+        handles = tuple(load_all())
     except CompileError as error:
         return str(error).partition("\n")[0]
-    direction = "backward" if form.backward else "forward"
-    _log.info("%s of %s is ready after %.1f s", direction, form.program.name, time.perf_counter() - start)
-    return loaded
+    _log.info("%s is ready after %.1f s", kernels, time.perf_counter() - start)
+    return handles
 
 
 def source(form: EpilogueForm, variant: int, vectors: int) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from .. import Pointwise
+from .. import GroupedLinear, Pointwise
 from ..benchmarks.arguments import command
 from ..benchmarks.problem import DTYPES
 from ..ops.kernels import kernel_cache
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> None:
     args = parser.parse_args(argv)
     if args.clear:
         kernel_cache().clear()
-    compiled = sum(op.compile_kernels(DTYPES[args.dtype]) for op in _functions(args.compile)) if args.compile else 0
+    compiled = _compile(args.compile, DTYPES[args.dtype]) if args.compile else 0
     report = {**about(), "compiled": compiled}
     print(json.dumps(report, indent=1) if args.json else "\n".join(lines(report)))
 
@@ -51,11 +51,19 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"compiled  {report['compiled']}, or found"
 
 
-def _functions(path: str) -> list[Pointwise]:
-    """The ops of what ``module:name`` is."""
+def _compile(path: str, dtype: torch.dtype) -> int:
+    """Compiles the functions in what ``module:name`` is, for the recipe of its linears; returns how many kernels."""
+    modules = list(_target(path).modules())
+    recipes = [linear.recipe for linear in modules if isinstance(linear, GroupedLinear) and linear.recipe is not None]
+    recipe = next(iter(recipes), None)
+    return sum(op.compile_kernels(dtype, recipe) for op in modules if isinstance(op, Pointwise))
+
+
+def _target(path: str) -> nn.Module:
+    """What ``module:name`` is."""
     module, _, name = path.partition(":")
     target = getattr(importlib.import_module(module), name)
     if not isinstance(target, nn.Module):
         with torch.device("meta"):
             target = target()
-    return [op for op in target.modules() if isinstance(op, Pointwise)]
+    return cast(nn.Module, target)

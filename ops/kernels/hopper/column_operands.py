@@ -1,0 +1,88 @@
+"""The numbers of columns that a user's function reads, as kernels take them, and where their gradients go."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...activation_spec import ActivationSpec
+from ...programs.columns import tensors_of
+from ...programs.program import Program
+from ..jit.operands import inputs_of
+from ..jit.pointwise_driver import MOST_OPERANDS
+from ..problem import Operands, addresses
+from .extension import TYPE_CODES
+
+
+class ColumnOperands(NamedTuple):
+    """Those of one call.
+
+    Attributes:
+        tensors: of each operand of the program; none where it reads none.
+    """
+
+    program: Program
+    tensors: list[Tensor | None]
+    block: int
+
+    @classmethod
+    def of(cls, spec: ActivationSpec, vectors: Operands, columns: int) -> ColumnOperands | None:
+        """None of what is no user's function. ``columns``: of the activation."""
+        if spec.program is None:
+            return None
+        tensors = tensors_of(spec.program.column_operands, vectors, columns)
+        return cls(spec.program, tensors, spec.block or columns)
+
+    def refusal(self) -> str | None:
+        """Why kernels do not read them, in pieces of 16 bytes; None: they do."""
+        if (count := len(self.program.columns)) > MOST_OPERANDS:
+            return f"takes at most {MOST_OPERANDS} numbers of a column, got {count}"
+        if self.program.matrices:
+            return "reads no matrix"
+        for tensor in self.tensors:
+            if tensor is None or tensor.dtype not in TYPE_CODES:
+                return "needs numbers of columns of 16 or 32 bits"
+            if not tensor.is_contiguous() or addresses(tensor)[0] % 16:
+                return "needs numbers of columns that are dense and aligned to 16 bytes"
+        return None
+
+    @property
+    def types(self) -> tuple[torch.dtype, ...]:
+        """Of the inputs of the program."""
+        of_operands = zip(self.program.column_operands.values(), self.tensors, strict=True)
+        return tuple([tensor.dtype for names, tensor in of_operands if tensor is not None for _ in names])
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of the inputs of the program."""
+        return [each.address for each in inputs_of(self.program.column_operands, self.tensors, self.block)]
+
+
+class ColumnGradients(NamedTuple):
+    """Where a kernel puts the gradients of numbers of columns: ``out``, or what is dense and copied to it."""
+
+    out: list[Tensor | None]
+    dense: list[Tensor | None]
+
+    @classmethod
+    def of(cls, program: Program, out: Operands, columns: int) -> ColumnGradients:
+        gradients = tensors_of(program.column_operands, out, columns)
+        return cls(gradients, [None if each is None else each.contiguous() for each in gradients])
+
+    def fields(self, program: Program, block: int) -> dict[str, list[int]]:
+        """As the extension wants them."""
+        inputs = inputs_of(program.column_operands, self.dense, block)
+        return {
+            "dvectors": [each.address for each in inputs],
+            "dvector_types": [TYPE_CODES[each.tensor.dtype] if each.tensor is not None else 0 for each in inputs],
+            "dvectors_of_both": [int(name[-1] in "gu") for name in program.columns],
+            "dvectors_of_all_rows": [int(name[0] == "a") for name in program.columns],
+        }
+
+    def finish(self) -> None:
+        """Copies what is not dense."""
+        for gradient, dense in zip(self.out, self.dense, strict=True):
+            if gradient is not None and dense is not None and dense is not gradient:
+                gradient.copy_(dense)

@@ -1,0 +1,81 @@
+"""Kernels of users' functions that quantise what they compute: that of a problem, and what it reads of columns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..architecture import assumed
+from ..jit import quantized
+from ..quantized_problem import ActivatedScaledGemm, QuantizeActivation, QuantizeActivationBackward
+from .column_operands import ColumnGradients, ColumnOperands
+from .rows import activation
+
+Problem = ActivatedScaledGemm | QuantizeActivation | QuantizeActivationBackward
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why the function of a user has no kernel; None: it has, or there is none. It is compiled here, unless the GPU is
+    only assumed.
+
+    The problem keeps it for its launch.
+    """
+    operands = _operands(problem)
+    if operands is None or (why := operands.refusal()) is not None:
+        return None if operands is None else why
+    if assumed() is not None:
+        return None
+    form = _form(problem, operands)
+    kernel = quantized.handle(form)
+    problem.kernel = kernel if isinstance(kernel, int) else 0
+    return quantized.refusal(form)
+
+
+def fields(problem: Problem) -> dict[str, Any]:
+    """The activation as the extension wants it, with the kernel of a user's function and what that reads of columns."""
+    of_launch = activation(problem.activation, _features(problem))
+    if (operands := _operands(problem)) is None:
+        return {"activation": of_launch}
+    kernel = problem.kernel or quantized.handle(_form(problem, operands))
+    assert isinstance(kernel, int), kernel
+    return {"activation": of_launch._replace(kernel=kernel), "vectors": operands.addresses}
+
+
+def gradients(problem: QuantizeActivationBackward) -> ColumnGradients | None:
+    """Where those of the numbers of columns go; None: they are not wanted, or there are none."""
+    program = problem.activation.program
+    if program is None or not program.columns or problem.dvectors is None:
+        return None
+    return ColumnGradients.of(program, problem.dvectors, _features(problem))
+
+
+def gradient_fields(problem: QuantizeActivationBackward, dvectors: ColumnGradients | None) -> dict[str, list[int]]:
+    """These as the extension wants them."""
+    program = problem.activation.program
+    if dvectors is None or program is None:
+        return {}
+    return dvectors.fields(program, problem.activation.block or _features(problem))
+
+
+def _operands(problem: Problem) -> ColumnOperands | None:
+    return ColumnOperands.of(problem.activation, problem.vectors, _features(problem))
+
+
+def _features(problem: Problem) -> int:
+    """Of the activation."""
+    if isinstance(problem, ActivatedScaledGemm):
+        return problem.rows.data.shape[1]
+    return problem.activation.out_features(problem.preact.shape[1])
+
+
+def _form(problem: Problem, operands: ColumnOperands) -> quantized.Form:
+    lies = operands.program, problem.activation.block, _features(problem)
+    narrow, scales = quantized.is_narrow(*lies), problem.scales is not None
+    if isinstance(problem, ActivatedScaledGemm):
+        product, concat = problem.product, quantized.is_concat(*lies)
+        biased = product.bias is not None or product.bias_scale is not None
+        of_product = operands.program, product.out.dtype, concat, narrow, biased
+        return quantized.ScaledForm(*of_product, operands.types, scales)
+    backward = isinstance(problem, QuantizeActivationBackward)
+    sums = isinstance(problem, QuantizeActivationBackward) and gradients(problem) is not None
+    of_rows = operands.program, backward, problem.preact.dtype, narrow
+    return quantized.QuantizerForm(*of_rows, operands.types, sums, scales)

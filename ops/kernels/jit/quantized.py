@@ -1,0 +1,154 @@
+"""Pointwise programs in kernels that quantise what they compute: as the epilogue of a product of e4m3 operands, or over
+rows that a product has left.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ...programs.cpp import boolean, function_type
+from ...programs.program import Program
+from ..hopper.extension import library
+from . import epilogue
+from .compilation import ELEMENTS, compiled
+from .operands import column_types
+
+_VECTOR = 8  # columns of a vector
+_STORE_REGISTERS = 72, 88
+"""Of a thread that computes an epilogue: one function takes fewer than a choice among all that are built in, and what
+is left for the threads that multiply decides whether these spill."""
+_BLOCKS = {False: (3, 2, 1), True: (2, 1)}
+"""Blocks of a multiprocessor, by whether it is a backward: the fewer, the more registers has a thread."""
+
+
+class ScaledForm(NamedTuple):
+    """What the epilogue of a product of e4m3 operands is compiled for.
+
+    Attributes:
+        dtype: of the product.
+        concat, narrow, scale_bias, vectors, scales: as of :class:`EpilogueForm`.
+    """
+
+    program: Program
+    dtype: torch.dtype
+    concat: bool
+    narrow: bool
+    scale_bias: bool
+    vectors: tuple[torch.dtype, ...] = ()
+    scales: bool = True
+
+    def sources(self) -> list[str]:
+        """The CUDA sources of the kernel, of which the first one is taken that registers suffice for."""
+        return [self.source(registers) for registers in _STORE_REGISTERS]
+
+    def source(self, registers: int) -> str:
+        weights = "GateUpRows" if self.concat else "WeightRows"
+        return f"""#define TENSOR_MAP_ALIGNMENT {library().TENSOR_MAP_ALIGNMENT}
+#include "device/epilogue_quantized_activation.cuh"
+#include "kernels/operand_types.cuh"
+namespace fusible {{
+{function_type(self.program)}
+using T = {ELEMENTS[self.dtype]};
+using Epilogue = QuantizedActivationEpilogue<{boolean(self.concat)}, {_functions(self, False)}, {registers}>;
+using Weights = {weights}<E4M3, kScaledVariant.tile_n>;
+using Kernel = GroupedGemmKernel<TokenRows<E4M3>, Weights, T, {boolean(self.scale_bias)}, kScaledVariant, Epilogue,
+                                 TokenGroups, Scaling1D2D>;
+static_assert(sizeof(Kernel::Params) == {library().SCALED_ACTIVATION_PARAMS_BYTES}, "the headers of the extension");
+}}  // namespace fusible
+extern "C" __global__ void __launch_bounds__(fusible::Kernel::kThreads, 1)
+    kernel(const __grid_constant__ fusible::Kernel::Params p) {{
+  extern __shared__ __align__(1024) uint8_t shared[];
+  fusible::Kernel::run(shared, p);
+}}
+"""
+
+
+class QuantizerForm(NamedTuple):
+    """What a kernel over rows is compiled for.
+
+    Attributes:
+        backward: of two directions.
+        dtype: of the rows.
+        narrow, vectors, sums_vectors, scales: as of :class:`EpilogueForm`.
+    """
+
+    program: Program
+    backward: bool
+    dtype: torch.dtype
+    narrow: bool
+    vectors: tuple[torch.dtype, ...] = ()
+    sums_vectors: bool = False
+    scales: bool = True
+
+    def sources(self) -> list[str]:
+        """The CUDA sources of the kernel, of which the first one is taken that registers suffice for."""
+        return [self.source(blocks) for blocks in _BLOCKS[self.backward]]
+
+    def source(self, blocks: int) -> str:
+        gated = len(self.program.arguments) == 2
+        halves = "kNone" if not gated else "kNarrow" if self.narrow else "kWide"
+        direction, size = ("Backward", "_BACKWARD") if self.backward else ("", "")
+        memory = "extern __shared__ __align__(16) char memory[];" if self.backward else ""
+        shared = ", *reinterpret_cast<fusible::BackwardShared*>(memory)" if self.backward else ""
+        function = "quantize_activation_backward" if self.backward else "quantize_activation"
+        return f"""#include "device/epilogue_functions.cuh"
+#include "device/quantize_activation.cuh"
+namespace fusible {{
+{function_type(self.program)}
+using Functions = {_functions(self, self.sums_vectors)};
+using Call = QuantizeFunction<QuantizeActivation{direction}>;
+static_assert(sizeof(Call) == {getattr(library(), f"QUANTIZE_FUNCTION{size}_BYTES")}, "the headers of the extension");
+}}  // namespace fusible
+extern "C" __global__ void __launch_bounds__(fusible::kQuantizeThreads, {blocks})
+    kernel(const __grid_constant__ fusible::Call c) {{
+  {memory}
+  fusible::{function}<{ELEMENTS[self.dtype]}, fusible::Halves::{halves}, fusible::Functions>(c, c.chunks{shared});
+}}
+"""
+
+
+Form = ScaledForm | QuantizerForm
+
+
+def is_concat(program: Program, block: int | None, columns: int) -> bool:
+    """Whether gate and up are two halves of a row."""
+    return len(program.arguments) == 2 and (block or columns) == columns
+
+
+def is_narrow(program: Program, block: int | None, columns: int) -> bool:
+    """Whether they alternate in blocks narrower than a vector."""
+    return len(program.arguments) == 2 and (block or columns) < _VECTOR
+
+
+def refusal(form: Form) -> str | None:
+    """Why there is no kernel; None: there is, and it is compiled and loaded."""
+    result = handle(form)
+    return None if isinstance(result, int) else f"has no kernel of {form.program.name}: {result}"
+
+
+@lru_cache(maxsize=4096)
+def handle(form: Form) -> int | str:
+    """The handle of the kernel; or why it cannot be compiled. The first call compiles it, unless it is kept on disk."""
+    direction = "backward" if isinstance(form, QuantizerForm) and form.backward else "forward"
+    loaded = epilogue.loaded(f"quantised {direction} of {form.program.name}", lambda: [epilogue.load(form.sources())])
+    return loaded if isinstance(loaded, str) else loaded[0]
+
+
+def compile_ahead(form: Form) -> int:
+    """Compiles the kernel of a form into the cache on disk; returns how many: one. Needs no GPU.
+
+    Raises:
+        CompileError: see :func:`compiled`.
+    """
+    compiled(form.sources(), epilogue.ARCHITECTURE)
+    return 1
+
+
+def _functions(form: Form, sums_vectors: bool) -> str:
+    arguments = ["Function", boolean(form.narrow), boolean(form.scales)]
+    if form.vectors:
+        arguments += [column_types(form.program.columns, form.vectors), boolean(sums_vectors)]
+    return f"OneFunction<{', '.join(arguments)}>"
