@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fusible.benchmarks import (
     arguments,
+    chains,
     compare,
     few_rows,
     float32,
@@ -561,6 +562,13 @@ def test_bench_of_pointwise_functions_prints(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("| 4 rows of 2 x 8")
     assert [line.split()[1] for line in printed[2:]] == ["Pointwise", "PyTorch"]
+
+
+def test_bench_of_chains_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    chains.main(["--rows", "8", "--columns", "8", "--depth", "4", "--groups", "2", "--rounds", "1", "--device", "cpu"])
+
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2 + len(chains.models(2, 4, 8))
 
 
 _SMALL = ("--experts", "4", "--features", "256", "--hidden", "128", "--tokens", "16", "--rounds", "1")

@@ -32,6 +32,8 @@ def chain(kind, dtype, columns=64):
     if kind == "dense":
         ops = [Bias(2 * columns), SwiGLU(), ConstantScale(0.5), Bias(columns), Activation("gelu"), Scale()]
         return Sequential(*ops).to("cuda", dtype), 2 * columns
+    if kind == "affine":
+        return Sequential(AddExtraInput("h"), Bias(columns), Scale(), ConstantScale(0.5)).to("cuda", dtype), columns
     if kind == "residuals":  # biases of all rows too, and a matrix of gate and up
         ops = [AddExtraInput("h"), Bias(2 * columns), SwiGLU(), AddExtraInput("k"), Activation("gelu"), Bias(columns)]
         return Sequential(*ops, Pointwise(lambda x, a: x * a, columns={"a": torch.rand(3, columns)})).to(
@@ -71,7 +73,7 @@ def assert_close(fused, apart, dtype):
 
 
 @pytest.mark.parametrize("dtype", STEP, ids=str)
-@pytest.mark.parametrize("kind", ["dense", "groups", "residuals"])
+@pytest.mark.parametrize("kind", ["dense", "groups", "residuals", "affine"])
 def test_a_chain_is_its_parts(kind, dtype):
     model, width = chain(kind, dtype)
     torch.nn.init.normal_(next(model.parameters()))
@@ -83,7 +85,7 @@ def test_a_chain_is_its_parts(kind, dtype):
 
 
 @needs_extension
-@pytest.mark.parametrize("kind", ["dense", "groups", "residuals"])
+@pytest.mark.parametrize("kind", ["dense", "groups", "residuals", "affine"])
 def test_chains_are_replayed(kind):
     model, width = chain(kind, torch.bfloat16)
     expected = [call(chain_of_same(model, kind), width, rows, torch.bfloat16, rows) for rows in (64, 33)]
@@ -164,6 +166,41 @@ def test_a_residual_in_the_epilogue(dtype, kind):
         assert "in the epilogue" in explained
         again = [step() for _ in range(3)][-1]
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(again, fused, strict=True))
+
+
+AFFINE = {
+    "GroupedLinearChain": lambda: [ConstantScale(0.5), Scale()],
+    "GroupedLinearResidual": lambda: [AddExtraInput(), Scale(), GroupedLinear(4, 256, 128)],
+    "GroupedMLP": lambda: [Bias(256), Scale(), ConstantScale(0.5), GroupedLinear(4, 256, 128)],
+}
+
+
+@needs_extension
+@pytest.mark.parametrize("fusion", AFFINE)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_chain_that_only_adds_and_multiplies_in_the_epilogue(dtype, fusion):
+    """With NaN in rows past the last group, an empty group, and again as a replay."""
+    sizes, rows = torch.tensor([70, 0, 130, 40], device="cuda"), 256
+    model = Sequential(GroupedLinear(4, 128, 256), *AFFINE[fusion]()).to("cuda", dtype)
+    x, scales = torch.randn(rows, 128, device="cuda").to(dtype), torch.rand(rows, device="cuda", requires_grad=True)
+    x[240:] = torch.nan
+    extra = torch.randn(rows, 256, device="cuda").to(dtype).requires_grad_()
+    has_extra = any(isinstance(op, AddExtraInput) for op in model)
+    leaves = [x.requires_grad_(), scales, *([extra] if has_extra else []), *model.parameters()]
+    keywords = {"split_sizes": sizes, "scales": scales, **({"extra": extra} if has_extra else {})}
+    dy = torch.randn(240, 256 if fusion == "GroupedLinearChain" else 128, device="cuda").to(dtype)
+
+    def step():
+        y = model(x, **keywords)[:240]
+        grads = torch.autograd.grad(y, leaves, dy)
+        return [y.detach(), *[grad[:240] if grad.shape[:1] == (rows,) else grad for grad in grads]]
+
+    with config(disable_fusions=UNFUSED):
+        apart = step()
+    fused = [step() for _ in range(4)]
+    assert_close(fused[0], apart, torch.bfloat16)
+    assert fusion in str(model.explain())
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(fused[0], fused[-1], strict=True))
 
 
 def test_nothing_runs_without_rows():

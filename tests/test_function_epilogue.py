@@ -29,6 +29,7 @@ from torch import Tensor
 
 from fusible import (
     AddExtraInput,
+    Bias,
     Combine,
     ConstantScale,
     Dispatch,
@@ -255,7 +256,36 @@ class OfMatrices(Experts):
         return y
 
 
-KINDS = [Experts, Routed, OfColumns, RoutedOfColumns, ChainOfColumns, OfMatrices]
+class OfProducts(Experts):
+    """A linear alone, and a chain that only multiplies."""
+
+    fusion = "GroupedLinearChain"
+
+    def build(self) -> Sequential:
+        return Sequential(self.fc1, ConstantScale(0.5), Scale())
+
+    def give(self, rows: int = T) -> None:
+        super().give(rows)
+        self.dy = torch.randn(rows, 2 * H, dtype=torch.bfloat16)
+
+    def forward(self, model: Sequential) -> Tensor:
+        y: Tensor = model(self.x, split_sizes=self.sizes, scales=self.numbers)
+        return y
+
+
+class BetweenLinears(Experts):
+    """A chain that only adds and multiplies in the place of an activation."""
+
+    def build(self) -> Sequential:
+        wide = GroupedLinear(E, 2 * H, K, bias=False, dtype=torch.bfloat16)
+        return Sequential(self.fc1, Bias(2 * H, dtype=torch.bfloat16), Scale(), wide)
+
+    def forward(self, model: Sequential) -> Tensor:
+        y: Tensor = model(self.x, split_sizes=self.sizes, scales=self.numbers)
+        return y
+
+
+KINDS = [Experts, Routed, OfColumns, RoutedOfColumns, ChainOfColumns, OfMatrices, OfProducts, BetweenLinears]
 
 
 @pytest.mark.parametrize("kind", KINDS)

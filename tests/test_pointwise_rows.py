@@ -356,3 +356,39 @@ def test_a_gradient_that_is_that_of_the_result_launches_nothing(monkeypatch):
     (dk,) = torch.autograd.grad(model(x, k=k), k, dy)
     assert torch.equal(dk, dy)
     assert launched == ["forward"]
+
+
+def affine(columns: int, dtype: torch.dtype) -> list[fusible.Op]:
+    """Ops that only add and multiply; sums stand before products, so that no product and sum are one instruction."""
+    return [
+        fusible.AddExtraInput("h"),
+        fusible.Bias(columns, dtype=dtype),
+        fusible.Scale(),
+        fusible.ConstantScale(0.75),
+    ]
+
+
+@pytest.mark.parametrize("columns", [40, 7])
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+def test_chains_that_only_add_and_multiply(dtype, columns):
+    """One kernel each way, replayed; in float32 with the bits of the ops."""
+    model, h, s = Sequential(*affine(columns, dtype)), torch.randn(9, columns).to(dtype), torch.rand(9)
+    torch.nn.init.normal_(model[1].bias)
+    x, dy = torch.randn(9, columns).to(dtype), torch.randn(9, columns).to(dtype)
+    leaves = [each.requires_grad_() for each in (x, h, s)]
+
+    def step() -> list[Tensor]:
+        y = model(x, h=h, scales=s)
+        return [y.detach(), *torch.autograd.grad(y, [*leaves, model[1].bias], dy)]
+
+    with fusible.config(disable_fusions={"PointwiseChain"}):
+        apart = step()
+    with replay.simulated("cpu"):
+        fused = [step() for _ in range(4)]
+        assert "hopper (pointwise)" in str(model.explain())
+    assert all(torch.equal(*pair) for pair in zip(fused[0], fused[-1], strict=True))
+    for name, ours, theirs in zip(["y", "x", "h", "s", "bias"], fused[0], apart, strict=True):
+        if dtype == FP32 and name in ("y", "x", "h"):
+            assert torch.equal(ours, theirs), name
+        size = max(1.0, theirs.abs().max().item())
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=4 * STEP[dtype] * size)
