@@ -1,4 +1,4 @@
-"""MXFP4: bytes and scales against a definition written out, products, and gpt-oss's checkpoints against transformers."""
+"""MXFP4: bytes and scales against a definition written out, products, gpt-oss's checkpoints against transformers."""
 
 from __future__ import annotations
 
