@@ -12,19 +12,22 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from ..ops.activation_spec import Interleaved, gated
 from ..ops.parameters.stored import SUFFIX, note, noted
+from ..ops.quantized.copies import SCALES
 from . import layouts
 from .layouts import Layer
 
 StateDict = Mapping[str, Any]
 LinearNames = tuple[str, str]
+T = TypeVar("T")
 
 _HUGGING_FACE = r"(?P<layer>(.*\.)?)(?P<name>(gate_up|up|down)_proj(_bias)?)$"
+_MXFP4 = r"(?P<layer>(.*\.)?)(?P<name>(gate_up|down)_proj_(blocks|scales|bias))$"
 _TORCHTITAN = r"(?P<layer>(.*\.)?)(?P<name>(w1|w2|w3|w13)(_[A-Z0-9]+)?)$"
 
 
@@ -45,6 +48,34 @@ def to_hugging_face(
 ) -> dict[str, Any]:
     """The inverse of :func:`from_hugging_face`; ``gated`` says how the first matrix is called."""
     return _convert_back(state, names, lambda layer: layouts.to_hugging_face(layer, gated, transposed, interleaved))
+
+
+def from_mxfp4(state: StateDict, names: LinearNames, *, interleaved: bool = True) -> dict[str, Any]:
+    """From gpt-oss's checkpoints: ``gate_up_proj_blocks``, ``gate_up_proj_scales``, those of ``down_proj``, biases.
+
+    Nothing is rounded. A container that ``quantize_(container, MXFP4())`` has changed takes the bytes as they are; one
+    of 16 bits loads their values, with a warning.
+
+    Args:
+        interleaved: gate and up rows alternate, as in gpt-oss.
+    """
+    rest = dict(state)
+    for prefix, part in _packed_layers(state).items():
+        for name in part:
+            del rest[f"{prefix}{name}"]
+        packed = _converted(prefix, part, partial(layouts.from_mxfp4, part, interleaved))
+        rest |= _ours(packed.layer, prefix, names)
+        rest |= {f"{prefix}{names[0]}.{SCALES}": packed.up_scales, f"{prefix}{names[1]}.{SCALES}": packed.down_scales}
+    return rest
+
+
+def _packed_layers(state: StateDict) -> dict[str, dict[str, Tensor]]:
+    """By prefix the tensors of each layer in MXFP4; biases alone may be of a layer in another format."""
+    layers: dict[str, dict[str, Tensor]] = {}
+    for key in state:
+        if (match := re.match(_MXFP4, key)) and isinstance(state[key], Tensor):
+            layers.setdefault(match["layer"], {})[match["name"]] = state[key]
+    return {prefix: part for prefix, part in layers.items() if any(not name.endswith("_bias") for name in part)}
 
 
 def from_torchtitan(state: StateDict, names: LinearNames) -> dict[str, Any]:
@@ -125,7 +156,7 @@ def _convert(
     return rest
 
 
-def _converted(prefix: str, part: layouts.Part, conversion: Callable[[], Layer]) -> Layer:
+def _converted(prefix: str, part: layouts.Part, conversion: Callable[[], T]) -> T:
     try:
         return layouts.converted(part, conversion)
     except ValueError as error:

@@ -6,13 +6,16 @@ A :class:`Layer` is the logical layout: a matrix an expert, [out, in], gate rows
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 Part = Mapping[str, Tensor]
 """The tensors of one layer, by their names in it."""
+
+
+T = TypeVar("T")
 
 
 class Layer(NamedTuple):
@@ -24,7 +27,7 @@ class Layer(NamedTuple):
     down_bias: Tensor | None = None
 
 
-def converted(part: Part, conversion: Callable[[], Layer]) -> Layer:
+def converted(part: Part, conversion: Callable[[], T]) -> T:
     """What a conversion makes of the tensors of a layer.
 
     Raises:
@@ -98,6 +101,46 @@ def to_hugging_face(layer: Layer, gated: bool, transposed: bool, interleaved: bo
     weights = (w.mT.contiguous() if transposed else w for w in (up, down))
     biases = {f"{name}_bias": bias, "down_proj_bias": down_bias}
     return {**dict(zip((name, "down_proj"), weights, strict=True)), **_without_none(biases)}
+
+
+class PackedLayer(NamedTuple):
+    """The experts of one layer in MXFP4: both matrices as bytes of two values, with their scales and the biases."""
+
+    layer: Layer
+    up_scales: Tensor
+    down_scales: Tensor
+
+
+def from_mxfp4(part: Part, interleaved: bool) -> PackedLayer:
+    """``gate_up_proj_blocks`` uint8 [E, 2F, K / 32, 16], ``gate_up_proj_scales`` [E, 2F, K / 32], and so on.
+
+    The matrices are [E, out, in], unlike those of the model. Two values of a byte are neighbours in a row.
+    """
+    (up, up_scales), (down, down_scales) = (_packed(part, name) for name in ("gate_up_proj", "down_proj"))
+    bias = part.get("gate_up_proj_bias")
+    if interleaved:
+        up, up_scales = (deinterleave(rows, 1, -2) for rows in (up, up_scales))
+        bias = None if bias is None else deinterleave(bias, 1, -1)
+    groups, columns, packed = up.shape
+    if (down.shape[0], down.shape[1] * 2, 2 * down.shape[2]) != (groups, 4 * packed, columns // 2):
+        raise ValueError("the blocks of gate_up_proj and down_proj do not fit one another")
+    scales = (each.view(torch.float8_e8m0fnu) for each in (up_scales, down_scales))
+    return PackedLayer(Layer(up, down, bias, part.get("down_proj_bias")), *scales)
+
+
+def _packed(part: Part, name: str) -> tuple[Tensor, Tensor]:
+    """The bytes [E, out, in / 2] of a matrix, and those of its scales [E, out, in / 32]."""
+    blocks, scales = part[f"{name}_blocks"], part[f"{name}_scales"]
+    if blocks.dtype != torch.uint8 or blocks.dim() != 4 or blocks.shape[-1] != 16:
+        raise ValueError(f"{name}_blocks must be uint8 [E, out, in / 32, 16], not {_described(blocks)}")
+    if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu) or scales.shape != blocks.shape[:-1]:
+        expected = f"uint8 or float8_e8m0fnu {list(blocks.shape[:-1])}, as the blocks are {list(blocks.shape)}"
+        raise ValueError(f"{name}_scales must be {expected}, not {_described(scales)}")
+    return blocks.flatten(-2), scales.view(torch.uint8)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def from_torchtitan(part: Part) -> Layer:

@@ -17,6 +17,7 @@ from ..fuser.compiler.flatten import opens
 from ..ops import AddExtraInput, ConstantScale, GroupedLinear, Identity, Linear, MakeExtraOutput, Scale
 from ..ops.glu import Activated
 from ..ops.parameters.stored import SETTLED, SUFFIX, note, noted
+from ..ops.quantized.copies import SCALES
 from . import layouts
 
 METADATA = "interleaved"
@@ -90,6 +91,8 @@ def settle(container: Sequential, state: dict[str, Any], prefix: str, metadata: 
                 _reorder(gated, state, start, stored)
             except RuntimeError:
                 wrong.append(f"{start}weight: {stored} does not divide its rows into blocks of gate and up")
+            except ValueError as error:
+                wrong.append(str(error))
         state[start + SUFFIX] = SETTLED
     return wrong
 
@@ -118,12 +121,21 @@ def _fix(start: str) -> str:
 
 
 def _reorder(gated: Gated, state: dict[str, Any], start: str, stored: int) -> None:
-    """From blocks of ``stored`` to those of the container, in every weight and bias of a linear."""
+    """From blocks of ``stored`` to those of the container, in every weight, bias and scale of a linear.
+
+    Raises:
+        ValueError: rows share scales, which cannot follow them.
+    """
     linear = gated.linear
     groups = linear.num_groups if isinstance(linear, GroupedLinear) else 0
     transposed = isinstance(linear, GroupedLinear) and linear.transposed_weight
-    for kind in ("weight", "bias"):
-        dim = -2 if kind == "weight" and not transposed else -1
+    scales = state.get(start + SCALES)
+    by_row = isinstance(scales, Tensor) and scales.dim() > 1 and scales.shape[1] == linear.out_features
+    if isinstance(scales, Tensor) and scales.dim() > 1 and not by_row:
+        raise ValueError(f"{start}weight: rows of gate and up are in another order, and share scales")
+    for kind in ("weight", "bias", SCALES):
+        is_vector = kind == "bias" or (by_row and kind == SCALES and scales.dim() == 2)  # type: ignore[union-attr]
+        dim = -1 if is_vector or (kind == "weight" and transposed) else -2
         for key in (f"{start}{kind}", *(f"{start}{kind}{i}" for i in range(groups))):
             tensor = state.get(key)
             if isinstance(tensor, Tensor) and tensor.dim() >= -dim and tensor.shape[dim] == linear.out_features:

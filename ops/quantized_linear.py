@@ -131,13 +131,11 @@ def followed_by(linear: Any) -> Recipe | None:
 
 def dtype_refusal(recipe: Recipe, dtype: torch.dtype) -> str | None:
     """Why rows of this dtype are not quantised; None: they are."""
-    if isinstance(recipe, MXFP4):
-        return (
-            None if dtype == torch.bfloat16 else f"MXFP4 multiplies bfloat16, not {str(dtype).removeprefix('torch.')}"
-        )
-    if dtype in (torch.bfloat16, torch.float16):
+    is_weight_alone = isinstance(recipe, MXFP4)
+    if dtype == torch.bfloat16 or (dtype == torch.float16 and not is_weight_alone):
         return None
-    return f"{type(recipe).__name__} quantises bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+    does = "multiplies bfloat16" if is_weight_alone else "quantises bfloat16 or float16"
+    return f"{type(recipe).__name__} {does}, not {str(dtype).removeprefix('torch.')}"
 
 
 def refusal(linear: Any, recipe: Recipe) -> str | None:
