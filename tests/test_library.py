@@ -126,6 +126,13 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "quantize whole weights": (OPS.quantize_whole_weight, ([*WEIGHT], "groups", False, False, None, "loop")),
     "quantize weight": (OPS.quantize_weight, ([WEIGHT], True, 2, True, "auto")),
     "quantize weights": (OPS.quantize_weight, ([*WEIGHT], False, 1, False, "loop")),
+    "fake-quantize rows": (OPS.fake_quantize_rows, (HALF, SIZES, "MXFP8", True, True, False, None, None, 1, "auto")),
+    "fake-quantize gathered columns": (
+        OPS.fake_quantize_rows,
+        (HALF.repeat(1, 2), SIZES, "NVFP4", False, True, True, COUNTS[:1].long(), COUNTS[:3].repeat(2), 2, "auto"),
+    ),
+    "fake-quantize weight": (OPS.fake_quantize_weight, ([WEIGHT], "MXFP8", True, True, "auto")),
+    "fake-quantize weights": (OPS.fake_quantize_weight, ([*WEIGHT.mT], "NVFP4", True, False, "loop")),
     "quantize activation": (OPS.quantize_activation, (WIDE_HALF, SIZES, *SPEC, SCALES, True, True, True, "auto")),
     "quantize activation backward": (
         OPS.quantize_activation_backward,
