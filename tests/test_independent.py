@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -178,3 +179,56 @@ def test_nothing_overlaps_where_an_allocation_may_run_something() -> None:
         assert Independent.of(2) is None
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+KERNELS = """
+#include "device/ptx.cuh"
+
+namespace ptx = fusible::ptx;
+
+// What a kernel does, one letter after the other: it waits, goes on beside the one before, or lets the next one begin.
+extern "C" const char* launched(const char* const* kernels, int count) {
+  static std::string fault;
+  try {
+    for (int i = 0; i < count; ++i) {
+      const std::string steps = kernels[i];
+      emulation::Config config{dim3(1), dim3(32)};
+      config.overlapped = true;
+      emulation::launch(config, [&] {
+        for (const char step : steps) {
+          if (step == 'w') ptx::wait_for_earlier_kernels();
+          if (step == '1' && emulation::current->number == 0) ptx::wait_for_earlier_kernels();
+          if (step == 'b') ptx::begin_beside_earlier_kernel();
+          if (step == 'l') ptx::let_next_kernel_begin();
+        }
+      });
+    }
+  } catch (const std::exception& error) {
+    fault = error.what();
+    return fault.c_str();
+  }
+  return "";
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("launches", "fault"),
+    [
+        (("wl", "bl1", "b1", "w"), ""),
+        (("wl", "b"), "a block ends without having waited for earlier kernels"),
+        (("wl", "l"), "a thread ends without having waited for earlier kernels"),
+        (("lw", "b1"), "begins beside a kernel that may not have waited for those before it"),
+        (("lw", "wl", "b1"), ""),
+    ],
+)
+def test_the_emulation_reports_kernels_that_do_not_wait(
+    emulation: harness.Emulation, launches: tuple[str, ...], fault: str
+) -> None:
+    launched = emulation.library(KERNELS).launched
+    launched.restype = ctypes.c_char_p
+    texts = (ctypes.c_char_p * len(launches))(*map(str.encode, launches))
+
+    found = launched(texts, len(launches)).decode()
+    assert found.endswith(fault)
+    assert bool(found) == bool(fault)
