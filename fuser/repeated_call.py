@@ -85,7 +85,11 @@ class RepeatedCall:
         values = self._in_order(tensors)
         checks = self._plan.value_checks(values)
         self._value_checks = [(positions[slot], look) for slot, look in checks or ()]
-        self._checked = None if self._plan.passed is None else self._plan.passed.get(tuple(noted.shapes))
+        self._checked: int | None = None
+        if self._plan.passed is not None:
+            self._checked = self._plan.passed.get(tuple(noted.shapes))
+        elif checks is not None:
+            self._checked = self._plan.check(values, self._runtime)
         self._again = None if checks is None else self._plan.again(tensors, positions, self._runtime)
 
     @classmethod

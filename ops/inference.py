@@ -13,14 +13,13 @@ from .kernels.hopper.extension import address
 from .kernels.hopper.routed_mlp import Experts, RoutedMlp
 from .kernels.pytorch import routed_mlp as short_layer
 from .kernels.pytorch import short_mlp
-from .kernels.pytorch.routed_mlp import Forward, Order
+from .kernels.pytorch.routed_mlp import Order
 from .kernels.pytorch.routed_mlp import backward as backward_on_cpu
 from .kernels.pytorch.short_mlp import Gradients, Kept, Wanted
 from .kernels.pytorch.short_mlp import backward as rows_backward_on_cpu
 
 __all__ = [
     "Experts",
-    "Forward",
     "Gradients",
     "Kept",
     "Order",
@@ -68,8 +67,10 @@ def one_call(experts: Experts) -> RoutedMlp | None:
     return prepared.call
 
 
-def on_cpu(experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Forward | None:
-    """The forward of a short call on a CPU, where nothing but the host takes time; None elsewhere."""
+def on_cpu(
+    experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> tuple[Tensor, Kept, Order] | None:
+    """The output of a short call on a CPU, where nothing but the host takes time, and what a backward reads."""
     if active_config().backend != "auto" or short_layer.refusal(x, top_k_index, experts.up, experts.down) is not None:
         return None
     return short_layer.run(x, top_k_index, top_k_weights, experts)

@@ -11,6 +11,7 @@ from torch import nn
 from fusible import ArgumentError, GroupedLinear, Scale, Sequential, SwiGLU, config
 from fusible.fuser import call_cache
 from fusible.fuser.repeated_call import RepeatedCall
+from fusible.ops import checks
 
 E, K, F, SIZES = 2, 8, 8, torch.tensor([3, 1])
 
@@ -166,3 +167,63 @@ def test_explain_tells_of_the_repeated_call():
     model(**call)
 
     assert "4x8" in str(model.explain())
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("sizes", [[4, 1], [-1, 2], [2**62, 2**62]], ids=str)
+def test_wrong_values_are_refused(sizes, grad):
+    with torch.set_grad_enabled(grad):
+        call = arguments()
+        model = warm(experts(), call)
+        model(**call)
+        with pytest.raises(ArgumentError, match=r"op 0 .*split_sizes: "):
+            model(**call | {"split_sizes": torch.tensor(sizes)})
+
+
+def test_values_alone_are_checked_again(monkeypatch):
+    call, checked = arguments(), []
+    model = warm(experts(), call)
+    monkeypatch.setattr(SwiGLU, "check", lambda *_: checked.append("form"))
+    monkeypatch.setattr(checks.SplitSizesFit, "__call__", lambda *_: checked.append("values") or True)
+    model(**call)
+
+    assert checked == ["values"]  # of both linears, which read the same
+
+
+class OwnCheck(GroupedLinear):
+    """Looks at values that the check of its base knows nothing of."""
+
+    replayable, values_checked_on_host = True, frozenset({"split_sizes"})
+
+    def check(self, x, *, split_sizes, autocast_dtype=None):
+        if int(split_sizes[0]) == 0:
+            raise ArgumentError("split_sizes: the first group must have rows")
+        return super().check(x, split_sizes=split_sizes, autocast_dtype=autocast_dtype)
+
+
+def test_a_check_of_another_class_is_asked_each_time():
+    model = Sequential(OwnCheck(E, K, K))
+    call = {"x": torch.randn(4, K), "split_sizes": SIZES}
+    for _ in range(3):
+        model(**call)
+
+    with pytest.raises(ArgumentError, match="the first group must have rows"):
+        model(**call | {"split_sizes": torch.tensor([0, 2])})
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_transforms_are_refused(grad):
+    with torch.set_grad_enabled(grad):
+        call = arguments()
+        model = warm(experts(), call)
+        with pytest.raises(RuntimeError, match="transforms and vmap are not supported"):
+            torch.func.vmap(lambda _: model(**call))(torch.randn(3))
+
+
+def test_profiles_name_the_step():
+    call = arguments()
+    model = warm(experts(), call)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(**call)
+
+    assert "fusible::GroupedMLP" in {event.key for event in profile.key_averages()}

@@ -22,6 +22,7 @@ from .. import kernels
 from ..delayed_scales import encode_of_tokens, is_delayed, scales_of_forward
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
+from ..inference import Kept
 from ..kernels import ActivationGrads, Layout
 from ..pointwise import Pointwise
 from ..quantized.copies import BackwardWeight, Columns
@@ -134,7 +135,7 @@ class GroupedMLP(FusedOp):
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
-    ) -> tuple[Tensor, Saved | short_call.SavedRows | None]:
+    ) -> tuple[Tensor, Saved | Kept | None]:
         more = output, grad_input, fc1_bias_scale, fc2_bias_scale
         if not x.is_cuda and more == _NONE and autocast_dtype in (None, x.dtype):
             short = short_call.of_rows(self, x, split_sizes, scales, out_scale_scales, needs_grad)
@@ -251,10 +252,10 @@ class GroupedMLP(FusedOp):
         assert isinstance(y, Tensor)
         return y, self.fc2.saved(postact, postact, weight, sizes, bias_scale, None, needs, True)
 
-    def bwd(self, saved: Saved | short_call.SavedRows, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+    def bwd(self, saved: Saved | Kept, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         rows = as_rows(dy)
-        if isinstance(saved, short_call.SavedRows):
-            return short_call.gradients_of_rows(saved, rows, needs_grad)
+        if isinstance(saved, Kept):
+            return short_call.gradients(saved, rows, needs_grad)
         if saved.fc1.recipe is not None:
             return self.quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
         if (

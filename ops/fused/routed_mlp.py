@@ -20,7 +20,7 @@ from .. import routing as permutation
 from ..checks import product_dtype
 from ..gathered_wgrad import gathered_wgrad
 from ..grouped_linear import GroupedLinear, input_grad
-from ..inference import Experts, on_cpu, one_call
+from ..inference import Experts, Kept, on_cpu, one_call
 from ..moe import Combine, Dispatch
 from ..quantized.recipe import Recipe
 from ..routing import Routing
@@ -57,7 +57,7 @@ class RoutedMLP(InnerMLP):
         top_k_weights: Tensor,
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Saved | short_call.Saved | None]:
+    ) -> tuple[Tensor, Saved | Kept | None]:
         if autocast_dtype in (None, x.dtype):
             once = self._in_one_call(x, top_k_index, top_k_weights, needs_grad)
             if once is not None:
@@ -81,7 +81,7 @@ class RoutedMLP(InnerMLP):
 
     def _in_one_call(
         self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, needs_grad: frozenset[str]
-    ) -> tuple[Tensor, short_call.Saved | None] | None:
+    ) -> tuple[Tensor, Kept | None] | None:
         """The output, where one call of the extension, or a compiler's one op, or a short call, gives it."""
         if needs_grad:
             return self._in_short_call(x, top_k_index, top_k_weights, needs_grad)
@@ -93,23 +93,20 @@ class RoutedMLP(InnerMLP):
             return routed_mlp(x, top_k_index, top_k_weights, experts), None
         if not x.is_cuda:
             short = on_cpu(experts, x, top_k_index, top_k_weights)
-            return short and (short.y, None)
+            return short and (short[0], None)
         call = one_call(experts)
         return None if call is None else (call(x, top_k_index, top_k_weights), None)
 
     def _in_short_call(
         self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, needs_grad: frozenset[str]
-    ) -> tuple[Tensor, short_call.Saved] | None:
+    ) -> tuple[Tensor, Kept] | None:
         """As :meth:`_in_one_call`, with what a backward in one go needs."""
         if x.is_cuda or type(x) is not Tensor or not short_call.gives(needs_grad):
             return None
         if not short_call.returns_all(self.fc1, self.fc2):
             return None
         experts = self._stacked(x.dtype)
-        short = None if experts is None else on_cpu(experts, x, top_k_index, top_k_weights)
-        if experts is None or short is None:
-            return None
-        return short.y, short_call.saved(short, x, top_k_weights, experts, needs_grad)
+        return experts and short_call.of_tokens(experts, x, top_k_index, top_k_weights, needs_grad)
 
     def _stacked(self, dtype: torch.dtype) -> Experts | None:
         """The experts as one call of a whole layer takes them: stacked, and scaled after the second linear."""
@@ -117,9 +114,9 @@ class RoutedMLP(InnerMLP):
             return None
         return short_call.stacked(self.fc1, self.fc2, self.act, dtype)
 
-    def bwd(self, saved: Saved | short_call.Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+    def bwd(self, saved: Saved | Kept, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         """Computes at once what reads the rows of ``dy``; the rest is left to thunks, which hold what they read."""
-        if isinstance(saved, short_call.Saved):
+        if isinstance(saved, Kept):
             return short_call.gradients(saved, dy, needs_grad)
         needs, dy = self.needs_of_experts(needs_grad), dy if dy.stride(-1) == 1 else dy.contiguous()
         experts, routing, mlp = self.experts, saved.routing, _with_split_sizes(saved.mlp, saved.routing.split_sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,12 @@ from ...fuser.config import thread_config
 from ..grouped_linear import GroupedLinear, with_rows_of
 from ..inference import (
     Experts,
-    Forward,
     Gradients,
     Kept,
     Order,
     Wanted,
     backward_on_cpu,
+    on_cpu,
     rows_backward_on_cpu,
     rows_on_cpu,
 )
@@ -36,6 +36,7 @@ class Forms:
     """Of the arguments of a call.
 
     Attributes:
+        order: of the slots of tokens, where rows are gathered.
         scales: what the fused op calls them, or nothing.
         up_bias, down_bias: their dtypes.
     """
@@ -46,30 +47,15 @@ class Forms:
     scales_dtype: torch.dtype | None
     up_bias: torch.dtype | None
     down_bias: torch.dtype | None
+    order: Order | None
 
     @classmethod
-    def of(cls, x: Tensor, name: str, scales: Tensor | None, experts: Experts) -> Forms:
+    def of(cls, x: Tensor, name: str, scales: Tensor | None, experts: Experts, order: Order | None) -> Forms:
         up_bias, down_bias = experts.up_bias, experts.down_bias
         biases = None if up_bias is None else up_bias.dtype, None if down_bias is None else down_bias.dtype
         if scales is None:
-            return cls(x.shape, "", None, None, *biases)
-        return cls(x.shape, name, scales.shape, scales.dtype, *biases)
-
-
-class Saved(NamedTuple):
-    """Of a :class:`RoutedMLP`. What no wanted gradient reads is None."""
-
-    tokens: Tensor | None
-    order: Order
-    kept: Kept
-    forms: Forms
-
-
-class SavedRows(NamedTuple):
-    """Of a :class:`GroupedMLP`."""
-
-    kept: Kept
-    forms: Forms
+            return cls(x.shape, "", None, None, *biases, order)
+        return cls(x.shape, name, scales.shape, scales.dtype, *biases, order)
 
 
 def stacked(fc1: GroupedLinear, fc2: GroupedLinear, act: Any, dtype: torch.dtype) -> Experts | None:
@@ -100,23 +86,20 @@ def gives(needs_grad: frozenset[str]) -> bool:
     return not needs_grad <= _OF_FC2
 
 
-def saved(
-    forward: Forward, tokens: Tensor, top_k_weights: Tensor, experts: Experts, needs_grad: frozenset[str]
-) -> Saved:
-    """What the wanted gradients read, and no more."""
-    wanted, forms = _wanted(_WEIGHTS, needs_grad), Forms.of(tokens, _WEIGHTS, top_k_weights, experts)
-    return Saved(tokens if wanted.up else None, forward.order, _kept_for(forward.kept, wanted), forms)
-
-
-def gradients(saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> Grads:
-    """By the names of a :class:`RoutedMLP`."""
-    tokens, order, kept, forms = saved
-    return _named(backward_on_cpu(order, kept, tokens, dy, _wanted(_WEIGHTS, needs_grad)), forms)
+def of_tokens(
+    experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, needs_grad: frozenset[str]
+) -> tuple[Tensor, Kept] | None:
+    """The output of a :class:`RoutedMLP`, and what its backward needs; None where it runs kernel by kernel."""
+    short = on_cpu(experts, x, top_k_index, top_k_weights)
+    if short is None:
+        return None
+    y, kept, order = short
+    return y, _kept_for(kept, _WEIGHTS, needs_grad, Forms.of(x, _WEIGHTS, top_k_weights, experts, order))
 
 
 def of_rows(
     mlp: Any, x: Tensor, split_sizes: Any, scales: Tensor | None, out_scales: Tensor | None, needs_grad: frozenset[str]
-) -> tuple[Tensor, SavedRows | None] | None:
+) -> tuple[Tensor, Kept | None] | None:
     """The output of a :class:`GroupedMLP`, and what its backward needs; None where it runs kernel by kernel."""
     if type(x) is not Tensor or type(split_sizes) is not Tensor or (scales is not None and out_scales is not None):
         return None
@@ -133,13 +116,16 @@ def of_rows(
     if not needs_grad:
         return y, None
     name = "scales" if out_scales is None else "out_scale_scales"
-    return y, SavedRows(_kept_for(kept, _wanted(name, needs_grad)), Forms.of(x, name, scale, experts))
+    return y, _kept_for(kept, name, needs_grad, Forms.of(x, name, scale, experts, None))
 
 
-def gradients_of_rows(saved: SavedRows, dy: Tensor, needs_grad: frozenset[str]) -> Grads:
-    """By the names of a :class:`GroupedMLP`, from that of its rows."""
-    kept, forms = saved
-    return _named(rows_backward_on_cpu(kept, dy, _wanted(forms.scales, needs_grad)), forms)
+def gradients(kept: Kept, dy: Tensor, needs_grad: frozenset[str]) -> Grads:
+    """By the names of the fused op, from that of its rows, or tokens."""
+    forms: Forms = kept.caller
+    wanted, order = _wanted(forms.scales, needs_grad), forms.order
+    if order is None:
+        return _named(rows_backward_on_cpu(kept, dy, wanted), forms)
+    return _named(backward_on_cpu(order, kept, dy, wanted), forms)
 
 
 @lru_cache(maxsize=4096)
@@ -148,14 +134,20 @@ def _wanted(scales: str, needs_grad: frozenset[str]) -> Wanted:
     return Wanted(*[name in needs_grad for name in ("x", scales, *_PARAMETERS)])
 
 
-def _kept_for(kept: Kept, wanted: Wanted) -> Kept:
-    """Without what these gradients do not read."""
-    if wanted.rows and wanted.up and (wanted.scales or kept.down_bias is None):
-        return kept
-    return kept._replace(
-        rows=kept.rows if wanted.up else None,
-        up=kept.up if wanted.rows else None,
-        down_bias=kept.down_bias if wanted.scales else None,
+def _kept_for(kept: Kept, scales: str, needs_grad: frozenset[str], forms: Forms) -> Kept:
+    """What the wanted gradients read, and no more."""
+    wanted = _wanted(scales, needs_grad)
+    rows, up, down, down_bias, preact, factors, groups, form, _ = kept
+    return Kept(
+        rows if wanted.up else None,
+        up if wanted.rows else None,
+        down,
+        down_bias if wanted.scales else None,
+        preact,
+        factors,
+        groups,
+        form,
+        forms,
     )
 
 

@@ -6,8 +6,10 @@ tensor [rows, blocks, 2, block], in whichever layout they are stored.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from functools import cache
+from math import inf, nextafter
 from typing import NamedTuple
 
 import torch
@@ -24,10 +26,14 @@ NAME = "torch"
 
 
 class CurveFunctions(NamedTuple):
-    """``value(x)``, a new tensor; and ``slope(grad, x, out)``: the gradient passed back through it, into ``out``."""
+    """``value(x)``, a new tensor; and ``slope(grad, x, out)``: the gradient passed back through it, into ``out``.
+
+    Where there is an ``alpha``, both are given ``alpha x`` in place of x.
+    """
 
     value: Callable[[Tensor], Tensor]
     slope: Callable[[Tensor, Tensor, Tensor], Tensor]
+    alpha: float | None = None
 
 
 def _silu(alpha: float) -> CurveFunctions:
@@ -36,7 +42,7 @@ def _silu(alpha: float) -> CurveFunctions:
     if alpha == 1.0:
         return CurveFunctions(F.silu, lambda grad, x, out: backward(grad, x, grad_input=out))
     return CurveFunctions(
-        lambda x: F.silu(x * alpha).div_(alpha), lambda grad, x, out: backward(grad, x * alpha, grad_input=out)
+        lambda x: F.silu(x).div_(alpha), lambda grad, x, out: backward(grad, x, grad_input=out), alpha
     )
 
 
@@ -103,8 +109,8 @@ def postact(preact: Tensor, spec: ActivationSpec, scales: Tensor | None = None) 
 
 
 def _wide_postact(preact: Tensor, spec: ActivationSpec) -> Tensor:
-    gate, up = _inputs(preact, spec)
-    value = _curve(spec).value(gate)
+    curve, (gate, up) = _curve(spec), _inputs(*_wide_columns(preact, spec), spec)
+    value = curve.value(gate if curve.alpha is None else gate * curve.alpha)
     postact = value if up is None else value.mul_(up)
     return postact if postact.dim() == preact.dim() else postact.flatten(-2)
 
@@ -124,7 +130,10 @@ def backward(
     """
     if spec.program is not None:
         return FunctionKernels(pointwise, spec.program, of_groups).backward(dpostact, preact, spec, scales, out)
-    curve, (gate, up) = _curve(spec), _inputs(preact, spec)
+    curve, columns = _curve(spec), _wide_columns(preact, spec)
+    gate, up = _inputs(*columns, spec)
+    if curve.alpha is not None:
+        gate = gate * curve.alpha
     value, grad = curve.value(gate), dpostact.to(gate.dtype).view(gate.shape)
     column = None if scales is None else _column(scales, gate)
     factor = _product(up, column)
@@ -133,11 +142,12 @@ def backward(
         _multiply_into(out.postact.view(gate.shape), value, factor)
     dgate, dup = _gate_and_up(out.preact, spec) if spec.gated else (out.preact, None)
     dvalue = grad if factor is None else factor.mul_(grad) if is_temporary else (grad * factor).to(gate.dtype)
+    if spec.limit is not None:
+        _inside(dvalue, columns[0], -inf, _next_above(spec.limit, dvalue.dtype), dvalue)
     _slope(curve, dvalue, gate, dgate)
     value.mul_(grad)
     if dup is not None:
-        _multiply_into(dup, value, column)
-        _mask_clamped(dgate, dup, preact, spec)
+        _multiply_into(dup, _of_unclamped(value, columns[1], spec.limit), column)
     if out.scales is not None:
         torch.sum(_times(value, up).view(dpostact.shape), -1, out=out.scales)
 
@@ -184,26 +194,46 @@ def _gate_and_up(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor]:
     return gate, up
 
 
-def _inputs(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor | None]:
-    """What the curve is applied to, and what its value is multiplied by, clamped and offset, in the wide dtype."""
+def _wide_columns(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor | None]:
+    """Gate and up, or all columns, in the wide dtype."""
     wide = _wide(preact.dtype)
     if not spec.gated:
         return preact.to(wide), None
     gate, up = _gate_and_up(preact, spec)
-    if preact.dtype != wide:
-        gate, up = gate.to(wide), up.to(wide)
+    return (gate, up) if preact.dtype == wide else (gate.to(wide), up.to(wide))
+
+
+def _inputs(gate: Tensor, up: Tensor | None, spec: ActivationSpec) -> tuple[Tensor, Tensor | None]:
+    """What the curve is applied to, and what its value is multiplied by, clamped and offset."""
+    if up is None:
+        return gate, None
     if spec.limit is not None:
         gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
     return gate, up + spec.linear_offset if spec.linear_offset else up
 
 
-def _mask_clamped(dgate: Tensor, dup: Tensor, preact: Tensor, spec: ActivationSpec) -> None:
-    """What was clamped has gradient zero."""
-    if spec.limit is not None:
-        wide = _wide(preact.dtype)  # in which the limit is not rounded
-        gate, up = (columns.to(wide) for columns in _gate_and_up(preact, spec))
-        dgate.masked_fill_(gate > spec.limit, 0)
-        dup.masked_fill_(up.abs() > spec.limit, 0)
+def _of_unclamped(grad: Tensor, up: Tensor | None, limit: float | None) -> Tensor:
+    """The gradient of up: zero where that was clamped."""
+    if limit is None or up is None:
+        return grad
+    above = _next_above(limit, up.dtype)
+    return _inside(grad, up, -above, above, torch.empty_like(grad))
+
+
+def _inside(grad: Tensor, x: Tensor, below: float, above: float, out: Tensor) -> Tensor:
+    """``out`` is the gradient where x is more than one bound and less than the other, else zero."""
+    masked: Tensor = _aten.hardtanh_backward.grad_input(grad, x, below, above, grad_input=out)
+    return masked
+
+
+@cache
+def _next_above(limit: float, dtype: torch.dtype) -> float:
+    """The least number of the wide dtype that is more than a limit, once that is rounded to it."""
+    if dtype == torch.float64 or limit == inf:
+        return nextafter(limit, inf)
+    bits: int = struct.unpack("I", struct.pack("f", limit))[0]
+    above: float = struct.unpack("f", struct.pack("I", bits + 1))[0]
+    return above
 
 
 def _times(value: Tensor, up: Tensor | None) -> Tensor:

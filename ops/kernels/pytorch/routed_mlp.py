@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,14 +31,6 @@ class Order:
     row_of_slot: Tensor | None
 
 
-class Forward(NamedTuple):
-    """The output [T, H], and what a backward reads."""
-
-    y: Tensor
-    order: Order
-    kept: Kept
-
-
 def refusal(x: Tensor, top_k_index: Tensor, up: Tensor, down: Tensor) -> str | None:
     """Why the layer runs kernel by kernel; None: it does not."""
     rows = top_k_index.numel()
@@ -48,8 +39,11 @@ def refusal(x: Tensor, top_k_index: Tensor, up: Tensor, down: Tensor) -> str | N
     return short_mlp.refusal(x, rows, up, down)
 
 
-def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Forward | None:
-    """The weighted sum of what its experts make of each token; None in a mode whose tensors hold no data."""
+def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> tuple[Tensor, Kept, Order] | None:
+    """The weighted sum [T, H] of what its experts make of each token, and what a backward reads.
+
+    None in a mode whose tensors hold no data.
+    """
     sorted_slots = _sorted(top_k_index, experts.up.shape[0])
     if sorted_slots is None:
         return None
@@ -62,18 +56,14 @@ def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts)
         scales = scales.float()
     y, preact = short_mlp.forward(rows, experts, groups, scales, after=True)
     form = Form(experts.spec, experts.transposed, after=True)
-    kept = Kept(None, experts.up, experts.down, experts.down_bias, preact, scales, groups, form)
-    return Forward(_sum_of_slots(y, order, groups), order, kept)
+    kept = Kept(x, experts.up, experts.down, experts.down_bias, preact, scales, groups, form)
+    return _sum_of_slots(y, order, groups), kept, order
 
 
-def backward(order: Order, kept: Kept, tokens: Tensor | None, dy: Tensor, wanted: Wanted) -> Gradients:
-    """The gradients: ``rows`` is that of the tokens [T, H], ``scales`` that of the routing weights [T, k].
-
-    Args:
-        kept: of the forward; its rows are gathered here again, from ``tokens``.
-    """
-    if tokens is not None:
-        kept = kept._replace(rows=tokens.index_select(0, order.token_of_row))
+def backward(order: Order, kept: Kept, dy: Tensor, wanted: Wanted) -> Gradients:
+    """The gradients: ``rows`` is that of the tokens [T, H], ``scales`` that of the routing weights [T, k]."""
+    if kept.rows is not None:
+        kept = kept._replace(rows=kept.rows.index_select(0, order.token_of_row))
     grads = short_mlp.backward(kept, dy.index_select(0, order.token_of_row), wanted)
     rows, dots = grads.rows, grads.scales
     if rows is not None:
