@@ -83,7 +83,7 @@ FUNCTIONS = {
 }
 
 
-def quantising_forms(op: Act, scales: bool) -> list[quantized.Form]:
+def quantising_forms(op: Act, scales: bool) -> list[quantized.QuantizingForm]:
     """Of hidden rows of 512 columns in bf16: as the epilogue of a product of e4m3, and over rows in both directions."""
     spec, vectors = op.spec, vectors_of(op) or ()
     assert spec is not None
@@ -100,6 +100,11 @@ def quantising_forms(op: Act, scales: bool) -> list[quantized.Form]:
             for backward in (False, True)
         ),
     ]
+
+
+SPILLING = {"narrow biases"}
+"""Three numbers of a column in float32, of twice eight columns: beside a product of e4m3 there are no registers for
+them, so the kernel that quantises behind it computes the function."""
 
 
 class Compilation(NamedTuple):
@@ -145,11 +150,11 @@ def test_sources_compile_without_a_spill_in_seconds(compilations: list[Compilati
 @pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_what_quantises_compiles_without_a_spill(compilations: list[Compilation], name: str, scales: bool) -> None:
-    op = FUNCTIONS[name]
-    for form in quantising_forms(op, scales or "of a row" in name):
-        assert quantized.refusal(form) is None
-    spilled = [each for each in compilations if each.spilled]
-    assert len(compilations) == 4 + len(spilled)
+    forms = quantising_forms(FUNCTIONS[name], scales or "of a row" in name)
+    refused = [form for form in forms if quantized.refusal(form) is not None]
+    assert all(isinstance(form, quantized.ScaledForm) for form in refused)
+    assert bool(refused) == (name in SPILLING)
+    assert len([each for each in compilations if not each.spilled]) == len(forms) - len(refused)
 
 
 @pytest.mark.parametrize("name", ["clamped silu glu", "two columns", "bias of gate and up"])
