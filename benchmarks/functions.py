@@ -23,8 +23,10 @@ from torch import Tensor, nn
 import fusible
 from fusible.ops.kernels import Layout, kernel_cache
 from fusible.ops.kernels.jit import epilogue
+from fusible.ops.quantized.recipe import Recipe
 
 from .problem import Sizes, add_size_arguments, sizes_of, split_sizes
+from .recipes import RECIPES
 from .timing import interleaved, markdown, relative
 
 _FUSIONS = frozenset({"GroupedMLP", "GroupedLinearGLU"})
@@ -89,28 +91,28 @@ ACTS: Mapping[str, Callable[[Sizes, str], list[nn.Module]]] = {
     "bias": biased,
 }
 """What is between the linears, by name; the first is what the others are compared with."""
-UNFUSED, COMPILED = ("function", "two columns", "bias"), {"function": swiglu, "long function": mish_glu}
+UNFUSED, COMPILED = ("SwiGLU", "function", "two columns", "bias"), {"function": swiglu, "long function": mish_glu}
 CONTESTANTS = (*ACTS, *(f"{name} unfused" for name in UNFUSED), *(f"{name} compiled" for name in COMPILED))
 """Unfused: as a kernel of its own. Compiled: ``grouped_mm`` and the function, all of it under ``torch.compile``."""
 PUBLISHED = {"qwen3": 32768, "mixtral": 8192, "gpt-oss": 32768, "deepseek-v3-ep8": 8192}
 """Tokens of each preset that is timed without any being asked for."""
 
 
-def contestant(name: str, sizes: Sizes, device: str) -> FunctionContestant:
-    """One of :data:`CONTESTANTS`."""
+def contestant(name: str, sizes: Sizes, device: str, recipe: Recipe | None = None) -> FunctionContestant:
+    """One of :data:`CONTESTANTS`, whose linears follow the recipe unless it is compiled."""
     act, _, kind = name.rpartition(" ")
     if kind == "compiled":
         return _compiled(COMPILED[act], sizes, device)
-    fused, (first, second) = kind != "unfused", _linears(sizes, device)
+    fused, (first, second) = kind != "unfused", _linears(sizes, device, recipe)
     model = fusible.Sequential(first, *ACTS[name if fused else act](sizes, device), second)
     return FunctionContestant(model, [*model.parameters()], fused)
 
 
 @lru_cache(maxsize=1)
-def _linears(sizes: Sizes, device: str) -> list[nn.Module]:
+def _linears(sizes: Sizes, device: str, recipe: Recipe | None) -> list[nn.Module]:
     """Those of all contestants that are ours: where weights lie makes no difference then."""
     shapes = (sizes.features, 2 * sizes.hidden), (sizes.hidden, sizes.features)
-    options = {"bias": False, "device": device, "dtype": torch.bfloat16}
+    options = {"bias": False, "device": device, "dtype": torch.bfloat16, "recipe": recipe}
     return [fusible.GroupedLinear(sizes.experts, *shape, **options) for shape in shapes]  # type: ignore[arg-type]
 
 
@@ -136,9 +138,11 @@ class Times(NamedTuple):
     ratios: Mapping[str, float]
 
 
-def times(sizes: Sizes, device: str, rounds: int, names: Sequence[str]) -> Mapping[str, Times]:
+def times(
+    sizes: Sizes, device: str, rounds: int, names: Sequence[str], recipe: Recipe | None = None
+) -> Mapping[str, Times]:
     """Of both directions, and of the forward alone."""
-    every = {name: contestant(name, sizes, device) for name in names}
+    every = {name: contestant(name, sizes, device, recipe) for name in names}
     groups = split_sizes("random", sizes.experts, sizes.rows).to(device)
     x = torch.randn(sizes.rows, sizes.features, device=device, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.randn_like(x)
@@ -203,6 +207,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_size_arguments(parser, [], list(PUBLISHED), nargs="+")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--contestants", choices=CONTESTANTS, nargs="+", default=list(CONTESTANTS))
+    parser.add_argument("--recipe", choices=RECIPES, help="of the linears of all but those that are compiled")
     parser.add_argument("--no-first-calls", action="store_true", help="not how long the kernels take to be ready")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -213,8 +218,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for preset in args.preset:
         for tokens in args.tokens or [PUBLISHED.get(preset, 4096)]:
             sizes = sizes_of(args, preset, tokens)
-            measured = times(sizes, device, args.rounds, args.contestants)
-            shape = f"{preset}, {tokens} tokens: {sizes.experts} experts of {sizes.features} x {sizes.hidden}, bf16"
+            measured = times(sizes, device, args.rounds, args.contestants, RECIPES.get(args.recipe))
+            shape = f"{preset}, {tokens} tokens: {sizes.experts} experts of {sizes.features} x {sizes.hidden}"
+            shape += f", {args.recipe or 'bf16'}"
             print(_table(f"{shape}, {device}, ms (of {args.contestants[0]})", measured), flush=True)
 
 

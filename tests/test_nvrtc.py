@@ -16,7 +16,7 @@ from emulation import build
 
 from fusible import Bias, Pointwise, SwiGLU, interleaved
 from fusible.ops.fused.activation_role import vectors_of
-from fusible.ops.kernels.jit import epilogue, nvcc, nvrtc
+from fusible.ops.kernels.jit import epilogue, nvcc, nvrtc, quantized
 from fusible.ops.kernels.jit.cache import kernel_cache
 from fusible.ops.kernels.jit.compilation import compiled, compiler
 from fusible.ops.kernels.jit.compiler import CompileError, SpillError
@@ -42,10 +42,11 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("FUSIBLE_CACHE_DIR", str(tmp_path))
-    for cache in (kernel_cache, epilogue.handles, compiler):
+    caches = kernel_cache, epilogue.handles, quantized.handle, compiler
+    for cache in caches:
         cache.cache_clear()
     yield
-    for cache in (kernel_cache, epilogue.handles, compiler):
+    for cache in caches:
         cache.cache_clear()
 
 
@@ -80,6 +81,30 @@ FUNCTIONS = {
         learned_slope, halves="concat", columns={"beta": torch.zeros(1, 1, dtype=torch.bfloat16)}
     ),
 }
+
+
+def quantising_forms(op: Act, scales: bool) -> list[quantized.QuantizingForm]:
+    """Of hidden rows of 512 columns in bf16: as the epilogue of a product of e4m3, and over rows in both directions."""
+    spec, vectors = op.spec, vectors_of(op) or ()
+    assert spec is not None
+    assert spec.program is not None
+    program, lies = spec.program, (spec.program, spec.block, 512)
+    inputs = zip(vectors, program.column_operands.values(), strict=True)
+    types = tuple([vector.dtype for vector, names in inputs for _ in names])
+    concat, narrow = quantized.is_concat(*lies), quantized.is_narrow(*lies)
+    return [
+        quantized.ScaledForm(program, torch.bfloat16, concat, narrow, False, types, scales),
+        quantized.ScaledForm(program, torch.float16, concat, narrow, True, types, scales),
+        *(
+            quantized.QuantizerForm(program, backward, torch.bfloat16, narrow, types, backward and bool(types), scales)
+            for backward in (False, True)
+        ),
+    ]
+
+
+SPILLING = {"narrow biases"}
+"""Three numbers of a column in float32, of twice eight columns: beside a product of e4m3 there are no registers for
+them, so the kernel that quantises behind it computes the function."""
 
 
 class Compilation(NamedTuple):
@@ -120,6 +145,16 @@ def test_sources_compile_without_a_spill_in_seconds(compilations: list[Compilati
     assert len(loaded) == len(compilations) == len(variants)
     assert not any(each.spilled for each in compilations)
     assert max(each.seconds for each in compilations) < 10
+
+
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_what_quantises_compiles_without_a_spill(compilations: list[Compilation], name: str, scales: bool) -> None:
+    forms = quantising_forms(FUNCTIONS[name], scales or "of a row" in name)
+    refused = [form for form in forms if quantized.refusal(form) is not None]
+    assert all(isinstance(form, quantized.ScaledForm) for form in refused)
+    assert bool(refused) == (name in SPILLING)
+    assert len([each for each in compilations if not each.spilled]) == len(forms) - len(refused)
 
 
 @pytest.mark.parametrize("name", ["clamped silu glu", "two columns", "bias of gate and up"])

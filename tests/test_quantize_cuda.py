@@ -134,3 +134,13 @@ def test_weight_of_whole_scales(dtype, scaling, asked):
 @of_whole
 def test_weights_of_many_experts_and_whole_scales(scaling):
     whole.check_weight("cuda", 130, 256, 128, scaling, separate=True)
+
+
+@pytest.mark.parametrize("name", checks.FUNCTIONS)
+def test_functions_of_users(name: str) -> None:
+    sizes = (300, 0, 1, 129, 64)
+    for features in (256, 768):
+        checks.check_activation("cuda", name, features, sizes=sizes)
+        checks.check_activation_backward("cuda", name, features, sizes=sizes)
+    if checks.spec_of(name).block in (1, 2, 4):
+        checks.check_activation_backward("cuda", name, 2960, sizes=sizes)

@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from checks.device import skip_module_without_hopper
-from checks.quantize import SPECS
+from checks.quantize import FUNCTIONS, SPECS, spec_of
 from checks.scaled import Case
 from checks.scaled_activation import check_activation
 
@@ -27,6 +27,12 @@ def test_activations(name: str) -> None:
 @pytest.mark.parametrize(("name", "n"), [("blocks of 1", 5760), ("blocks of 2", 96), ("sigmoid", 400)])
 def test_partial_blocks(name: str, n: int) -> None:
     check_activation("cuda", Case(RAGGED, n=n, k=2880), name)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_users(name: str) -> None:
+    for n in (768, 1536) if spec_of(name).block in (None, 128) else (544, 5760):
+        check_activation("cuda", Case(RAGGED, n=n, k=528), name)
 
 
 def test_one_group_of_every_size() -> None:

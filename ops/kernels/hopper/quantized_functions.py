@@ -10,10 +10,10 @@ from ..quantized_problem import ActivatedScaledGemm, QuantizeActivation, Quantiz
 from .column_operands import ColumnGradients, ColumnOperands
 from .rows import activation
 
-Problem = ActivatedScaledGemm | QuantizeActivation | QuantizeActivationBackward
+FunctionProblem = ActivatedScaledGemm | QuantizeActivation | QuantizeActivationBackward
 
 
-def refusal(problem: Problem) -> str | None:
+def refusal(problem: FunctionProblem) -> str | None:
     """Why the function of a user has no kernel; None: it has, or there is none. It is compiled here, unless the GPU is
     only assumed.
 
@@ -30,7 +30,7 @@ def refusal(problem: Problem) -> str | None:
     return quantized.refusal(form)
 
 
-def fields(problem: Problem) -> dict[str, Any]:
+def fields(problem: FunctionProblem) -> dict[str, Any]:
     """The activation as the extension wants it, with the kernel of a user's function and what that reads of columns."""
     of_launch = activation(problem.activation, _features(problem))
     if (operands := _operands(problem)) is None:
@@ -56,18 +56,18 @@ def gradient_fields(problem: QuantizeActivationBackward, dvectors: ColumnGradien
     return dvectors.fields(program, problem.activation.block or _features(problem))
 
 
-def _operands(problem: Problem) -> ColumnOperands | None:
+def _operands(problem: FunctionProblem) -> ColumnOperands | None:
     return ColumnOperands.of(problem.activation, problem.vectors, _features(problem))
 
 
-def _features(problem: Problem) -> int:
+def _features(problem: FunctionProblem) -> int:
     """Of the activation."""
     if isinstance(problem, ActivatedScaledGemm):
         return problem.rows.data.shape[1]
     return problem.activation.out_features(problem.preact.shape[1])
 
 
-def _form(problem: Problem, operands: ColumnOperands) -> quantized.Form:
+def _form(problem: FunctionProblem, operands: ColumnOperands) -> quantized.QuantizingForm:
     lies = operands.program, problem.activation.block, _features(problem)
     narrow, scales = quantized.is_narrow(*lies), problem.scales is not None
     if isinstance(problem, ActivatedScaledGemm):

@@ -15,7 +15,7 @@ from . import quantized as quantized_kernels
 from .compilation import compiled
 from .epilogue import EpilogueForm, form_of
 from .pointwise import KernelForm
-from .quantized import Form, QuantizerForm, ScaledForm
+from .quantized import QuantizerForm, QuantizingForm, ScaledForm
 
 _ROWS_ARCHITECTURE = "sm_90"
 _WIDER_THAN_BLOCKS = 1 << 30  # columns: gate and up are two blocks only where they have no block
@@ -69,13 +69,13 @@ def _forms(
 
 def _quantized_forms(
     program: Program, block: int | None, dtype: torch.dtype, vectors: tuple[torch.dtype, ...], scales: bool
-) -> list[Form]:
-    halves = (
-        quantized_kernels.is_concat(program, block, _WIDER_THAN_BLOCKS),
-        quantized_kernels.is_narrow(program, block, _WIDER_THAN_BLOCKS),
-    )
-    forms: list[Form] = [ScaledForm(program, dtype, *halves, bias, vectors, scales) for bias in (False, True)]
+) -> list[QuantizingForm]:
+    lies = program, block, _WIDER_THAN_BLOCKS
+    concat, narrow = quantized_kernels.is_concat(*lies), quantized_kernels.is_narrow(*lies)
+    forms: list[QuantizingForm] = [
+        ScaledForm(program, dtype, concat, narrow, bias, vectors, scales) for bias in (False, True)
+    ]
     directions = [(False, False), *((True, sums) for sums in ((False, True) if vectors else (False,)))]
     return forms + [
-        QuantizerForm(program, backward, dtype, halves[1], vectors, sums, scales) for backward, sums in directions
+        QuantizerForm(program, backward, dtype, narrow, vectors, sums, scales) for backward, sums in directions
     ]

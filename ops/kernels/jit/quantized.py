@@ -89,7 +89,7 @@ class QuantizerForm(NamedTuple):
 
     def source(self, blocks: int) -> str:
         gated = len(self.program.arguments) == 2
-        halves = "kNone" if not gated else "kNarrow" if self.narrow else "kWide"
+        form = "kNone" if not gated else "kNarrow" if self.narrow else "kWide"
         direction, size = ("Backward", "_BACKWARD") if self.backward else ("", "")
         memory = "extern __shared__ __align__(16) char memory[];" if self.backward else ""
         shared = ", *reinterpret_cast<fusible::BackwardShared*>(memory)" if self.backward else ""
@@ -105,12 +105,12 @@ static_assert(sizeof(Call) == {getattr(library(), f"QUANTIZE_FUNCTION{size}_BYTE
 extern "C" __global__ void __launch_bounds__(fusible::kQuantizeThreads, {blocks})
     kernel(const __grid_constant__ fusible::Call c) {{
   {memory}
-  fusible::{function}<{ELEMENTS[self.dtype]}, fusible::Halves::{halves}, fusible::Functions>(c, c.chunks{shared});
+  fusible::{function}<{ELEMENTS[self.dtype]}, fusible::Halves::{form}, fusible::Functions>(c, c.chunks{shared});
 }}
 """
 
 
-Form = ScaledForm | QuantizerForm
+QuantizingForm = ScaledForm | QuantizerForm
 
 
 def is_concat(program: Program, block: int | None, columns: int) -> bool:
@@ -123,21 +123,21 @@ def is_narrow(program: Program, block: int | None, columns: int) -> bool:
     return len(program.arguments) == 2 and (block or columns) < _VECTOR
 
 
-def refusal(form: Form) -> str | None:
+def refusal(form: QuantizingForm) -> str | None:
     """Why there is no kernel; None: there is, and it is compiled and loaded."""
     result = handle(form)
     return None if isinstance(result, int) else f"has no kernel of {form.program.name}: {result}"
 
 
 @lru_cache(maxsize=4096)
-def handle(form: Form) -> int | str:
+def handle(form: QuantizingForm) -> int | str:
     """The handle of the kernel; or why it cannot be compiled. The first call compiles it, unless it is kept on disk."""
     direction = "backward" if isinstance(form, QuantizerForm) and form.backward else "forward"
     loaded = epilogue.loaded(f"quantised {direction} of {form.program.name}", lambda: [epilogue.load(form.sources())])
     return loaded if isinstance(loaded, str) else loaded[0]
 
 
-def compile_ahead(form: Form) -> int:
+def compile_ahead(form: QuantizingForm) -> int:
     """Compiles the kernel of a form into the cache on disk; returns how many: one. Needs no GPU.
 
     Raises:
@@ -147,7 +147,7 @@ def compile_ahead(form: Form) -> int:
     return 1
 
 
-def _functions(form: Form, sums_vectors: bool) -> str:
+def _functions(form: QuantizingForm, sums_vectors: bool) -> str:
     arguments = ["Function", boolean(form.narrow), boolean(form.scales)]
     if form.vectors:
         arguments += [column_types(form.program.columns, form.vectors), boolean(sums_vectors)]
