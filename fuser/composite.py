@@ -63,7 +63,10 @@ class Chain(Op):
         return [tensor for part in self.parts.values() for tensor in part.device_inputs()]
 
     def deliveries(self, wanted: frozenset[str], role: str = "") -> Sequence[Delivery]:
-        return [each for name, part in self.parts.items() for each in part.deliveries(wanted, f"{role}{name}.")]
+        deliveries: list[Delivery] = []
+        for name, part in self.parts.items():  # a comprehension would be a call more
+            deliveries += part.deliveries(wanted, f"{role}{name}.")
+        return deliveries
 
     def fwd(self, x: Tensor, *args: Any, **keywords: Any) -> tuple[Outputs, Any]:
         needs_grad, dtype = keywords.pop("needs_grad"), keywords.pop("autocast_dtype")
