@@ -167,8 +167,7 @@ class CaptureSession:
     def __init__(self, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> None:
         self._form, self._plan, self._rows, self._values = form, plan, key.rows, values
         self._held, self._steps = key.pool[: len(key.pool) - len(values)], list[CapturedStep]()
-        self._partners = iter(form.partner.steps if form.partner else ())
-        self._refusal = Refusal("two tensors of the call are one" if len({*map(id, key.pool)}) < len(key.pool) else "")
+        self._partners, self._refusal = iter(form.partner.steps if form.partner else ()), Refusal()
 
     @classmethod
     def of(cls, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> CaptureSession | None:

@@ -43,7 +43,8 @@ class Form(dict[int, Any]):
         self._long = [i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == rows]
         sizes = [[None, *t.shape[1:]] if i in self._long else [*t.shape] for i, t in enumerate(tensors)]
         self._guards = tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
-        self.is_new, self.partner, self._for_any_rows = True, None, None
+        self.is_new, self.partner = True, None
+        self._for_any_rows = Refusal("two of its tensors are one") if len({*map(id, tensors)}) < len(tensors) else None
 
     def __missing__(self, rows: int) -> Any:
         is_usual = 0 < rows < _MANY_ROWS
