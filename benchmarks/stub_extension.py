@@ -31,6 +31,10 @@ class NothingLaunched:
     def tensor_addresses(self, tensors: Sequence[torch.Tensor], function: int) -> bytes:
         return array("Q", map(torch.Tensor.data_ptr, tensors)).tobytes()
 
+    def refuse(self, reason: str) -> None:
+        if NothingCaptured.active is not None:
+            NothingCaptured.active.refuse(reason)
+
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *arguments, **fields: 16
 
@@ -38,6 +42,7 @@ class NothingLaunched:
 class NothingCaptured:
     """Captures no launch. It knows memory by its first address."""
 
+    active: NothingCaptured | None = None
     refusal: str | None = None
 
     def __init__(self, spans: list[tuple[int, int]], rows: int) -> None:
@@ -45,10 +50,10 @@ class NothingCaptured:
         self.rows, self.first_sizes = rows, list[int]()
 
     def __enter__(self) -> None:
-        pass
+        NothingCaptured.active = self
 
     def __exit__(self, *error: object) -> None:
-        pass
+        NothingCaptured.active = None
 
     def refuse(self, reason: str) -> None:
         self.refusal = self.refusal or reason
@@ -65,8 +70,8 @@ class NothingCaptured:
         self.first_sizes.append(first_size)
         return self._inputs + len(self.first_sizes) - 1
 
-    def launches(self, other: NothingCaptured, large: int) -> NothingReplayed:
-        return NothingReplayed(self, other)
+    def launches(self, first: NothingCaptured | None, large: int) -> NothingReplayed:
+        return NothingReplayed(self if first is None else first, self)
 
 
 class NothingReplayed:
@@ -75,11 +80,12 @@ class NothingReplayed:
     def __init__(self, first: NothingCaptured, second: NothingCaptured) -> None:
         sizes = zip(first.first_sizes, second.first_sizes, strict=True)
         self._counts = [(a, 0) if a == b else (0, a // first.rows) for a, b in sizes]
+        self.for_any_rows = first.rows != second.rows
 
     def sizes(self, rows: int) -> list[int]:
         return [*[fixed + per_row * rows for fixed, per_row in self._counts], 16]
 
-    def run(self, addresses: list[int], rows: int, stream: int) -> None:
+    def run(self, tensors: Sequence[torch.Tensor], function: int, rows: int, stream: int) -> None:
         pass
 
 

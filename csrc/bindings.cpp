@@ -108,7 +108,14 @@ void def_capture(py::module_& module) {
                                                   "Captured launches, to be made again.")
       .def("sizes", &Launches::sizes, "rows"_a,
            "What a run has to allocate: the first sizes of results, then bytes of other memory.")
-      .def("run", &Launches::run, "addresses"_a, "rows"_a, "stream"_a, "Makes all launches, in order.");
+      .def_property_readonly("for_any_rows", &Launches::for_any_rows)
+      .def(
+          "run",
+          [](Launches& launches, const py::sequence& tensors, Address function, int64_t rows, int64_t stream) {
+            launches.run(fusible::python::addresses_of(tensors, function), rows, stream);
+          },
+          "tensors"_a, "function"_a, "rows"_a, "stream"_a,
+          "Makes all launches, in order, on tensors whose addresses a function of torch at this address tells.");
   py::class_<Capture>(module, "Capture", py::module_local(), "Notes the launches of this thread while it is entered.")
       .def(py::init<std::vector<std::array<Address, 2>>, int64_t>(), "spans"_a, "rows"_a)
       .def("__enter__", [](Capture& capture) { Capture::active() = &capture; })
@@ -120,9 +127,15 @@ void def_capture(py::module_& module) {
       .def("result", &Capture::result, "address"_a, "bytes"_a, "first_size"_a,
            "Tells of what the run returns; returns the number of the tensor with this address or, behind those, of the "
            "result; -1 if none.")
-      .def("launches", &Launches::of, "other"_a, "large"_a,
-           "What is captured here, for its number of rows; with another capture, for any number; None if they do not "
-           "fit. What has `large` bytes is memory of its own.");
+      .def("launches", &Launches::of, "first"_a, "large"_a,
+           "What is captured here, for its number of rows; for any number, if it fits another capture. What has "
+           "`large` bytes is memory of its own.");
+  module.def(
+      "refuse",
+      [](const std::string& reason) {
+        if (Capture* capture = Capture::active()) capture->refuse(reason);
+      },
+      "reason"_a, "Tells the capture of this thread, if there is one, that this would not happen in a replay.");
 }
 
 // XLA's handlers by name, as jax registers them.

@@ -3,8 +3,6 @@
 #pragma once
 #include <pybind11/pybind11.h>
 
-#include <cstring>
-
 #include "fusible/launches.h"
 
 namespace fusible::python {
@@ -22,20 +20,21 @@ inline bool has_objects(const py::dict& values, const py::tuple& names, const py
   return true;
 }
 
-// The addresses of the data of tensors, one after the other; `function` is that of torch which tells one.
-inline py::bytes tensor_addresses(const py::sequence& tensors, Address function) {
+// The addresses of the data of tensors; `function` is that of torch which tells one.
+inline Addresses addresses_of(const py::sequence& tensors, Address function) {
   const auto address_of = reinterpret_cast<void* (*)(PyObject*)>(function);
   const auto fast = py::reinterpret_steal<py::object>(PySequence_Fast(tensors.ptr(), "tensors: expected a sequence"));
   if (!fast) throw py::error_already_set();
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(fast.ptr());
-  auto addresses = py::reinterpret_steal<py::bytes>(PyBytes_FromStringAndSize(nullptr, count * sizeof(void*)));
-  if (!addresses) throw py::error_already_set();
-  char* next = PyBytes_AS_STRING(addresses.ptr());
-  for (Py_ssize_t i = 0; i < count; ++i, next += sizeof(void*)) {
-    const void* address = address_of(PySequence_Fast_GET_ITEM(fast.ptr(), i));
-    std::memcpy(next, &address, sizeof address);
-  }
+  Addresses addresses(PySequence_Fast_GET_SIZE(fast.ptr()));
+  for (size_t i = 0; i < addresses.size(); ++i)
+    addresses[i] = reinterpret_cast<Address>(address_of(PySequence_Fast_GET_ITEM(fast.ptr(), i)));
   return addresses;
+}
+
+// The same one after the other, to be compared.
+inline py::bytes tensor_addresses(const py::sequence& tensors, Address function) {
+  const Addresses addresses = addresses_of(tensors, function);
+  return {reinterpret_cast<const char*>(addresses.data()), addresses.size() * sizeof(Address)};
 }
 
 }  // namespace fusible::python

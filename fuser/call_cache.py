@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,9 +20,9 @@ from .explain.dry_run import explain_plan
 from .explain.explanation import Explanation
 from .overrides import is_hooked
 from .parametrized import foreseen
-from .repeated_call import PoolGuards, Repeated, RepeatedCall, RepeatedReplay
-from .replay.calls import CallKey, CaptureSession, call_key
-from .replay.guards import REPLAYED, GuardedCache
+from .repeated_call import Repeated, RepeatedCall, RepeatedReplay
+from .replay.calls import CaptureSession, call_key
+from .replay.guards import REPLAYED, GuardedCache, Refusal, described
 from .runtime.autograd import Runtime
 from .runtime.devices import current_stream
 from .spec import TensorSpec
@@ -44,7 +43,7 @@ class CallCache:
         self.decision_version = 0  # the sum of the ops' when the plans were made
         self.calls = GuardedCache()
         self.repeated: Repeated | None = None
-        self.replayed: Any = None  # the guards of the last call that was replayed
+        self.replayed: tuple[int, int] | None = None  # which capture was replayed last, for how many rows
 
     def call(self, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]) -> Any:
         """Binds the arguments, finds the plan, and runs it; on the host, a call like the last one runs at once."""
@@ -76,34 +75,30 @@ class CallCache:
             arguments: those of the call, where a later one like it may be repeated; ``names``: of the last ones.
         """
         key = call_key(self.layout, call, runtime)
-        if isinstance(key, str):
-            return self.note(call, runtime, key and f"not replayed: {key}")(call.values, runtime)
-        form, entry, addresses = self.calls.find(*key)
-        captured = entry.captured
-        if entry.refusal is not None:
-            return self.note(call, runtime, str(entry))(call.values, runtime)
-        if captured is not None:
-            self.last = captured.last or LastCall.of(captured.plan, call, runtime, REPLAYED)
-            check, before = form.exact.get(key.rows), self.replayed
-            self.replayed = check
-            if check is before is not None and names is not None:
-                replay = partial(captured.run, rows=key.rows)
-                guards = PoolGuards(self.layout.holders, runtime.grad_enabled, len(key.pool), check)
-                self.repeated = RepeatedReplay.of(self.layout, names, arguments, call.values, guards, replay, self.last)
-            return captured.run(key.pool, addresses, key.rows)
+        if isinstance(key, Refusal):
+            return self.note(call, runtime, key)(call.values, runtime)
+        form, entry = self.calls.find(*key)
+        if isinstance(entry, Refusal):
+            return self.note(call, runtime, entry)(call.values, runtime)
+        if entry is not None:
+            last = self.last = entry.last or LastCall.of(entry.plan, call, runtime, REPLAYED)
+            before, self.replayed = self.replayed, (id(entry), key.rows)
+            if names is not None and before == self.replayed:
+                self.repeated = RepeatedReplay.of(self.layout, names, arguments, call.values, key, entry, last)
+            return entry.run(key.pool, key.rows)
         plan = self.plan(call, runtime)
         last = self.last = LastCall.of(plan, call, runtime, REPLAYED)
         session = CaptureSession.of(form, plan, key, call.values)
         result = plan(call.values, runtime, session)
         if session is not None:
             session.finish(last)
-        self.last = last._replace(replay=str(form[key.rows]))
+        self.last = last._replace(replay=described(form[key.rows]))
         return result
 
-    def note(self, call: BoundArguments, runtime: Runtime, replay: str) -> Plan:
-        """The plan for this call, which is the last one from now on; ``replay`` says why it is not replayed."""
+    def note(self, call: BoundArguments, runtime: Runtime, refusal: Refusal) -> Plan:
+        """The plan for this call, which is the last one from now on; ``refusal``: why it is not replayed."""
         plan = self.plan(call, runtime)
-        self.last = LastCall.of(plan, call, runtime, replay)
+        self.last = LastCall.of(plan, call, runtime, described(refusal))
         return plan
 
     def explain(self, call: BoundArguments, runtime: Runtime, checks: bool = True) -> Explanation:
@@ -117,10 +112,9 @@ class CallCache:
     def _replay(self, call: BoundArguments, runtime: Runtime, plan: Plan) -> str:
         """What an explanation says of replays of such a call."""
         key = call_key(self.layout, call, runtime)
-        reason = key if isinstance(key, str) else plan.replay_refusal
-        if isinstance(key, CallKey) and reason is None:
-            return str(self.calls.find(*key)[1])
-        return f"not replayed: {reason}" if reason else ""
+        if isinstance(key, Refusal) or plan.replay_refusal is not None:
+            return described(key if isinstance(key, Refusal) else Refusal(plan.replay_refusal))
+        return described(self.calls.find(*key)[1])
 
     def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:
         """The plan for this signature, compiled at the first call that has it."""

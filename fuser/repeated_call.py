@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,9 +12,8 @@ from torch import Tensor
 from .compiler.flatten import FlatContainer
 from .compiler.plan import Plan
 from .config import Config, thread_config
-from .op import Op
-from .replay.calls import observer
-from .replay.guards import are_misaligned
+from .replay.calls import CallKey, observer
+from .replay.guards import are_aligned
 from .runtime.autograd import Runtime
 from .runtime.devices import current_stream
 from .torch_private import profiler_enabled, tensor_guards
@@ -139,41 +138,20 @@ class RepeatedCall:
         return tensors
 
 
-class PoolGuards(NamedTuple):
-    """The guards of a captured call on the tensors that its ops hold, then its values."""
-
-    holders: Sequence[Op]
-    grad_enabled: bool
-    number: int  # of all
-    check: Callable[..., bool]
-
-    def pool(self, values: Sequence[Any]) -> list[Any] | None:
-        """All of them; None where a guard fails."""
-        pool: list[Any] = []
-        for op in self.holders:
-            pool += op.autograd_inputs(self.grad_enabled)
-        pool += values
-        return pool if len(pool) == self.number and self.check(*pool) else None
-
-
 class RepeatedReplay:
-    """A call that is replayed for as many rows again: the guards of its form, without a key to look them up by.
+    """A call that is replayed for as many rows again: guards on its tensors, without a key to look a form up by.
 
     Attributes:
         last: what ``explain()`` needs of the call.
     """
 
     def __init__(
-        self,
-        layout: FlatContainer,
-        names: list[str],
-        positions: list[int],
-        guards: PoolGuards,
-        replay: Callable[..., Any],
-        last: Any,
+        self, layout: FlatContainer, names: list[str], positions: list[int], key: CallKey, captured: Any, last: Any
     ) -> None:
-        self.last, self._guards, self._replay = last, guards, replay
+        self.last, self._captured, self._rows = last, captured, key.rows
         self._circumstances = Circumstances(layout, names, last.runtime, thread_config.config)
+        self._holders, self._grad_enabled = layout.holders, last.runtime.grad_enabled
+        self._number, self._check = len(key.pool), tensor_guards(key.pool)
         self._order = None if positions == [*range(len(positions))] else itemgetter(*positions)
 
     @classmethod
@@ -183,33 +161,27 @@ class RepeatedReplay:
         names: list[str],
         arguments: Sequence[Any],
         values: Sequence[Any],
-        guards: PoolGuards,
-        replay: Callable[..., Any],
+        key: CallKey,
+        captured: Any,
         last: Any,
     ) -> RepeatedReplay | None:
-        """None where something else may count, or the values are not the arguments, each once.
-
-        Args:
-            replay: of a pool and the addresses in it.
-        """
+        """None where something else may count, or the values are not the arguments, each once."""
         ids, of_values = [*map(id, arguments)], [*map(id, values)]
         if sorted(ids) != sorted(of_values) or last.runtime.autocast_dtype or any([op._modules for op in layout.ops]):
             return None
-        return cls(layout, names, [*map(ids.index, of_values)], guards, replay, last)
+        return cls(layout, names, [*map(ids.index, of_values)], key, captured, last)
 
-    def values(
-        self, x: Tensor, extra: tuple[Any, ...], shared: Mapping[str, Any]
-    ) -> tuple[list[Any], list[int]] | None:
-        """The pool of the call and the addresses in it, where all guards pass; else None."""
+    def values(self, x: Tensor, extra: tuple[Any, ...], shared: Mapping[str, Any]) -> list[Any] | None:
+        """The pool of the call, where all guards pass; else None."""
         if observer() or not self._circumstances.hold(shared):
             return None
-        arguments = [x, *extra, *shared.values()]
-        pool = self._guards.pool(arguments if self._order is None else self._order(arguments))
-        if pool is None or x.device.type not in current_stream:
-            return None
-        addresses = list(map(Tensor.data_ptr, pool))
-        return None if are_misaligned(addresses) else (pool, addresses)
+        arguments, pool = [x, *extra, *shared.values()], list[Any]()
+        for op in self._holders:
+            pool += op.autograd_inputs(self._grad_enabled)
+        pool += arguments if self._order is None else self._order(arguments)
+        is_like = len(pool) == self._number and self._check(*pool) and x.device.type in current_stream
+        return pool if is_like and are_aligned(pool) else None
 
-    def run(self, values: tuple[list[Any], list[int]]) -> Any:
+    def run(self, pool: list[Any]) -> Any:
         """Replays the call."""
-        return self._replay(*values)
+        return self._captured.run(pool, self._rows)

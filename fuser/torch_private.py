@@ -121,6 +121,11 @@ transforms_active: Callable[[], bool] = private("_C._are_functorch_transforms_ac
 dispatch_mode_depth: Callable[[], int] = private("_C._len_torch_dispatch_stack") or int
 """How many dispatch modes see every operation. Else: 0, and nothing is replayed."""
 
+current_dispatch_mode: Callable[[], Any] = private_of_module(
+    "torch.utils._python_dispatch", "_get_current_dispatch_mode"
+) or (lambda: None)
+"""The innermost of them. Else: None, and products wait for one another while a call is captured."""
+
 forward_ad_state: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=0)
 """Its ``_current_level`` is that of forward-mode gradients, -1 outside of them; read without a call.
 

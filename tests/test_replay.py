@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusible import GLU, Activation, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
 from fusible.fuser import DoubleBackwardError, replay
-from fusible.fuser.replay import capture
+from fusible.fuser.replay import capture, guards
 from fusible.ops.kernels.hopper import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -438,8 +438,9 @@ def test_no_rows_that_came_first_are_not_those_of_others(runs: Runs) -> None:
 
     assert experts.model.explain().replay == "replayed"
     experts.give(0)
-    counts = [runs.of(experts.forward) for _ in range(2)]
-    assert [again for _, again in counts] == [0, 0]
+    counts = [runs.of(experts.forward) for _ in range(3)]
+    assert [again for _, again in counts] == [0, 0, 0]
+    assert experts.model.explain().replay.startswith("not replayed: no rows")
 
 
 def test_sizes_that_nobody_declares_are_replayed_at_their_own_length(
@@ -482,17 +483,43 @@ def test_workspaces_are_asked_for_at_every_number_of_rows(emulation: harness.Emu
             assert not each.allocated(2**20, size + rows, False)
             size = asked(slots=2 * rows, groups=4)
             assert each.allocated(2**30, size, False)
-    launches = captures[0].launches(captures[1], 2**20)
+    launches = captures[1].launches(captures[0], 2**20)
     sizes = [(asked(slots=2 * rows, groups=4) + 255) // 256 * 256 for rows in range(1, 4000)]
 
-    assert launches is None  # the first is no workspace that anybody was asked for
+    assert not launches.for_any_rows  # the first is no workspace that anybody was asked for
     assert len(set(sizes)) > 1
     captures = [emulation._module.Capture([], rows) for rows in (600, 1300)]
     for each, rows in zip(captures, (600, 1300), strict=True):
         with each:
             assert each.allocated(2**30, asked(slots=2 * rows, groups=4), False)
-    launches = captures[0].launches(captures[1], 2**20)
+    launches = captures[1].launches(captures[0], 2**20)
+    assert launches.for_any_rows
     assert [launches.sizes(rows) for rows in range(1, 4000)] == [[size] for size in sizes]
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(600, False), (1300, True)])
+def test_captures_of_as_many_rows_do_not_tell_what_counts_rows(
+    emulation: harness.Emulation, rows: int, fits: bool
+) -> None:
+    first, second = emulation._module.Capture([], 600), emulation._module.Capture([], rows)
+    for each in (first, second):
+        each.allocated(2**20, 600, False)
+
+    assert second.launches(first, 2**20).for_any_rows == fits
+    assert not second.launches(None, 2**20).for_any_rows
+
+
+def test_a_form_is_bounded(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures that do not fit one another are dropped once they are many."""
+    monkeypatch.setattr(guards, "_MANY", 4)
+    form, bounded = guards.Form([torch.ones(2, 2)], 2), []
+    for rows in range(1, 10):
+        form.file(rows, guards.Refusal("none"))
+        bounded.append(len(form))
+
+    assert max(bounded) == 4
+    assert form[9] == "none"
+    assert form[1] is None
 
 
 class Lending(Experts):

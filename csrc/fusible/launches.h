@@ -132,16 +132,24 @@ class Capture {
     return workspace != nullptr;
   }
 
-  // Tells of what the run returns: the number of the tensor it lies in or, behind those, of the result; -1 if none.
+  // Tells of what the run returns, from its first address to its last: the number of the tensor that it is or, behind
+  // those, of the result; -1 if none. Its first size is -1 if it has no dims or is strided.
   int64_t result(Address address, int64_t bytes, int64_t first_size) {
     const Source source = find(address);
     const int64_t allocation = source.tensor - std::ssize(spans_);
-    if (allocation < 0) return source.tensor;
-    if (source.offset || bytes != allocations_[allocation].bytes) refuse("a result is a part of an allocation");
-    if (std::ranges::find(results_, allocation, &CapturedResult::allocation) != results_.end())
-      refuse("two results are one allocation");
-    results_.push_back({allocation, first_size});
-    return std::ssize(spans_) + std::ssize(results_) - 1;
+    if (source == Source{}) {
+      refuse("a result is empty, of a type of its own, or neither an input nor all of an allocation");
+    } else if (allocation < 0) {
+      if (source.offset || bytes != static_cast<int64_t>(spans_[source.tensor][1])) refuse("a result is an input");
+    } else {
+      if (first_size < 0) refuse("a result has no dims or is strided");
+      if (source.offset || bytes != allocations_[allocation].bytes) refuse("a result is a part of an allocation");
+      if (std::ranges::find(results_, allocation, &CapturedResult::allocation) != results_.end())
+        refuse("two results are one allocation");
+      results_.push_back({allocation, first_size});
+      return std::ssize(spans_) + std::ssize(results_) - 1;
+    }
+    return source.tensor;
   }
 
   template <class Launch>
@@ -270,15 +278,16 @@ void launch_now(Launch& launch) {
 // differ in the number of rows alone, for any number.
 class Launches {
  public:
-  // Null if the captures do not fit together. What has at least `large` bytes is memory of its own: an allocator finds
-  // that of earlier calls. Everything else but the results are pieces of one scratch memory.
-  static std::shared_ptr<Launches> of(const Capture& first, const Capture& second, int64_t large) {
-    auto launches = std::make_shared<Launches>();
-    const bool fits = first.spans_.size() == second.spans_.size() &&
-                      first.allocations_.size() == second.allocations_.size() && launches->add_results(first, second) &&
-                      launches->add_memory(first, second, large) && launches->add_launches(first, second);
-    return fits ? launches : nullptr;
+  // Of two captures if they fit together, else of the one. What has at least `large` bytes is memory of its own: an
+  // allocator finds that of earlier calls. Everything else but the results are pieces of one scratch memory.
+  static std::shared_ptr<Launches> of(const Capture& capture, const Capture* first, int64_t large) {
+    const bool differ = first && first->rows_ != capture.rows_;
+    const std::shared_ptr<Launches> joined = differ ? of_both(*first, capture, large) : nullptr;
+    if (joined) joined->for_any_rows_ = true;
+    return joined ? joined : of_both(capture, capture, large);
   }
+
+  bool for_any_rows() const { return for_any_rows_; }
 
   // What a run has to allocate: the first sizes of the results, then bytes: of large pieces, and of scratch memory.
   Numbers sizes(int64_t rows) const {
@@ -346,6 +355,15 @@ class Launches {
       return (size + kAlignment - 1) / kAlignment * kAlignment;
     }
   };
+
+  // Null if the captures do not fit together.
+  static std::shared_ptr<Launches> of_both(const Capture& first, const Capture& second, int64_t large) {
+    auto launches = std::make_shared<Launches>();
+    const bool fits = first.spans_.size() == second.spans_.size() &&
+                      first.allocations_.size() == second.allocations_.size() && launches->add_results(first, second) &&
+                      launches->add_memory(first, second, large) && launches->add_launches(first, second);
+    return fits ? launches : nullptr;
+  }
 
   static std::optional<Count> common(int64_t a, int64_t b, const Capture& first, const Capture& second) {
     if (a == b) return Count{a, 0};
@@ -430,7 +448,7 @@ class Launches {
   std::vector<AddressTarget> addresses_;
   std::vector<RowTarget> rows_;
   int64_t first_piece_ = 0;  // of the addresses that a run is given
-  bool has_scratch_ = false;
+  bool has_scratch_ = false, for_any_rows_ = false;
   Zeroing zeroing_;
 };
 

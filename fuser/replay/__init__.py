@@ -1,6 +1,28 @@
 """Captures the kernel launches of a call, and replays them for later calls of the same form."""
 
+from __future__ import annotations
+
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass, field
+
 from ..runtime.devices import simulated
-from .stats import Stats, stats
 
 __all__ = ["Stats", "simulated", "stats"]
+
+
+@dataclass
+class Stats:
+    """What this process has captured and replayed. Threads may lose some counts to each other."""
+
+    captured: int = 0  # forms of calls, and of backwards, whose launches were captured
+    replayed: int = 0  # forwards and backwards of ops that were replayed
+    unsupported: Counter[str] = field(default_factory=Counter)  # forms that cannot be replayed, by the reason
+
+
+counts = Stats()
+
+
+def stats() -> Stats:
+    """What has been captured and replayed so far, in all containers."""
+    return deepcopy(counts)

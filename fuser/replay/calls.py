@@ -1,12 +1,16 @@
 """Captured calls of a container: binding, plan, checks and steps are known, and only the devices have work left.
 
 A call is replayed if an earlier one with the same :class:`CallKey` and tensors of the same form was captured. All steps
-of its plan are ops that promise to be replayable, so none of them looks at its arguments again.
+of its plan are ops that promise to be replayable, so none of them looks at its arguments again. A backward is replayed
+if one of the same step was captured on tensors of the same form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -16,26 +20,28 @@ from ..compiler.binding import BoundArguments
 from ..compiler.flatten import FlatContainer
 from ..compiler.plan import Plan
 from ..config import active_config
+from ..op import Delivery, Op
 from ..parametrized import computes_parameters
-from ..runtime.autograd import Runtime
+from ..runtime.autograd import Runtime, apply
 from ..runtime.buffers import check_overlaps
-from ..runtime.call import EagerStep, ForwardResult
+from ..runtime.call import BackwardContext, BackwardInputs, EagerStep, ForwardResult
 from ..runtime.devices import current_stream, stream_of
 from ..torch_private import dispatch_mode_depth, forward_ad_state, profiler_enabled, replay_refusal, transforms_active
 from .capture import TENSOR_TYPES, Capture, Replay
-from .guards import Form
-from .step import CapturedContext, CapturedStep, attribute_version
+from .guards import Form, GuardedCache, Refusal
+
+_attribute_version = attrgetter("attribute_version")
 
 
-def observer() -> str | None:
+def observer() -> Refusal | None:
     """Who observes or transforms what a call does, so that it is not replayed; None: nobody."""
     if profiler_enabled():
-        return "a profiler is active"
+        return Refusal("a profiler is active")
     if transforms_active():
-        return "a transform is active"
+        return Refusal("a transform is active")
     if dispatch_mode_depth():  # an export, a counter
-        return "a dispatch mode sees every operation"
-    return "forward-mode gradients are active" if forward_ad_state._current_level >= 0 else None
+        return Refusal("a dispatch mode sees every operation")
+    return Refusal("forward-mode gradients are active") if forward_ad_state._current_level >= 0 else None
 
 
 class CallKey(NamedTuple):
@@ -46,28 +52,91 @@ class CallKey(NamedTuple):
     rows: int  # of x
 
 
-def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> CallKey | str:
+def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> CallKey | Refusal:
     """The key of a call on dense tensors of a device that nobody observes or transforms; else why it has none."""
     x = call.values[0]
     if x.device.type not in current_stream:
-        return ""
+        return Refusal()
     if replay_refusal is not None:
-        return replay_refusal
+        return Refusal(replay_refusal)
     if any(layout.hooks):
-        return "hooks observe an op"
+        return Refusal("hooks observe an op")
     if (reason := observer()) is not None:
         return reason
     pool: list[Tensor] = []
     for op in layout.holders:
         if op._modules and computes_parameters(op):
-            return "a parametrization computes a parameter"
+            return Refusal("a parametrization computes a parameter")
         pool += op.autograd_inputs(runtime.grad_enabled)
     for value in call.values:
         if type(value) not in TENSOR_TYPES or value.layout is not torch.strided or value.is_nested:
-            return "an argument is not a dense tensor of torch's own type"
+            return Refusal("an argument is not a dense tensor of torch's own type")
     pool += call.values
-    key = call.reads, runtime, active_config().token, *map(attribute_version, layout.ops), len(pool)
+    key = call.reads, runtime, active_config().token, *map(_attribute_version, layout.ops), len(pool)
     return CallKey(key, pool, x.shape[0] if x.ndim else 0)
+
+
+@dataclass(slots=True)
+class CapturedContext(BackwardContext):
+    """The context of a captured forward. Its backward is captured once for each form, then replayed."""
+
+    ops: tuple[Op, ...] = ()  # the op and its parts; a capture holds until one of their attributes is assigned
+    cache: GuardedCache = field(default_factory=GuardedCache, compare=False)  # of backwards, by what they use
+
+    @classmethod
+    def of(cls, context: BackwardContext, op: Op) -> CapturedContext:
+        ops = tuple([module for module in op.modules() if isinstance(module, Op)])
+        return cls(**{each.name: getattr(context, each.name) for each in fields(context)}, ops=ops)
+
+    def run(
+        self, inputs: BackwardInputs, wanted: frozenset[str], node: Any, requested: Sequence[Delivery]
+    ) -> list[Tensor | None]:
+        """As of the base class, by a replay where one has been captured for such tensors."""
+        dy, tensors = inputs.douts[0], [*inputs.tensors, *inputs.lent, *inputs.douts]
+        for value in inputs.joined:
+            tensors += (value,) if type(value) is Tensor else value
+        effects, facts = [each.side_effects() for each in requested] if requested else (), None
+        if effects:
+            tensors += {id(tensor): tensor for each in effects for tensor in each.tensors}.values()  # each once
+            facts = tuple([each.facts for each in effects])
+        key, rows = (len(tensors), facts, *map(_attribute_version, self.ops)), dy.shape[0] if dy.ndim else 0
+        form, entry = self.cache.find(key, tensors, rows)
+        if isinstance(entry, Replay):
+            grads: list[Tensor | None] = entry.run(tensors, rows, stream_of(dy))
+            for each in effects:
+                if each.done is not None:
+                    each.done()
+            return grads
+        if entry is not None:
+            del tensors  # so that the backward alone has them, and lets go of each
+            return BackwardContext.run(self, inputs, wanted, node, requested)
+        with Capture(tensors, rows) as capture:
+            grads = BackwardContext.run(self, inputs, wanted, node, requested)
+        name, reason = type(self.op).__name__, capture.finish(grads)
+        form.file(rows, Refusal(f"{name}.bwd: {reason}") if reason else Replay.of(capture, form.partner))
+        return grads
+
+
+class CapturedStep(NamedTuple):
+    """What the replay of a forward reads of its call, and what it leaves."""
+
+    replay: Replay
+    context: CapturedContext
+    inputs: list[int]  # the positions in the pool of what autograd is given; nothing where it is not asked
+    reads: list[int]  # of what is launched on
+    outputs: int  # of the results
+    saved: int  # of the results, those before buffers of the caller, which autograd does not save
+
+    def run(self, pool: list[Any], rows: int, stream: int) -> None:
+        """Replays the forward on the pool, to which it adds its outputs."""
+        reads, inputs = ([*map(pool.__getitem__, self.reads)], rows, stream), map(pool.__getitem__, self.inputs)
+        pool += apply(partial(self._result, reads), *inputs) if self.inputs else self.replay.run(*reads)
+
+    def _result(self, reads: tuple[list[Any], int, int], flags: tuple[bool, ...]) -> ForwardResult:
+        """The outputs, and what the backward needs."""
+        results, apart = self.replay.run(*reads), self.context.apart() if self.context.sources else ()
+        kept, lent = results[self.outputs : self.saved], results[self.saved :]
+        return ForwardResult(tuple(results[: self.outputs]), kept, apart, lent, self.context)
 
 
 class CapturedCall(NamedTuple):
@@ -76,15 +145,16 @@ class CapturedCall(NamedTuple):
     plan: Plan
     steps: tuple[CapturedStep, ...]
     held: int  # the tensors that stand in the pool before the values of the plan
+    is_for_any_rows: bool
     last: Any  # what ``explain()`` needs of the call; None where that depends on the rows
 
-    def run(self, pool: list[Any], addresses: list[int], rows: int) -> Any:
+    def run(self, pool: list[Any], rows: int) -> Any:
         """Replays the call on a pool, to which the steps add their outputs: so it holds all values of the plan."""
         plan, held, stream = self.plan, self.held, stream_of(pool[self.held])
         if plan.buffers:
             check_overlaps(plan.buffers, plan.inputs, pool[held:], pool[:held])
         for step, planned in zip(self.steps, plan.steps):  # noqa: B905
-            step.run(pool, addresses, rows, stream)
+            step.run(pool, rows, stream)
             for slot in planned.last_uses:
                 pool[held + slot] = None
         results = plan.results
@@ -97,45 +167,40 @@ class CaptureSession:
     def __init__(self, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> None:
         self._form, self._plan, self._rows, self._values = form, plan, key.rows, values
         self._held, self._steps = key.pool[: len(key.pool) - len(values)], list[CapturedStep]()
-        partner: CapturedCall | None = form.partner
-        self._partners = partner.steps if partner is not None and partner.plan is plan else ()
-        self._refusal = "" if len({*map(id, key.pool)}) == len(key.pool) else "two tensors of the call are one"
+        self._partners, self._refusal = iter(form.partner.steps if form.partner else ()), Refusal()
 
     @classmethod
     def of(cls, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> CaptureSession | None:
-        """For a call, but not for the first of its form if no other number of rows has been seen either."""
+        """For a call, but not for the first of its form: it finds out what later ones need not find out again."""
         unbuilt = None if Capture.find_library() else "no library is built whose launches can be captured"
         if (reason := plan.replay_refusal or unbuilt) is not None:
-            form.refuse(key.rows, reason)
-        return cls(form, plan, key, values) if reason is None and form.see(key.rows) else None
+            form.file(key.rows, Refusal(reason))
+        is_new, form.is_new = form.is_new, False
+        return None if is_new or reason is not None else cls(form, plan, key, values)
 
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str]) -> ForwardResult:
         """Runs the forward of a step, and captures it."""
         if self._refusal:
             return step.run(inputs[0], wanted)
-        tensors, number = step.inputs(inputs[0]), len(self._steps)
+        tensors = step.inputs(inputs[0])
         with Capture(tensors, self._rows) as capture:
             result = step.run(inputs[0], wanted)
-        reason = capture.finish(result.outputs, (*result.kept, *result.lent) if wanted else ())
         positions = {id(tensor): i for i, tensor in enumerate([*self._held, *self._values])}
         reads, of_autograd = ([positions.get(id(t), -1) for t in each] for each in (tensors, inputs if wanted else ()))
-        if reason is None and -1 in (*reads, *of_autograd):
-            reason = "reads a tensor that is neither an argument nor held by an op"
-        if reason is not None:
-            self._refusal = f"{type(step.op).__name__}: {reason}"
+        if -1 in (*reads, *of_autograd):
+            capture.refuse("reads a tensor that is neither an argument nor held by an op")
+        if reason := capture.finish(result.outputs, (*result.kept, *result.lent) if wanted else ()):
+            self._refusal = Refusal(f"{type(step.op).__name__}: {reason}")
             return result
-        context, partner = CapturedContext.of(result.context, step.op), self._partners and self._partners[number]
-        if partner and partner.context == context:
-            context = partner.context  # one family of backwards for all numbers of rows
-        replay = Replay.of(capture, partner.replay if partner and partner.context is context else None)
+        context, first, partner = CapturedContext.of(result.context, step.op), None, next(self._partners, None)
+        if partner is not None and partner.context == context:
+            first, context = partner.replay, partner.context  # one family of backwards for all numbers of rows
         outputs, saved = len(result.outputs), len(result.outputs) + len(result.kept)
-        self._steps.append(CapturedStep(replay, context, of_autograd, reads, outputs, saved))
+        self._steps.append(CapturedStep(Replay.of(capture, first), context, of_autograd, reads, outputs, saved))
         return result._replace(context=context)
 
     def finish(self, last: Any) -> None:
         """Files the captured call, or why one of its steps cannot be replayed."""
-        if self._refusal:
-            return self._form.refuse(self._rows, self._refusal)
-        is_for_any_rows = all([step.replay.is_for_any_rows for step in self._steps])
-        steps, last = tuple(self._steps), None if is_for_any_rows else last
-        self._form.file(self._rows, CapturedCall(self._plan, steps, len(self._held), last), is_for_any_rows)
+        any_rows, steps = all([step.replay.is_for_any_rows for step in self._steps]), tuple(self._steps)
+        captured = CapturedCall(self._plan, steps, len(self._held), any_rows, None if any_rows else last)
+        self._form.file(self._rows, self._refusal or captured)

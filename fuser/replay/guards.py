@@ -5,107 +5,87 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ..torch_private import tensor_guards
-from .stats import counts
+from . import counts
 
 _MANY = 256
 _MANY_ROWS = 2**20  # beyond which other kernels might be needed
 REPLAYED = "replayed"
 
 
-class Entry(NamedTuple):
-    """What is known of calls: what is replayed for them, or why they cannot be replayed. Neither: not enough yet."""
-
-    captured: Any = None
-    refusal: str | None = None
-
-    def __str__(self) -> str:
-        if self.refusal is not None:
-            return f"not replayed: {self.refusal}"
-        return "captured when a call of this form comes again" if self.captured is None else REPLAYED
+class Refusal(str):
+    """Why a call or a backward is not replayed; empty where nobody would expect it to be."""
 
 
-_SEEN, _MISALIGNED = Entry(), Entry(refusal="an address is not aligned to 16 bytes")
+def described(entry: Any) -> str:
+    """What an explanation says of an entry."""
+    if isinstance(entry, Refusal):
+        return entry and f"not replayed: {entry}"
+    return "captured when a call of this form comes again" if entry is None else REPLAYED
 
 
-class Form(dict[int, Entry]):
-    """By the number of rows, calls that differ in it alone: in the first size of those tensors that have as many."""
+class Form(dict[int, Any]):
+    """Calls that differ in the number of rows alone: in the first size of those tensors that have as many.
+
+    By that number, entries: what is replayed, or the refusal to replay anything; None: nobody knows yet.
+
+    Attributes:
+        is_new: whether no call of the form has run yet.
+        partner: the only capture so far, with which the next may become one for any number of rows.
+    """
 
     def __init__(self, tensors: Sequence[Tensor], rows: int) -> None:
         super().__init__()
         self._long = [i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == rows]
         sizes = [[None, *t.shape[1:]] if i in self._long else [*t.shape] for i, t in enumerate(tensors)]
-        self._but_for_rows = tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
-        self.exact = {rows: tensor_guards(tensors)}  # whether tensors are of the form and have so many rows
-        self.partner: Any = None  # the first capture, while the next may become one for any number of rows with it
-        self._may_join, self._any_rows = True, _SEEN
+        self._guards = tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
+        self.is_new, self.partner = True, None
+        self._for_any_rows = Refusal("two of its tensors are one") if len({*map(id, tensors)}) < len(tensors) else None
 
-    def __missing__(self, rows: int) -> Entry:
-        return self._any_rows if 0 < rows < _MANY_ROWS else _SEEN
+    def __missing__(self, rows: int) -> Any:
+        is_usual = 0 < rows < _MANY_ROWS
+        return self._for_any_rows if is_usual else Refusal("no rows, or so many that other kernels might be needed")
 
     def fits(self, tensors: Sequence[Tensor], rows: int) -> bool:
-        """Whether tensors are of the form, for a number of rows that has not come, or long ago."""
-        fits = self._but_for_rows(*tensors) and all([tensors[i].shape[0] == rows for i in self._long])
-        if fits and len(self.exact) < _MANY:
-            self.exact[rows] = tensor_guards(tensors)
-        elif len(self) >= _MANY:
-            self.clear()
-        return fits
+        """Whether tensors are of the form, with so many rows."""
+        return self._guards(*tensors) and all([tensors[i].shape[0] == rows for i in self._long])
 
-    def see(self, rows: int) -> bool:
-        """Takes note of a call that is about to run; returns whether it is to be captured.
-
-        The first is not, unless one with another number of rows came before, and they may become one capture.
-        """
-        comes_again = rows in self or bool(self and self._may_join)
-        self.setdefault(rows, _SEEN)
-        return comes_again
-
-    def file(self, rows: int, captured: Any, is_for_any_rows: bool) -> None:
-        """Files what was captured: for this number of rows, or for any in place of all that is there."""
-        counts.captured += 1
-        if is_for_any_rows:
-            self.clear()
-            self._any_rows = Entry(captured)
+    def file(self, rows: int, entry: Any) -> None:
+        """Files a capture or a refusal: for this number of rows, or a capture for any in place of all that is there."""
+        if isinstance(entry, Refusal):
+            counts.unsupported[entry] += 1
         else:
-            self[rows] = Entry(captured)
-        self.partner = captured if self._may_join and self.partner is None else None
-        self._may_join = self.partner is not None
+            counts.captured += 1
+            if entry.is_for_any_rows:
+                self.clear()
+                self._for_any_rows = entry
+                return
+        if len(self) >= _MANY:
+            self.clear()
+        self.partner = None if self or isinstance(entry, Refusal) else entry
+        self[rows] = entry
 
-    def refuse(self, rows: int, reason: str) -> None:
-        """Files why such calls cannot be replayed."""
-        counts.unsupported[reason] += 1
-        self.partner, self._may_join = None, False
-        self[rows] = Entry(refusal=reason)
 
-
-class GuardedCache:
+class GuardedCache(dict[tuple[Any, ...], list[Form]]):
     """Forms by key. Where they are many, all are dropped."""
 
-    def __init__(self) -> None:
-        self._forms = dict[tuple[Any, ...], list[Form]]()
-
-    def find(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> tuple[Form, Entry, list[int]]:
-        """The form of these tensors, a new one if there is none; what is known of this call; the addresses."""
-        for form in self._forms.get(key, ()):
-            exact = form.exact.get(rows)
-            if form.fits(tensors, rows) if exact is None else exact(*tensors):
+    def find(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> tuple[Form, Any]:
+        """The form of these tensors, a new one if there is none, and the entry of this call."""
+        for form in self.get(key, ()):
+            if form.fits(tensors, rows):
                 break
         else:
-            if sum(map(len, self._forms.values())) >= _MANY:
-                self._forms = {}
+            if sum(map(len, self.values())) >= _MANY:
+                self.clear()
             form = Form(tensors, rows)
-            self._forms.setdefault(key, []).append(form)
-        entry, addresses = form[rows], list(map(Tensor.data_ptr, tensors))
-        if entry.refusal is None and are_misaligned(addresses):
-            entry = _MISALIGNED
-        return form, entry, addresses
+            self.setdefault(key, []).append(form)
+        return form, form[rows] if are_aligned(tensors) else Refusal("an address is not aligned to 16 bytes")
 
 
-def are_misaligned(addresses: Sequence[int]) -> bool:
-    """Whether not all are multiples of 16: by its last bits some kernels choose their way."""
-    return bool(reduce(or_, addresses) & 15)
+def are_aligned(tensors: Sequence[Tensor]) -> bool:
+    """Whether all addresses are multiples of 16: by their last bits some kernels choose their way."""
+    return not reduce(or_, map(Tensor.data_ptr, tensors)) & 15

@@ -114,14 +114,13 @@ class _Capture:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._capture, name)
 
-    def launches(self, other: _Capture, large: int) -> Any:
-        launches = self._capture.launches(other._capture, large)
-        if launches is None:
-            return None
+    def launches(self, first: _Capture | None, large: int) -> Any:
+        launches = self._capture.launches(first and first._capture, large)
         run, streams = self._emulation._call(launches.run), self._emulation.streams
         return SimpleNamespace(
             run=lambda *arguments: (streams.append(arguments[-1]), run(*arguments)),
             sizes=launches.sizes,
+            for_any_rows=launches.for_any_rows,
         )
 
 

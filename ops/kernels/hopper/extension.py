@@ -33,10 +33,7 @@ def library() -> Any:
 
 
 def _find_library() -> Any:
-    try:
-        return library()
-    except ImportError:
-        return None
+    return library() if is_built() else None
 
 
 capture.Capture.find_library = staticmethod(_find_library)
