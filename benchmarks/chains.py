@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class Case:
     """A model, what it is called with, and a step of it."""
 
     def __init__(self, ops: list[Op], rows: int, columns: int, groups: int, depth: int, device: torch.device) -> None:
-        options = {"device": device, "dtype": torch.bfloat16}
+        options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         self.model = Sequential(*ops).to(**options)
         self.x = torch.randn(rows, depth if isinstance(ops[0], GroupedLinear) else columns, **options).requires_grad_()
         given = {
@@ -45,7 +46,7 @@ class Case:
             "scales": torch.rand(rows, device=device, requires_grad=True),
             "residual": torch.randn(rows, columns, **options).requires_grad_(),
         }
-        names = {name for op in self.model for name in op.keywords}
+        names = {name for op in ops for name in op.keywords}
         self.keywords = {name: tensor for name, tensor in given.items() if name in names}
         leaves = [self.x, *self.keywords.values(), *self.model.parameters()]
         self.leaves = [leaf for leaf in leaves if leaf.requires_grad]
