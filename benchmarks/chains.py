@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,20 +34,20 @@ def models(groups: int, depth: int, columns: int) -> dict[str, list[Op]]:
     }
 
 
-class Case:
+class ChainCase:
     """A model, what it is called with, and a step of it."""
 
     def __init__(self, ops: list[Op], rows: int, columns: int, groups: int, depth: int, device: torch.device) -> None:
-        options = {"device": device, "dtype": torch.bfloat16}
+        options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         self.model = Sequential(*ops).to(**options)
         self.x = torch.randn(rows, depth if isinstance(ops[0], GroupedLinear) else columns, **options).requires_grad_()
-        given = {
+        offered = {
             "split_sizes": torch.full((groups,), rows // groups, device=device),
             "scales": torch.rand(rows, device=device, requires_grad=True),
             "residual": torch.randn(rows, columns, **options).requires_grad_(),
         }
-        names = {name for op in self.model for name in op.keywords}
-        self.keywords = {name: tensor for name, tensor in given.items() if name in names}
+        names = {name for op in ops for name in op.keywords}
+        self.keywords = {name: tensor for name, tensor in offered.items() if name in names}
         leaves = [self.x, *self.keywords.values(), *self.model.parameters()]
         self.leaves = [leaf for leaf in leaves if leaf.requires_grad]
 
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     device, rows = torch.device(options.device), list[list[str]]()
     for name, ops in models(options.groups, options.depth, options.columns).items():
-        case = Case(ops, options.rows, options.columns, options.groups, options.depth, device)
+        case = ChainCase(ops, options.rows, options.columns, options.groups, options.depth, device)
         forward, both = ({"ops": partial(f, False), "fused": partial(f, True)} for f in (case.forward, case.step))
         with torch.no_grad():
             seconds = [interleaved(forward, options.rounds, device)]

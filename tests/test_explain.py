@@ -752,7 +752,7 @@ def test_printed_tables_say_where_nothing_fits_or_is_known():
 
 
 def residual():
-    ops = [MakeExtraOutput("r"), ConstantScale(2.0), AddExtraInput("r"), GroupedLinear(E, K, K), SwiGLU()]
+    ops = [MakeExtraOutput("r"), Identity(), AddExtraInput("r"), GroupedLinear(E, K, K), SwiGLU()]
     return Sequential(*ops).explain(torch.ones(T, K), SIZES)
 
 

@@ -52,9 +52,9 @@ class _Clamped(torch.autograd.Function):
     """x clamped to the limit; if ``both``, to minus the limit too. What was clamped has gradient zero, NaN passes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, limit: float, both: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, limit: Number, both: bool) -> Tensor:
         ctx.is_over = (x.abs() if both else x) > limit
-        return x.clamp(-limit if both else None, limit)
+        return x.clamp(-limit if both else None, limit)  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
@@ -96,13 +96,18 @@ def program_of(curve: Curve, is_gated: bool, limit: float | None, linear_offset:
     return scaled(trace(value, ("x", "u") if is_gated else ("x",)))
 
 
-def program_with_slope(curve: str) -> Program:
-    """That of all gated activations of one of :data:`CURVES` without a limit: ``c0`` is alpha."""
-    return scaled(trace(lambda gate, up, alpha: CURVES[curve](gate, alpha) * up, ("x", "u"), (1.25,)))
+def program_with_constants(curve: str, is_limited: bool) -> Program:
+    """That of all gated activations of one of :data:`CURVES`: ``c0`` is alpha, ``c1`` the limit, ``c2`` the offset."""
+
+    def value(gate: Tensor, up: Tensor, alpha: Number, *limited: Number) -> Tensor:
+        limit, linear_offset = limited or (None, 0.0)
+        return value_of(curve, gate, up, alpha=alpha, limit=limit, linear_offset=linear_offset)
+
+    return scaled(trace(value, ("x", "u"), (1.25, 2.0, 0.5) if is_limited else (1.25,)))
 
 
 def value_of(
-    curve: str, gate: Tensor, up: Tensor | None = None, *, alpha: float, limit: float | None, linear_offset: float
+    curve: str, gate: Tensor, up: Tensor | None = None, *, alpha: Number, limit: Number | None, linear_offset: Number
 ) -> Tensor:
     """The activation of x, or of gate and up; ``alpha`` is the slope inside silu."""
     if up is None:
