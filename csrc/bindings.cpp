@@ -252,7 +252,8 @@ PYBIND11_MODULE(_C, module) {
       "The values in bf16 of the copies of rows of tokens. Formats: 0 MXFP8, 1 NVFP4; 0 for what is not wanted.");
   def<fusible::FakeQuantizeWeightLaunch>(module, "The same of the copies of a weight.");
   def<fusible::PackedGemmLaunch>(
-      module, "A grouped product (NT) of bf16 rows and packed weights, for few rows. Formats: 0 MXFP8, 1 NVFP4, 2 MXFP4.");
+      module,
+      "A grouped product (NT) of bf16 rows and packed weights, for few rows. Formats: 0 MXFP8, 1 NVFP4, 2 MXFP4.");
   module.def("xla_handlers", &xla_handlers, "Handlers for XLA's foreign function interface, by name.");
   module.attr("XLA_FFI_API") =
       py::make_tuple(fusible::xla_ffi::api_version().first, fusible::xla_ffi::api_version().second);
