@@ -56,8 +56,8 @@ def test_rows_of_more_groups_than_a_warp_has_lanes(emulation: harness.Emulation,
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_every_amax(dtype: torch.dtype) -> None:
-    checks.check_every_amax("cpu", PackedFormat.MXFP8, dtype, slice(None))
-    checks.check_every_amax("cpu", PackedFormat.NVFP4, dtype, slice(5, None, 32))
+    checks.check_every_amax("cpu", PackedFormat.MXFP8, dtype, slice(3, None, 8))
+    checks.check_every_amax("cpu", PackedFormat.NVFP4, dtype, slice(5, None, 256))
 
 
 @by_format

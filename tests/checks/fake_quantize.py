@@ -43,6 +43,13 @@ def new_values(*shape: int, device: str) -> Tensor:
     return poisoned(*shape, device=device, dtype=torch.bfloat16)
 
 
+def spread(x: Tensor) -> Tensor:
+    """Every other value smaller, by up to 2 ** 18: those that a scale of twice the size rounds otherwise."""
+    factors = torch.randint(-18, 1, x.shape, generator=torch.Generator().manual_seed(x.numel())).float().exp2()
+    factors[..., ::2] = 1
+    return (x.float() * factors).to(x.dtype)
+
+
 def assert_same_values(got: Tensor, expected: Tensor, what: str) -> None:
     """Bit for bit, zeros with their signs; a NaN is any NaN."""
     got, expected = got.cpu(), expected.cpu()
@@ -70,6 +77,7 @@ def check_rows(
     """Rows of the groups and of ``tail`` more, which are NaN and must be neither counted nor written."""
     buffer = rows_and_tail(sizes, features, dtype, tail, pitch, x)
     used, split_sizes = used_rows(sizes, buffer.shape[0]), torch.tensor(sizes, dtype=index)
+    buffer[:used] = spread(buffer[:used]) if x is None else buffer[:used]
     if finite:
         buffer[:used].nan_to_num_(nan=1.5, posinf=3.0, neginf=-2.0)
     problem = rows_problem(device, format, buffer.to(device)[:, :features], split_sizes.to(device), want)
@@ -162,7 +170,7 @@ def check_weight(
     separate: bool = False,
     finite: bool = True,
 ) -> None:
-    weight = values(experts * n, k, dtype).view(experts, n, k)
+    weight = spread(values(experts * n, k, dtype)).view(experts, n, k)
     weight = weight.nan_to_num(nan=1.5, posinf=3.0, neginf=-2.0) if finite else weight
     stored, is_nv = weight.to(device), format is PackedFormat.NVFP4
     matrices = [matrix.clone() for matrix in stored] if separate else stored
