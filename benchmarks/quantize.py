@@ -29,7 +29,6 @@ from fusible.ops.kernels.quantized_problem import (
     QuantizeRows,
     QuantizeWeight,
     Quantizing,
-    ceil_blocks,
 )
 from fusible.ops.quantized.copies import (
     BLOCK,
@@ -38,6 +37,7 @@ from fusible.ops.quantized.copies import (
     QuantizedWeight,
     RowWeight,
     Scaling,
+    ceil_blocks,
 )
 
 from .arguments import add_common_arguments, command, positive

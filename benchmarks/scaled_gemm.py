@@ -34,9 +34,8 @@ from fusible.ops.kernels.quantized_problem import (
     QuantizeActivation,
     ScaledGemm,
     ScaledWgrad,
-    ceil_blocks,
 )
-from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows
+from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows, ceil_blocks
 
 from .arguments import positive
 from .peers import deepgemm

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...fuser.errors import shown
 from ..kernels.quantized import quantize_rows
-from ..kernels.quantized_problem import ceil_blocks
-from ..quantized.copies import BLOCK
+from ..quantized.copies import BLOCK, ceil_blocks
 from ..quantized.formats import E4M3, from_e8m0
 from ..quantized.recipe import Float8Block
 from .settings import Settings

@@ -17,7 +17,7 @@ from ...fuser import tracing as trace
 from ...fuser.config import active_config
 from ...fuser.replay import capture
 from ..activation_spec import ActivationSpec
-from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
 from . import activate, activate_backward, dequantized
 from .custom_ops import kernel
 from .dispatch import quantizers, row_kernels, scaled_products
@@ -32,7 +32,6 @@ from .quantized_problem import (
     Quantizing,
     ScaledGemm,
     ScaledWgrad,
-    ceil_blocks,
     source,
 )
 

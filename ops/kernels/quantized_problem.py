@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..activation_spec import ActivationSpec
-from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling
+from ..quantized.copies import BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling
 from ..quantized.packed import PackedFormat
 from .problem import Matrices, Operands, first, nbytes
 
@@ -377,11 +377,6 @@ Quantizing = QuantizeRows | QuantizeWeight | QuantizeActivation | QuantizeActiva
 """What ``quantize.py`` of a backend takes."""
 Multiplying = ScaledGemm | ScaledWgrad
 """What ``scaled_gemm.py`` of a backend takes."""
-
-
-def ceil_blocks(size: int) -> int:
-    """Blocks of which the last may be smaller."""
-    return -(-size // BLOCK)
 
 
 def source(problem: Quantizing) -> Tensor:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ...fuser import tracing as trace
 from ..activation_spec import ActivationSpec
-from ..quantized.copies import QuantizedRows
+from ..quantized.copies import QuantizedRows, ceil_blocks
 from .custom_ops import kernel
 from .dispatch import scaled_epilogue_refusal
 from .hopper import scaled_activation as hopper
 from .problem import Matrices, Operands
 from .quantized import E4M3, quantize_activation, scaled_gemm
-from .quantized_problem import ActivatedScaledGemm, ScaledGemm, ceil_blocks
+from .quantized_problem import ActivatedScaledGemm, ScaledGemm
 
 
 class ActivatedRows(NamedTuple):

@@ -14,6 +14,11 @@ AMAX = "weight_amax"
 """The buffer [E] from which the scales of groups come, of a weight that stays quantised by ``NVFP4``."""
 
 
+def ceil_blocks(size: int) -> int:
+    """Blocks of which the last may be smaller."""
+    return -(-size // BLOCK)
+
+
 class Scaling(Enum):
     """What has one scale: a block of values; a row of a copy, and a column of a group's tokens; or all of a group."""
 

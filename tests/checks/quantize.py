@@ -20,10 +20,9 @@ from fusible.ops.kernels.quantized_problem import (
     QuantizeActivationBackward,
     QuantizeRows,
     QuantizeWeight,
-    ceil_blocks,
 )
 from fusible.ops.quantized import reference
-from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
 
 from .functions import ACTS_OF_COLUMNS, Act, op_of_columns
 

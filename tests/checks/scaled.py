@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fusible import check_device_errors
 from fusible.ops.kernels.hopper import scaled_gemm as hopper
-from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad, ceil_blocks
-from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows
+from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad
+from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows, ceil_blocks
 
 from .device import synchronize
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...quantized.copies import BLOCK
+from ...quantized.copies import BLOCK, ceil_blocks
 from ..problem import Matrices, addresses, first
-from ..quantized_problem import Multiplying, ScaledGemm, ScaledWgrad, ceil_blocks
+from ..quantized_problem import Multiplying, ScaledGemm, ScaledWgrad
 from .extension import TYPE_CODES, address, compiled, device_refusal, stream, workspace_bytes
 from .gemm import MAX_GROUPS, MAX_ROWS, addressing, as_float32, bias_fields
 

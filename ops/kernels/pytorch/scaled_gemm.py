@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ...quantized import reference
-from ...quantized.copies import BlockedColumns, QuantizedRows
-from ..quantized_problem import Multiplying, ScaledGemm, ScaledWgrad, ceil_blocks
+from ...quantized.copies import BlockedColumns, QuantizedRows, ceil_blocks
+from ..quantized_problem import Multiplying, ScaledGemm, ScaledWgrad
 from . import loop
 
 NAME = "loop"
