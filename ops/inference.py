@@ -15,7 +15,7 @@ from .kernels.pytorch import routed_mlp as short_layer
 from .kernels.pytorch import short_mlp
 from .kernels.pytorch.routed_mlp import Order
 from .kernels.pytorch.routed_mlp import backward as backward_on_cpu
-from .kernels.pytorch.short_mlp import Gradients, Kept, Wanted
+from .kernels.pytorch.short_mlp import Gradients, Kept, WantedGradients
 from .kernels.pytorch.short_mlp import backward as rows_backward_on_cpu
 
 __all__ = [
@@ -24,7 +24,7 @@ __all__ = [
     "Kept",
     "Order",
     "RoutedMlp",
-    "Wanted",
+    "WantedGradients",
     "backward_on_cpu",
     "on_cpu",
     "one_call",

@@ -17,7 +17,7 @@ from ..inference import (
     Gradients,
     Kept,
     Order,
-    Wanted,
+    WantedGradients,
     backward_on_cpu,
     on_cpu,
     rows_backward_on_cpu,
@@ -129,9 +129,9 @@ def gradients(kept: Kept, dy: Tensor, needs_grad: frozenset[str]) -> Grads:
 
 
 @lru_cache(maxsize=4096)
-def _wanted(scales: str, needs_grad: frozenset[str]) -> Wanted:
+def _wanted(scales: str, needs_grad: frozenset[str]) -> WantedGradients:
     """By position."""
-    return Wanted(*[name in needs_grad for name in ("x", scales, *_PARAMETERS)])
+    return WantedGradients(*[name in needs_grad for name in ("x", scales, *_PARAMETERS)])
 
 
 def _kept_for(kept: Kept, scales: str, needs_grad: frozenset[str], forms: Forms) -> Kept:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..hopper.routed_mlp import Experts
 from . import short_mlp
-from .short_mlp import Form, Gradients, Groups, Kept, Wanted
+from .short_mlp import Gradients, Groups, Kept, MLPForm, WantedGradients
 
 _MOST_NUMBERS = 256
 
@@ -55,12 +55,12 @@ def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts)
     if scales.dtype.itemsize < 4:
         scales = scales.float()
     y, preact = short_mlp.forward(rows, experts, groups, scales, after=True)
-    form = Form(experts.spec, experts.transposed, after=True)
+    form = MLPForm(experts.spec, experts.transposed, after=True)
     kept = Kept(x, experts.up, experts.down, experts.down_bias, preact, scales, groups, form)
     return _sum_of_slots(y, order, groups), kept, order
 
 
-def backward(order: Order, kept: Kept, dy: Tensor, wanted: Wanted) -> Gradients:
+def backward(order: Order, kept: Kept, dy: Tensor, wanted: WantedGradients) -> Gradients:
     """The gradients: ``rows`` is that of the tokens [T, H], ``scales`` that of the routing weights [T, k]."""
     if kept.rows is not None:
         kept = kept._replace(rows=kept.rows.index_select(0, order.token_of_row))

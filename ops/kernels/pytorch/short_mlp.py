@@ -72,13 +72,13 @@ class Kept(NamedTuple):
     preact: Tensor
     scales: Tensor | None
     groups: Groups
-    form: Form
+    form: MLPForm
     caller: Any = None
     """What the caller knows besides, and keeps with it: one tuple is taken apart and put together faster than two."""
 
 
 @dataclass(slots=True, eq=False)
-class Form:
+class MLPForm:
     """What a backward has to know besides tensors."""
 
     spec: ActivationSpec
@@ -86,7 +86,7 @@ class Form:
     after: bool
 
 
-class Wanted(NamedTuple):
+class WantedGradients(NamedTuple):
     """Which gradients are."""
 
     rows: bool
@@ -149,12 +149,12 @@ def run(
             scales = scales.float()
     y, preact = forward(rows, experts, groups, scales, after)
     zero_tail(y, groups)
-    form = Form(experts.spec, experts.transposed, after)
+    form = MLPForm(experts.spec, experts.transposed, after)
     kept = Kept(rows, experts.up, experts.down, experts.down_bias, preact, scales, groups, form)
     return y, kept
 
 
-def backward(kept: Kept, dy: Tensor, wanted: Wanted) -> Gradients:
+def backward(kept: Kept, dy: Tensor, wanted: WantedGradients) -> Gradients:
     """The gradients, from that of dense rows [S, H].
 
     Those of weights come first, that of the rows last: it reads the weight that a forward reads first.
