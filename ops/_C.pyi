@@ -236,7 +236,6 @@ def packed_gemm(
     row_scale: int = ...,
     alphas: int = ...,
     zero_tail: bool = ...,
-    variant: int = ...,
 ) -> None: ...
 def scaled_wgrad(
     *,

@@ -7,8 +7,6 @@
 
 namespace fusible {
 
-constexpr uint32_t kNaNs = 0x7FC07FC0;  // a pair of bf16
-
 DEVICE uint32_t both(uint32_t half) { return half | half << 16; }
 
 // Two products of bf16.
@@ -18,74 +16,8 @@ DEVICE uint32_t multiply_pairs(uint32_t x, uint32_t y) {
   return reinterpret_cast<const uint32_t&>(product);
 }
 
-// e4m3 with a power of two for each 32: MXFP8.
-struct FirstMXFP8 {
-  static constexpr int kValues = 16, kScaleValues = 32;
-  using Scales = uint8_t;                // of a piece
-  static constexpr float kFactor = 1.f;  // of the values that come out
-
-  // Exponent and mantissa of e4m3 in those of bf16 are 2^-120 of the value, also of a subnormal one. A byte that is NaN
-  // makes the piece NaN, as it makes every sum that it is in.
-  DEVICE static void decode(const uint4& bytes, Scales scales, uint32_t (&pairs)[kValues / 2]) {
-    const uint32_t words[] = {bytes.x, bytes.y, bytes.z, bytes.w};
-    uint32_t nan = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) nan |= ((words[i] & 0x7F7F7F7F) + 0x01010101) & 0x80808080;
-    const uint32_t scale = nan || scales == 0xFF ? kNaNs : both(scales ? scales << 7 : 0x40);
-#pragma unroll
-    for (int i = 0; i < kValues / 2; ++i) {
-      const uint32_t pair = __byte_perm(words[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
-      const uint32_t small = (pair & 0x80008000) | (pair & 0x7F007F00) >> 4;
-      pairs[i] = multiply_pairs(multiply_pairs(small, both((127 + 120) << 7)), scale);
-    }
-  }
-  // Sixteen values of the other operand, in the order of the pairs.
-  DEVICE static void arrange(uint32_t (&)[kValues / 2]) {}
-};
-
-// e2m1 with a scale in e4m3 for each 16: NVFP4. Values and scales stay 2^8 times too small, so that one product does.
-struct FirstNVFP4 {
-  static constexpr int kValues = 32, kScaleValues = 16;
-  using Scales = uint16_t;  // of a piece: two
-  static constexpr float kFactor = 256.f;
-
-  // Exponent and mantissa of e2m1 in those of bf16 are 2^-126 of the value. The codes i and i + 4 of eight are a pair.
-  DEVICE static void decode(const uint4& bytes, Scales scales, uint32_t (&pairs)[kValues / 2]) {
-    const uint32_t words[] = {bytes.x, bytes.y, bytes.z, bytes.w};
-#pragma unroll
-    for (int word = 0; word < 4; ++word) {
-      const uint32_t scale = pair_of(scales >> word / 2 * 8 & 0xFF);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint32_t codes = words[word] >> 4 * i;
-        const uint32_t small = (codes & 0x00080008) << 12 | (codes & 0x00070007) << 6;
-        pairs[word * 4 + i] = multiply_pairs(small, scale);
-      }
-    }
-  }
-  DEVICE static void arrange(uint32_t (&x)[kValues / 2]) {
-#pragma unroll
-    for (int i = 0; i < kValues / 2; i += 4) {
-      const uint32_t a = x[i], b = x[i + 1], c = x[i + 2], d = x[i + 3];
-      x[i] = __byte_perm(a, c, 0x5410), x[i + 1] = __byte_perm(a, c, 0x7632);
-      x[i + 2] = __byte_perm(b, d, 0x5410), x[i + 3] = __byte_perm(b, d, 0x7632);
-    }
-  }
-
- private:
-  // A scale of e4m3 times 2^118, twice.
-  DEVICE static uint32_t pair_of(uint32_t scale) {
-    if ((scale & 0x7F) == 0x7F) return kNaNs;
-    const float small = __uint_as_float((scale & 0x80) << 24 | (scale & 0x7F) << 20);  // times 2^-120
-    const float x = small * 0x1p120f * 0x1p118f;
-    return ptx::pack<__nv_bfloat16>(x, x);
-  }
-};
-
-// ---- by eight values ----
-// A piece is what a thread reads at a time: 16 bytes of a row, with its scales. `Factors` are those of its scales. What
-// is not finite is not looked for in each piece: the largest magnitudes and scales of all pieces of a row tell at the
-// end whether its sums are NaN.
+// `Factors` are those of the scales of a piece, which is decoded by eight values. What is not finite is not looked for
+// in each piece: the largest magnitudes and scales of all pieces of a row tell at the end whether its sums are NaN.
 
 // Values times 2^-kept become values times a power of two whose byte is `scale`, in one product of bf16 where
 // 2^(scale - 127 + kept) is a bf16, else in two.

@@ -72,12 +72,6 @@ DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 
 DEVICE void copy_async(void* to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(smem_address(to)), "l"(from) : "memory");
 }
-// 16 bytes, or zeros; nothing is read where not `wanted`. The line behind comes to the second-level cache, too.
-DEVICE void copy_async_if(bool wanted, void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(smem_address(to)), "l"(from),
-               "r"(wanted ? 16 : 0)
-               : "memory");
-}
 // The first `bytes` of 4, and zeros for the others.
 DEVICE void copy_async_pair(void* to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem_address(to)), "l"(from), "r"(bytes)

@@ -25,7 +25,6 @@ struct PackedGemm {
   DType bias_type;
   const float *bias_scale, *row_scale, *alphas;
   bool zero_tail;  // rows of `out` of no group become zero
-  int variant = 0;
 };
 
 // Throws fusible::Error if rows of b are not aligned to 16 bytes, or the launch fails.

@@ -141,7 +141,6 @@ struct PackedGemmLaunch : OnStream {
     v.optional();
     v.field("bias", call.bias), v.field("bias_type", call.bias_type), v.field("bias_scale", call.bias_scale);
     v.field("row_scale", call.row_scale), v.field("alphas", call.alphas), v.field("zero_tail", call.zero_tail);
-    v.field("variant", call.variant);
   }
   void complete() {}
   void run() const { packed_gemm(call, device, stream); }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A warp has 16 columns of a group's product, a block 64. It reads their weights once for each 32 rows of the group: a
-// thread has pieces of two columns, and of the rows the same values of the depth. Which values of the depth a lane of a
-// product holds does not matter, if those of both operands are the same.
+// A block has 16 columns of a group's product, whose depth its four warps split. It reads their weights once for each
+// 16 rows of the group: a thread has pieces of two columns, and of the rows the same values of the depth. Which values
+// of the depth a lane of a product holds does not matter, if those of both operands are the same.
 #include <cuda_runtime.h>
 
 #include "device/element.cuh"
@@ -15,79 +15,8 @@
 namespace fusible {
 namespace {
 
-constexpr int kWarps = 4, kColumns = 16 * kWarps, kRowTiles = 4, kRowsOfTile = 8;
-
-constexpr int kAhead = 2;  // pieces on their way while one is multiplied
-
-// What a thread reads of the weights at a time: of two columns, eight apart.
-template <class Format>
-struct Pieces {
-  uint4 bytes[2];
-  typename Format::Scales scales[2];
-};
-
-// Where a thread reads; a column that does not exist is read as the last one, and not stored.
-template <class Format>
-class PieceReader {
- public:
-  DEVICE PieceReader(const PackedGemm& c, int64_t group, int64_t column) {
-    const int64_t blocks = (c.k + Format::kScaleValues - 1) / Format::kScaleValues;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int64_t row = group * c.n + min(column + i * 8, c.n - 1);
-      bytes_[i] = c.b + row * (c.k / Format::kValues) * 16, scales_[i] = c.b_scales + row * blocks;
-    }
-  }
-  // From value k on; zeros where there are none.
-  DEVICE Pieces<Format> read(int k, bool wanted) const {
-    Pieces<Format> pieces;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      pieces.bytes[i] = ptx::load_vector_if(wanted, bytes_[i] + k / Format::kValues * 16);
-      const auto* scales = reinterpret_cast<const typename Format::Scales*>(scales_[i] + k / Format::kScaleValues);
-      pieces.scales[i] = wanted ? __ldg(scales) : 0;
-    }
-    return pieces;
-  }
-
- private:
-  const uint8_t *bytes_[2], *scales_[2];
-};
-
-template <class Format>
-DEVICE void decode_piece(const uint4& bytes, typename Format::Scales scales, uint32_t (&pairs)[Format::kValues / 2]) {
-  if constexpr (requires { Format::decode(bytes, scales, pairs); }) {
-    Format::decode(bytes, scales, pairs);
-  } else {
-    const typename Format::Factors factors(scales);
-    const uint32_t rest = scales == 0xFF ? kNaNs : factors.rest();
-    uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < Format::kValues / 8; ++i) {
-      uint32_t four[4];
-      Format::decode(bytes, i, factors, four, largest);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) pairs[i * 4 + j] = multiply_pairs(four[j], rest);
-    }
-  }
-}
-
-template <class Format>
-DEVICE void multiply_piece(float (&acc)[4], const uint32_t (&weights)[2][Format::kValues / 2],
-                           const __nv_bfloat16* from, bool wanted) {
-  uint32_t x[Format::kValues / 2];
-#pragma unroll
-  for (int i = 0; i < Format::kValues / 8; ++i) {
-    const uint4 words = ptx::load_vector_if(wanted, from + i * 8);
-    x[i * 4] = words.x, x[i * 4 + 1] = words.y, x[i * 4 + 2] = words.z, x[i * 4 + 3] = words.w;
-  }
-  if constexpr (requires { Format::arrange(x); }) Format::arrange(x);
-#pragma unroll
-  for (int i = 0; i < Format::kValues / 2; i += 2) {
-    const uint32_t a[4] = {weights[0][i], weights[1][i], weights[0][i + 1], weights[1][i + 1]};
-    ptx::warp_mma<__nv_bfloat16>(acc, a, x[i], x[i + 1]);
-  }
-}
+constexpr int kWarps = 4, kColumns = 16, kRowTiles = 2, kRowsOfTile = 8, kPieces = 2;
+constexpr int kStretch = 64 * kPieces, kStep = kStretch * kWarps;  // bytes of a row: of a warp, and of the block
 
 DEVICE void write_result(const PackedGemm& c, int64_t group, int64_t token, int64_t column, float product) {
   float y = product * (c.alphas ? c.alphas[group] : 1.f);
@@ -97,69 +26,6 @@ DEVICE void write_result(const PackedGemm& c, int64_t group, int64_t token, int6
   }
   write_number(c.out, c.output, token * c.out_pitch + column, c.row_scale ? y * c.row_scale[token] : y);
 }
-
-// The rows behind the last group, of the block's columns.
-DEVICE void zero_rows(const PackedGemm& c, int64_t first) {
-  const int64_t column = blockIdx.x * int64_t{kColumns} + threadIdx.x % kColumns;
-  if (column >= c.n) return;
-  for (int64_t token = first + threadIdx.x / kColumns; token < c.tokens; token += kWarps * 32 / kColumns)
-    write_number(c.out, c.output, token * c.out_pitch + column, 0.f);
-}
-
-template <class Format>
-__global__ void __launch_bounds__(kWarps * 32, 4) packed_gemm_kernel(const __grid_constant__ PackedGemm c) {
-  const int group = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t start = rows_before(c.sizes, group, c.tokens);
-  if (group == c.sizes.groups) {
-    if (c.zero_tail) zero_rows(c, start);
-    return;
-  }
-  const int64_t rows = clamped_size(c.sizes, group, c.tokens - start);
-  const int64_t column = blockIdx.x * int64_t{kColumns} + warp * 16 + lane / 4;
-  constexpr int kStep = 4 * Format::kValues;  // of the depth, by four threads
-  const PieceReader<Format> reader(c, group, column);
-  const int depth = static_cast<int>(c.k), begin = lane % 4 * Format::kValues;
-  const auto* x = static_cast<const __nv_bfloat16*>(c.a) + (start + lane / 4) * c.a_pitch;
-  const int64_t row_tile = kRowsOfTile * c.a_pitch;
-  for (int64_t first = 0; first < rows; first += kRowTiles * kRowsOfTile) {
-    const int tiles = static_cast<int>(min(int64_t{kRowTiles}, (rows - first + kRowsOfTile - 1) / kRowsOfTile));
-    const int existing = static_cast<int>(min(rows - first, int64_t{kRowTiles * kRowsOfTile})) - lane / 4;
-    float acc[kRowTiles][4] = {};
-    Pieces<Format> ahead[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) ahead[i] = reader.read(begin + i * kStep, begin + i * kStep < depth);
-    for (int end = 0; end < depth; end += kAhead * kStep) {
-#pragma unroll
-      for (int step = 0; step < kAhead; ++step) {
-        const int k = begin + end + step * kStep, later = k + kAhead * kStep;
-        if (end + step * kStep >= depth) break;
-        const Pieces<Format> now = ahead[step];
-        ahead[step] = reader.read(later, later < depth);
-        uint32_t weights[2][Format::kValues / 2];
-        decode_piece<Format>(now.bytes[0], now.scales[0], weights[0]);
-        decode_piece<Format>(now.bytes[1], now.scales[1], weights[1]);
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-          if (i >= tiles) break;
-          multiply_piece<Format>(acc[i], weights, x + i * row_tile + k, k < depth && i * kRowsOfTile < existing);
-        }
-      }
-    }
-    x += kRowTiles * row_tile;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int64_t row = first + i * kRowsOfTile + lane % 4 * 2 + j % 2, of = column + j / 2 * 8;
-        if (row < rows && of < c.n) write_result(c, group, start + row, of, acc[i][j] * Format::kFactor);
-      }
-  }
-}
-
-// ---- variants: a block has 16 columns, of which each warp reads every fourth stretch of the depth ----
-
-constexpr int kTileColumns = 16, kPieces = 2, kTiledRows = 2;
-constexpr int kStretch = 64 * kPieces, kStep = kStretch * kWarps;  // bytes of a row: of a warp, and of the block
 
 // Of a thread's two columns, as many pieces as a stretch has for it.
 template <class Format>
@@ -247,72 +113,6 @@ class InRegisters {
   Stretch<Format> ahead_[kDepth];
 };
 
-// In shared memory, where each thread has a place of its own, so that none waits for another.
-template <class Format, int kStages>
-class InSharedMemory {
- public:
-  static constexpr int kDepth = kStages, kUnrolled = 1, kVectors = kStages * kPieces * 2 * kWarps * 32;
-  static constexpr int kSharedBytes = kVectors * (16 + 4);
-  DEVICE InSharedMemory(const Cursor<Format>& cursor, const Depth& depth) : cursor_(cursor), depth_(depth) {
-    extern __shared__ __align__(16) uint4 stages[];
-    ptx::copy_async_wait<0>();  // of rows before
-    stages_ = stages + threadIdx.x, words_ = reinterpret_cast<uint32_t*>(stages + kVectors) + threadIdx.x;
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece)
-        before_[piece][i] = (reinterpret_cast<uintptr_t>(cursor.scales[i]) + piece * Cursor<Format>::kPieceScales) % 4;
-#pragma unroll 1
-    for (int i = 0; i < kDepth; ++i) read(i, i);
-  }
-  DEVICE Stretch<Format> take(int slot) const {
-    ptx::copy_async_wait<kDepth - 1>();
-    Stretch<Format> now;
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        now.bytes[piece][i] = stages_[at(slot, piece, i)];
-        now.scales[piece][i] =
-            static_cast<typename Format::Scales>(words_[at(slot, piece, i)] >> 8 * before_[piece][i]);
-      }
-    return now;
-  }
-  DEVICE void give_back(int slot, int stretch) { read(slot, stretch + kDepth); }
-
- private:
-  DEVICE static int at(int slot, int piece, int i) { return ((slot * kPieces + piece) * 2 + i) * kWarps * 32; }
-  DEVICE void read(int slot, int stretch) {
-    if (stretch < depth_.whole) {
-      copy<true>(slot, stretch);
-    } else if (stretch < depth_.stretches()) {
-      copy<false>(slot, stretch);
-    }
-    ptx::copy_async_commit();
-    cursor_.advance();
-  }
-  template <bool kWhole>
-  DEVICE void copy(int slot, int stretch) {
-#pragma unroll
-    for (int piece = 0; piece < kPieces; ++piece)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const bool exists = kWhole || depth_.exists(stretch, piece);
-        const int back = exists ? 0 : kStep;  // what is not read is an address all the same
-        ptx::copy_async_if(exists, stages_ + at(slot, piece, i), cursor_.bytes[i] + piece * 64 - back);
-        const auto before = before_[piece][i];
-        ptx::copy_async_pair(words_ + at(slot, piece, i),
-                             cursor_.scales[i] + piece * Cursor<Format>::kPieceScales - before,
-                             exists ? static_cast<int>(before + sizeof(typename Format::Scales)) : 0);
-      }
-  }
-  Cursor<Format> cursor_;
-  Depth depth_;
-  uint4* stages_;
-  uint32_t* words_;
-  int before_[kPieces][2];  // bytes of the aligned word in which a scale lies that come before it
-};
-
 DEVICE void multiply_eight(float (&acc)[4], const uint32_t (&w)[2][4], const uint4& x) {
   const uint32_t first[] = {w[0][0], w[1][0], w[0][1], w[1][1]}, second[] = {w[0][2], w[1][2], w[0][3], w[1][3]};
   ptx::warp_mma<__nv_bfloat16>(acc, first, x.x, x.y);
@@ -321,7 +121,7 @@ DEVICE void multiply_eight(float (&acc)[4], const uint32_t (&w)[2][4], const uin
 
 // The rows of a group that are multiplied at a time. A row that does not exist is read as the last one, and not stored.
 struct Rows {
-  const __nv_bfloat16* x[kTiledRows];  // this thread's next piece of its row of each tile
+  const __nv_bfloat16* x[kRowTiles];  // this thread's next piece of its row of each tile
   int tiles;
 
   DEVICE Rows(const PackedGemm& c, int64_t start, int rows, int values) {
@@ -329,7 +129,7 @@ struct Rows {
     const int lane = threadIdx.x % 32,
               first = static_cast<int>(threadIdx.x / 32 * kStretch + lane % 4 * 16) / 16 * values;
 #pragma unroll
-    for (int i = 0; i < kTiledRows; ++i) {
+    for (int i = 0; i < kRowTiles; ++i) {
       const int row = min(i * kRowsOfTile + lane / 4, rows - 1);
       x[i] = static_cast<const __nv_bfloat16*>(c.a) + (start + row) * c.a_pitch + first;
     }
@@ -413,7 +213,7 @@ DEVICE void add_products(float (&acc)[kTiles][4], const Depth& depth, Source& so
 // The sums of all warps, in their order: warp i writes row tile i. Sums with a weight that is NaN are NaN.
 template <class Format, int kTiles>
 DEVICE void write_sums(const PackedGemm& c, int group, const float (&acc)[kTiles][4], Largest (&largest)[2],
-                       int64_t token, int rows, float4 (*partial)[kTiledRows][32]) {
+                       int64_t token, int rows, float4 (*partial)[kRowTiles][32]) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tiles = (rows + kRowsOfTile - 1) / kRowsOfTile;
   float poison[2];
 #pragma unroll
@@ -434,7 +234,7 @@ DEVICE void write_sums(const PackedGemm& c, int group, const float (&acc)[kTiles
       const float4 part = partial[i][warp][lane];
       sums[0] += part.x, sums[1] += part.y, sums[2] += part.z, sums[3] += part.w;
     }
-    const int64_t column = blockIdx.x * int64_t{kTileColumns} + lane / 4;
+    const int64_t column = blockIdx.x * int64_t{kColumns} + lane / 4;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int64_t row = warp * kRowsOfTile + lane % 4 * 2 + j % 2, of = column + j / 2 * 8;
@@ -444,16 +244,17 @@ DEVICE void write_sums(const PackedGemm& c, int group, const float (&acc)[kTiles
   __syncthreads();
 }
 
-DEVICE void zero_tile_rows(const PackedGemm& c, int64_t first) {
-  const int64_t column = blockIdx.x * int64_t{kTileColumns} + threadIdx.x % kTileColumns;
+// The rows behind the last group, of the block's columns.
+DEVICE void zero_rows(const PackedGemm& c, int64_t first) {
+  const int64_t column = blockIdx.x * int64_t{kColumns} + threadIdx.x % kColumns;
   if (column >= c.n) return;
-  for (int64_t token = first + threadIdx.x / kTileColumns; token < c.tokens; token += kWarps * 32 / kTileColumns)
+  for (int64_t token = first + threadIdx.x / kColumns; token < c.tokens; token += kWarps * 32 / kColumns)
     write_number(c.out, c.output, token * c.out_pitch + column, 0.f);
 }
 
 template <class Format, int kTiles, class Source>
 DEVICE void multiply_rows(const PackedGemm& c, int group, const Depth& depth, Source& source, int64_t token, int count,
-                          float4 (*partial)[kTiledRows][32]) {
+                          float4 (*partial)[kRowTiles][32]) {
   float acc[kTiles][4] = {};
   Largest largest[2];
   add_products<Format, kTiles>(acc, depth, source, Rows(c, token, count, Format::kValues), largest);
@@ -461,21 +262,21 @@ DEVICE void multiply_rows(const PackedGemm& c, int group, const Depth& depth, So
 }
 
 template <class Format, class Source, int kBlocks>
-__global__ void __launch_bounds__(kWarps * 32, kBlocks) packed_tile_kernel(const __grid_constant__ PackedGemm c) {
-  __shared__ float4 partial[kWarps][kTiledRows][32];
+__global__ void __launch_bounds__(kWarps * 32, kBlocks) packed_gemm_kernel(const __grid_constant__ PackedGemm c) {
+  __shared__ float4 partial[kWarps][kRowTiles][32];
   const int group = blockIdx.y;
   if (group == c.sizes.groups) {
     const int64_t end = rows_before(c.sizes, group, c.tokens);
-    if (c.zero_tail) zero_tile_rows(c, end);
+    if (c.zero_tail) zero_rows(c, end);
     return;
   }
   if (read_index(c.sizes.sizes, c.sizes.int64_sizes, group) <= 0) return;
-  const Cursor<Format> cursor(c, group, blockIdx.x * int64_t{kTileColumns} + threadIdx.x % 32 / 4);
+  const Cursor<Format> cursor(c, group, blockIdx.x * int64_t{kColumns} + threadIdx.x % 32 / 4);
   const Depth depth = Depth::of(c, Format());
   Source source(cursor, depth);  // before it is known where the rows are
   const int64_t start = rows_before(c.sizes, group, c.tokens);
   const int64_t rows = clamped_size(c.sizes, group, c.tokens - start);
-  constexpr int kRows = kTiledRows * kRowsOfTile;
+  constexpr int kRows = kRowTiles * kRowsOfTile;
 #pragma unroll 1
   for (int64_t first = 0; first < rows; first += kRows) {
     if (first) source = Source(cursor, depth);
@@ -483,26 +284,18 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocks) packed_tile_kernel(const
     if (count <= kRowsOfTile) {
       multiply_rows<Format, 1>(c, group, depth, source, start + first, count, partial);
     } else {
-      multiply_rows<Format, kTiledRows>(c, group, depth, source, start + first, count, partial);
+      multiply_rows<Format, kRowTiles>(c, group, depth, source, start + first, count, partial);
     }
   }
-  ptx::copy_async_wait<0>();
 }
 
-template <class Format, class Source, int kBlocks>
-void launch_tiles(PackedGemm c, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(blocks_of(c.n, kTileColumns)), static_cast<unsigned>(c.sizes.groups + 1));
-  packed_tile_kernel<Format, Source, kBlocks><<<grid, kWarps * 32, Source::kSharedBytes, stream>>>(c);
-}
-
-template <class First, class Format>
+template <class Format>
 void launch(PackedGemm c, cudaStream_t stream) {
   FUSIBLE_CHECK(c.k % Format::kValues == 0, "rows of packed weights must be multiples of 16 bytes, got k ", c.k);
   c.sizes.wrong = wrong_size_word(current_device());
-  if (c.variant == 1) return launch_tiles<Format, InRegisters<Format, 2>, 4>(c, stream);
-  if (c.variant == 2) return launch_tiles<Format, InSharedMemory<Format, 4>, 4>(c, stream);
+  using Source = InRegisters<Format, 2>;
   const dim3 grid(static_cast<unsigned>(blocks_of(c.n, kColumns)), static_cast<unsigned>(c.sizes.groups + 1));
-  packed_gemm_kernel<First><<<grid, kWarps * 32, 0, stream>>>(c);
+  packed_gemm_kernel<Format, Source, 4><<<grid, kWarps * 32, Source::kSharedBytes, stream>>>(c);
 }
 
 }  // namespace
@@ -511,9 +304,9 @@ void packed_gemm(const PackedGemm& c, int device, cudaStream_t stream) {
   if (!c.tokens || !c.n) return;
   const DeviceGuard guard(device);
   switch (c.format) {
-    case PackedFormat::kMXFP8: launch<FirstMXFP8, PackedMXFP8>(c, stream); break;
-    case PackedFormat::kNVFP4: launch<FirstNVFP4, PackedNVFP4>(c, stream); break;
-    case PackedFormat::kMXFP4: launch<PackedMXFP4, PackedMXFP4>(c, stream); break;
+    case PackedFormat::kMXFP8: launch<PackedMXFP8>(c, stream); break;
+    case PackedFormat::kNVFP4: launch<PackedNVFP4>(c, stream); break;
+    case PackedFormat::kMXFP4: launch<PackedMXFP4>(c, stream); break;
   }
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "a product of ", c.tokens, " rows and packed weights of ", c.n, " x ", c.k);
 }

@@ -12,7 +12,6 @@ from .extension import TYPE_CODES, address, compiled, device_refusal, stream
 from .gemm import MAX_GROUPS, MAX_ROWS, as_float32
 
 NAME = "hopper"
-VARIANT = 0
 _CODES = {PackedFormat.MXFP8: 0, PackedFormat.NVFP4: 1, PackedFormat.MXFP4: 2}
 _VALUES_OF_16_BYTES = {PackedFormat.MXFP8: 16, PackedFormat.NVFP4: 32, PackedFormat.MXFP4: 32}
 
@@ -82,7 +81,6 @@ def run(p: PackedGemm) -> None:
         row_scale=address(row_scale),
         alphas=address(alphas),
         zero_tail=p.fresh,
-        variant=VARIANT,
     )
     if not p.fresh:
         torch.autograd.graph.increment_version(p.out)

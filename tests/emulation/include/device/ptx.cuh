@@ -46,11 +46,6 @@ DEVICE void copy_async(void* to, const void* from) {
   emulation::check_memory(reinterpret_cast<uintptr_t>(from), 16, "cp.async");
   emulation::current->copies.open.push_back([=] { std::memcpy(to, from, 16); });
 }
-DEVICE void copy_async_if(bool wanted, void* to, const void* from) {
-  if (wanted) return copy_async(to, from);
-  (void)emulation::shared_pointer(smem_address(to), 16);
-  emulation::current->copies.open.push_back([=] { std::memset(to, 0, 16); });
-}
 DEVICE void copy_async_pair(void* to, const void* from, int bytes) {
   (void)emulation::shared_pointer(smem_address(to), 4);
   emulation::check((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) % 4 == 0, "cp.async is not aligned to 4 bytes");
