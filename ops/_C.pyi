@@ -177,6 +177,7 @@ def scaled_activation(
     scales: int = ...,
     scales_type: int = ...,
     zero_tail: bool = ...,
+    vectors: list[int] = ...,
 ) -> None: ...
 def row_scaled_gemm(
     *,
@@ -963,6 +964,7 @@ def quantize_activation(
     scales: int = ...,
     scales_type: int = ...,
     tiles: int = ...,
+    vectors: list[int] = ...,
 ) -> None: ...
 def quantize_activation_backward(
     *,
@@ -989,5 +991,10 @@ def quantize_activation_backward(
     dscales: int = ...,
     workspace: int = ...,
     tiles: int = ...,
+    vectors: list[int] = ...,
+    dvectors: list[int] = ...,
+    dvector_types: list[int] = ...,
+    dvectors_of_both: list[int] = ...,
+    dvectors_of_all_rows: list[int] = ...,
 ) -> None: ...
-def quantize_backward_workspace(*, tokens: int, features: int) -> int: ...
+def quantize_backward_workspace(*, tokens: int, features: int, groups: int = ..., dvectors: int = ...) -> int: ...

@@ -18,6 +18,7 @@ from emulation import build, harness
 
 from fusible.benchmarks import gemm_contestants, grouped_gemm
 from fusible.benchmarks.problem import Problem
+from fusible.fuser.torch_private import address_function
 from fusible.ops import kernels
 from fusible.ops.activation_spec import ActivationSpec, gated, interleaved
 from fusible.ops.kernels.hopper import epilogue, extension
@@ -192,7 +193,7 @@ def test_tails_of_more_calls_than_one_clearing_takes(emulation: harness.Emulatio
             hopper.launch(Layout.NT, a, b, out, size, dynamic=False, fresh=True)
     for out in outs:
         out.fill_(math.nan)
-    capture.launches(capture, 2**20).run([tensor.data_ptr() for tensor in given], 12, 0)
+    capture.launches(capture, 2**20).run(given, address_function, 12, 0)
     for out, size in zip(outs, sizes, strict=True):
         assert torch.equal(out, torch.where(torch.arange(12).unsqueeze(1) < size, 8.0, 0.0).expand(12, 8).bfloat16())
 

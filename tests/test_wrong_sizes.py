@@ -11,6 +11,7 @@ from checks.wrong_sizes import CASES, ROWS, Product, fits, raised
 from emulation import build, harness
 
 import fusible
+from fusible.fuser.torch_private import address_function
 from fusible.ops.kernels.problem import Layout
 from fusible.ops.kernels.pytorch import wrong_sizes as pytorch_reports
 
@@ -72,7 +73,7 @@ def test_captured_launches(emulation: harness.Emulation) -> None:
     replay = capture.launches(capture, 2**20)
 
     def run() -> None:
-        replay.run([t.data_ptr() for t in tensors], wrong_sizes.ROWS, 0)
+        replay.run(tensors, address_function, wrong_sizes.ROWS, 0)
 
     given.copy_(torch.tensor(sizes))
     run()

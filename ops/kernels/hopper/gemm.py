@@ -184,13 +184,10 @@ def launch(
         second: operands whose product is added to that of ``a`` and ``b``.
         independent: products of which this is one; it takes its workspace from them.
     """
-    bias_scale = None if bias_scale is None else bias_scale.to(torch.float32)
-    row_scale = None if row_scale is None else row_scale.to(torch.float32)
     addressings = addressing(b), addressing(out), NO_MATRICES if bias is None else bias_addressing(bias)
     zero_tail = fresh and not tail_unspecified and layout is not Layout.TN
-    anywhere = addressings[0][1] or addressings[1][1] or addressings[2][1]
     workspace, others = NO_WORKSPACE, {"variant": variant, "zero_tail": zero_tail, **epilogue.second_fields(second)}
-    if dynamic or anywhere:
+    if dynamic or any(anywhere for _, anywhere in addressings):
         workspace = _workspace(layout, a, first(out), sizes.shape[0], variant, independent)
         others |= workspace.fields
     _launch(
@@ -202,8 +199,8 @@ def launch(
         outputs=addressings[1],
         biases=addressings[2],
         bias_type=0 if bias is None else TYPE_CODES[first(bias).dtype],
-        bias_scale=bias_scale,
-        row_scale=row_scale,
+        bias_scale=as_float32(bias_scale),
+        row_scale=as_float32(row_scale),
         alphas=alphas,
         betas=betas,
         workspace=workspace,

@@ -143,7 +143,7 @@ def backward(
     dgate, dup = _gate_and_up(out.preact, spec) if spec.gated else (out.preact, None)
     dvalue = grad if factor is None else factor.mul_(grad) if is_temporary else (grad * factor).to(gate.dtype)
     if spec.limit is not None:
-        _inside(dvalue, columns[0], -inf, _next_above(spec.limit, dvalue.dtype), dvalue)
+        dvalue.masked_fill_(columns[0] >= _next_above(spec.limit, dvalue.dtype), 0)
     _slope(curve, dvalue, gate, dgate)
     value.mul_(grad)
     if dup is not None:
@@ -216,14 +216,7 @@ def _of_unclamped(grad: Tensor, up: Tensor | None, limit: float | None) -> Tenso
     """The gradient of up: zero where that was clamped."""
     if limit is None or up is None:
         return grad
-    above = _next_above(limit, up.dtype)
-    return _inside(grad, up, -above, above, torch.empty_like(grad))
-
-
-def _inside(grad: Tensor, x: Tensor, below: float, above: float, out: Tensor) -> Tensor:
-    """``out`` is the gradient where x is more than one bound and less than the other, else zero."""
-    masked: Tensor = _aten.hardtanh_backward.grad_input(grad, x, below, above, grad_input=out)
-    return masked
+    return grad.masked_fill(up.abs() >= _next_above(limit, up.dtype), 0)  # hardtanh_backward loses NaN
 
 
 @cache
