@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..runtime.buffers import extent
-from ..torch_private import address_function, current_dispatch_mode, without_dispatch_modes
+from ..torch_private import address_function, without_dispatch_modes
 from . import counts
 
 aten = torch.ops.aten
@@ -137,11 +137,6 @@ def allocator(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]
     """Allocates a tensor of a shape: the function that does so fastest, and for all captures the same."""
     with without_dispatch_modes():
         return torch.empty(0, dtype=dtype, device=device).new_empty
-
-
-def is_active() -> bool:
-    """Whether the innermost dispatch mode of this thread is a capture."""
-    return isinstance(current_dispatch_mode(), Capture)
 
 
 def refuse(reason: str) -> None:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser.replay import capture
-from ...fuser.torch_private import dispatch_mode_depth
+from ...fuser.replay.capture import Capture
+from ...fuser.torch_private import current_dispatch_mode, dispatch_mode_depth
 
 
 class Turn(NamedTuple):
@@ -71,4 +71,4 @@ def _fills_allocations() -> bool:
     """Whether new memory is written to by an operation, or somebody else may see to that."""
     if torch.are_deterministic_algorithms_enabled():  # which fills it
         return True
-    return dispatch_mode_depth() > capture.is_active()
+    return dispatch_mode_depth() > isinstance(current_dispatch_mode(), Capture)
