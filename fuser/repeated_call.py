@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -80,7 +80,7 @@ class RepeatedCall:
         self._held = [(op, [n for n, p in op._parameters.items() if p is not None]) for op in layout.holders]
         tensors = self._with_parameters(arguments)
         self._number, self._check = len(tensors), tensor_guards(tensors)
-        self._order = None if positions == [*range(len(positions))] else itemgetter(*positions)
+        self._order = _order(positions)
         values = self._in_order(tensors)
         checks = self._plan.value_checks(values)
         self._value_checks = [(positions[slot], look) for slot, look in checks or ()]
@@ -89,7 +89,7 @@ class RepeatedCall:
             self._checked = self._plan.passed.get(tuple(noted.shapes))
         elif checks is not None:
             self._checked = self._plan.check(values, self._runtime)
-        self._again = None if checks is None else self._plan.again(tensors, positions, self._runtime)
+        self._step = None if checks is None else self._plan.repeated_step(tensors, positions, self._runtime)
 
     @classmethod
     def of(
@@ -122,8 +122,8 @@ class RepeatedCall:
 
     def run(self, tensors: list[Any]) -> Any:
         """Runs the plan, or its one step."""
-        if self._again is not None and not profiler_enabled():
-            outputs = self._again.run(tensors)
+        if self._step is not None and not profiler_enabled():
+            outputs = self._step.run(tensors)
             return outputs[0] if len(outputs) == 1 else outputs
         return self._plan(self._in_order(tensors), self._runtime, None, self._checked)
 
@@ -152,7 +152,7 @@ class RepeatedReplay:
         self._circumstances = Circumstances(layout, names, last.runtime, thread_config.config)
         self._holders, self._grad_enabled = layout.holders, last.runtime.grad_enabled
         self._number, self._check = len(key.pool), tensor_guards(key.pool)
-        self._order = None if positions == [*range(len(positions))] else itemgetter(*positions)
+        self._order = _order(positions)
 
     @classmethod
     def of(
@@ -185,3 +185,8 @@ class RepeatedReplay:
     def run(self, pool: list[Any]) -> Any:
         """Replays the call."""
         return self._captured.run(pool, self._rows)
+
+
+def _order(positions: list[int]) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]] | None:
+    """Takes tensors into the order of the plan; None: they are in it."""
+    return None if positions == [*range(len(positions))] else itemgetter(*positions)

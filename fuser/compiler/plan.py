@@ -14,7 +14,7 @@ from ..errors import ArgumentError, RefusedError
 from ..op import Keyword, Op
 from ..overrides import is_called_whole
 from ..parametrized import computes_parameters, foreseen
-from ..runtime.autograd import RunAgain, Runtime, StepCapture, refuse_transforms
+from ..runtime.autograd import RepeatedStep, Runtime, StepCapture, refuse_transforms
 from ..runtime.buffers import NamedValue, check_overlaps
 from ..runtime.devices import current_stream
 from ..spec import TensorSpec, check_layout
@@ -123,7 +123,9 @@ class Plan:
             return None
         return self.steps[0].value_checks(values)
 
-    def again(self, tensors: Sequence[Tensor], positions: Sequence[int], runtime: Runtime) -> RunAgain | None:
+    def repeated_step(
+        self, tensors: Sequence[Tensor], positions: Sequence[int], runtime: Runtime
+    ) -> RepeatedStep | None:
         """What gives the results for tensors of the forms of these; None: more than one step does.
 
         Args:
@@ -131,7 +133,7 @@ class Plan:
         """
         if len(self.steps) != 1 or self.results != self.steps[0].outputs:
             return None
-        return self.steps[0].again(tensors, positions, runtime.grad_enabled)
+        return self.steps[0].repeated(tensors, positions, runtime.grad_enabled)
 
     def _parameters(self) -> Iterator[Tensor]:
         for step in self.steps:

@@ -15,7 +15,7 @@ from ..op import Op
 from ..overrides import input_may_change, outputs_of, patched_half
 from ..parametrized import computed
 from ..runtime.autograd import (
-    RunAgain,
+    RepeatedStep,
     Runtime,
     StepCapture,
     calling,
@@ -108,7 +108,7 @@ class Step:
             x = spec
         return looks
 
-    def again(self, tensors: Sequence[Tensor], positions: Sequence[int], records: bool) -> RunAgain | None:
+    def repeated(self, tensors: Sequence[Tensor], positions: Sequence[int], records: bool) -> RepeatedStep | None:
         """What runs it for tensors of the forms of these; None: :meth:`run` alone does.
 
         Args:
@@ -117,7 +117,7 @@ class Step:
         if self.input_names is None or self.has_parametrized_inputs or not isinstance(self.module, Op):
             return None
         reads = tuple([(name, positions[slot]) for name, slot in self.reads])
-        return RunAgain.of(self.module, positions[self.x], reads, tensors, records)
+        return RepeatedStep.of(self.module, positions[self.x], reads, tensors, records)
 
     @property
     def replay_refusal(self) -> str | None:

@@ -115,7 +115,7 @@ def run(
     return _forward(EagerStep(op, keywords, runtime.autocast_dtype, (), x_is_inner), [x], session, None).outputs
 
 
-class RunAgain(NamedTuple):
+class RepeatedStep(NamedTuple):
     """:func:`run` of an op, for tensors of the forms that it has run with: what it found out then holds.
 
     Attributes:
@@ -132,7 +132,7 @@ class RunAgain(NamedTuple):
     @classmethod
     def of(
         cls, op: Op, x: int, keywords: tuple[tuple[str, int], ...], tensors: Sequence[Tensor], records: bool
-    ) -> RunAgain | None:
+    ) -> RepeatedStep | None:
         """None where autograd is given something else than these tensors, each of which is there once."""
         if not records:
             return cls(op, x, keywords, (), None)

@@ -99,7 +99,7 @@ class BackwardContext:
         for name in self.names:
             gradient = grads.pop(name) if name in wanted else None
             gradients.append(gradient if type(gradient) is Tensor else evaluate(gradient))
-            gradient = None
+            gradient = None  # so that what it is computed from goes before the next is computed
         if self.shapes:
             self._refuse_misshapen(gradients)
         return gradients
