@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import tracing as trace
 from ..quantized.nvfp4 import NV_BLOCK
 from ..quantized.packed import PackedFormat
 from .custom_ops import kernel
 from .dispatch import fake_quantizers
 from .fake_quantized_problem import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 from .problem import Matrices, first
+from .quantized import run_quantizer
 
 
 class TokenValues(NamedTuple):
@@ -102,10 +102,6 @@ def fake_quantize_weight(
 def _run(problem: FakeQuantizing) -> None:
     """Runs a fake quantiser, or tells a trace of it."""
     backend, reason = fake_quantizers(problem)
-    tensor = problem.x if isinstance(problem, FakeQuantizeRows) else first(problem.weight)
-    if trace.active():
-        shown, size = reason if tensor.is_cuda else "", problem.bytes
-        configuration = f"{problem}, {size / 1e6:.1f} MB"
-        trace.record(trace.KernelCall(f"{backend.NAME} (quantise)", shown, 0, size, configuration))
-    elif not tensor.is_meta and tensor.numel():
-        backend.run(problem)
+    run_quantizer(
+        backend, reason, problem, problem.x if isinstance(problem, FakeQuantizeRows) else first(problem.weight)
+    )

@@ -8,7 +8,7 @@ its own, whose result is quantised: the bytes are the same, since an activation 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWe
 from . import activate, activate_backward, dequantized
 from .custom_ops import kernel
 from .dispatch import quantizers, row_kernels, scaled_products
+from .fake_quantized_problem import FakeQuantizing
 from .outputs import like_operands
 from .problem import Matrices, Operands, first
 from .quantized_problem import (
@@ -382,7 +383,11 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
 def quantize(problem: Quantizing) -> None:
     """Runs a quantiser, or tells a trace of it."""
     backend, reason = quantizers(problem)
-    tensor = source(problem)
+    run_quantizer(backend, reason, problem, source(problem))
+
+
+def run_quantizer(backend: Any, reason: str, problem: Quantizing | FakeQuantizing, tensor: Tensor) -> None:
+    """Runs a problem of one of the tensors that it reads, or tells a trace of it and of the reason."""
     if trace.active():
         shown = reason if tensor.is_cuda else ""
         trace.record(trace.KernelCall(f"{backend.NAME} (quantise)", shown, 0, problem.bytes, _configuration(problem)))
@@ -416,6 +421,6 @@ def _multiply_in_16_bits(problem: Multiplying, reason: str) -> None:
         zero_tail(problem.out, problem.split_sizes)
 
 
-def _configuration(problem: Quantizing | Multiplying) -> str:
+def _configuration(problem: Quantizing | FakeQuantizing | Multiplying) -> str:
     """What it computes, and the bytes that it moves."""
     return f"{problem}, {problem.bytes / 1e6:.1f} MB"
