@@ -61,6 +61,13 @@ def test_highest_tiles_first(layout: Layout) -> None:
     check(layout, (160, 0, 129, 300), k=136, n=520, tail=0, dtype=torch.float16, variant=DEEP)
 
 
+@pytest.mark.parametrize("layout", [Layout.NT, Layout.NN])
+@pytest.mark.parametrize("sizes", [(800,), (0, 1060, 3, 28), (333, 0, 330, 1)])
+def test_tiles_of_few_long_groups_are_lower(layout: Layout, sizes: tuple[int, ...]) -> None:
+    """On four multiprocessors: tiles of 128 rows, of 144, and of 160."""
+    check(layout, sizes, k=136, n=200, variant=DEEP)
+
+
 @pytest.mark.parametrize(
     ("sizes", "k", "n"),
     [((2200,), 328, 136), ((1, 0, 4000, 64), 136, 264), ((0, 90, 4000, 3990), 136, 192), ((1, 0, 1999, 70), 200, 72)],

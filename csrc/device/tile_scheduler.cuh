@@ -16,7 +16,8 @@
 // idle: if half the height makes that up, their tiles have half of it.
 //
 // Where few rounds of long tasks are all there is (`highest_first`), tasks are numbered by the height of the groups'
-// tiles: what the last round waits for is then short.
+// tiles: what the last round waits for is then short. Where few groups have most of the tokens, all tiles are as high
+// as one another, so that their order saves nothing: there they are cut lower if that fills the last round.
 #pragma once
 #include "device/groups.cuh"
 #include "device/work_queue.cuh"
@@ -27,7 +28,7 @@ namespace fusible {
 struct GroupTable {
   int start[kMaxGroups], tokens[kMaxGroups];
   int tasks_end[kMaxGroups];  // tasks of this group and of all before it
-  bool halved;                // whether tiles have half their height
+  int tile_rows;              // that a tile has at most, where the sizes of the groups decide
 };
 
 // The same for tasks that are numbered by position: the group at one is order[position].
@@ -50,6 +51,7 @@ class TileScheduler {
   static constexpr bool kSplits = kVariant.split_k;
   static constexpr bool kHalves = !kRaggedRows && kTileM > kLeastRows && !kSplits;
   static constexpr bool kSorts = kVariant.highest_first || kSplits;
+  static constexpr bool kLowers = kVariant.highest_first;
 
  public:
   using Table = std::conditional_t<kSplits, SlicedGroupTable, std::conditional_t<kSorts, SortedGroupTable, GroupTable>>;
@@ -68,9 +70,9 @@ class TileScheduler {
       if (blockIdx.x == 0) report_cut(sizes, group, rows, lane);
       if (group < sizes.groups) table.start[group] = start, table.tokens[group] = size;
       longest = max(longest, size), total += static_cast<float>(size);
-      if constexpr (!kHalves && !kSorts) number(table, shape, group, size, false, tasks_before, lane);
+      if constexpr (!kHalves && !kSorts) number(table, shape, group, size, tasks_before, lane);
     }
-    if constexpr (kSplits || kHalves)
+    if constexpr (kSplits || kHalves || kLowers)
       for (int offset = 16; offset > 0; offset /= 2) {
         longest = max(longest, __shfl_xor_sync(~0u, longest, offset));
         total += __shfl_xor_sync(~0u, total, offset);
@@ -80,20 +82,24 @@ class TileScheduler {
       if (lane == 0) table.slice_tokens = tokens;
       __syncwarp();
     }
+    if constexpr (kHalves || kLowers) {
+      const float groups = total / static_cast<float>(max(1, longest));
+      const int rows = kHalves ? (halving_pays(groups, shape) ? kLeastRows : kTileM) : lowered(groups, longest, shape);
+      if (lane == 0) table.tile_rows = rows;
+      __syncwarp();
+    }
     if constexpr (kSorts) {
       sort(table, sizes.groups, lane);
       for (int base = 0; base < sizes.groups; base += 32) {
         const int position = base + lane;
         const int size = position < sizes.groups ? table.tokens[group_at(table, shape, position)] : 0;
-        number(table, shape, position, size, false, tasks_before, lane);
+        number(table, shape, position, size, tasks_before, lane);
       }
     }
     if constexpr (kHalves) {
-      const bool halved = halving_pays(total / static_cast<float>(max(1, longest)), shape);
-      if (lane == 0) table.halved = halved;
       for (int base = 0; base < sizes.groups; base += 32) {
         const int group = base + lane;
-        number(table, shape, group, group < sizes.groups ? table.tokens[group] : 0, halved, tasks_before, lane);
+        number(table, shape, group, group < sizes.groups ? table.tokens[group] : 0, tasks_before, lane);
       }
     }
   }
@@ -124,7 +130,7 @@ class TileScheduler {
     if (groups > SortedGroupTable::kMost) return;
     const auto rank = [&](int tokens) {
       if constexpr (kSplits) return slices_of(tokens, table.slice_tokens);
-      else return height_of(tokens);
+      else return height_of(tokens, table.tile_rows);
     };
     int before = 0;
     for (int at = kSplits ? kMostSlices : kTileM / kBlock; at >= 0; --at)
@@ -138,8 +144,8 @@ class TileScheduler {
     __syncwarp();
   }
   // Blocks of the highest tile of a group.
-  DEVICE static int height_of(int rows) {
-    const int blocks = (rows + kBlock - 1) / kBlock, tiles = max(1, tiles_of(rows, false));
+  DEVICE static int height_of(int rows, int tile_rows) {
+    const int blocks = (rows + kBlock - 1) / kBlock, tiles = max(1, tiles_of(rows, tile_rows));
     return (blocks + tiles - 1) / tiles;
   }
   DEVICE static int group_at(const Table& table, const WorkShape& shape, int position) {
@@ -148,10 +154,9 @@ class TileScheduler {
     return position;
   }
   // Numbers the tasks of 32 groups, of which this is a lane's.
-  DEVICE static void number(Table& table, const WorkShape& shape, int group, int tokens, bool halved, int& tasks_before,
-                            int lane) {
+  DEVICE static void number(Table& table, const WorkShape& shape, int group, int tokens, int& tasks_before, int lane) {
     const bool exists = group < shape.sizes.groups;
-    int tasks = exists ? tasks_of(tokens, shape, halved) : 0;
+    int tasks = exists ? tasks_of(tokens, shape, table.tile_rows) : 0;
     if constexpr (kSplits) tasks *= slices_of(tokens, table.slice_tokens);
     const int end = tasks_before + scan(tasks, lane);
     tasks_before = __shfl_sync(~0u, end, 31);
@@ -164,7 +169,7 @@ class TileScheduler {
   // sums are written and read.
   DEVICE static int slice_tokens(const Table& table, int longest, float total, const WorkShape& shape, int lane) {
     constexpr float kTokensOfSums = 330.f;
-    const int tasks = tasks_of(1, shape, false);
+    const int tasks = tasks_of(1, shape, kTileM);
     const float groups = total / static_cast<float>(max(1, longest));
     const auto cost = [&](int slices) {
       const float rounds = ceilf(groups * static_cast<float>(tasks * slices) / static_cast<float>(gridDim.x) - 0.1f);
@@ -188,20 +193,37 @@ class TileScheduler {
   // to 0.68 were measured); a tenth of a round of short ones finds room beside the others.
   DEVICE static bool halving_pays(float groups, const WorkShape& shape) {
     if (!shape.may_halve) return false;
-    const auto rounds = [&](bool halved) {
-      const auto tasks = static_cast<float>(tiles_of(shape.fixed_rows, halved) * column_tasks(shape));
-      return ceilf(groups * tasks / static_cast<float>(gridDim.x / kCluster) - 0.1f);
-    };
-    const float whole = rounds(false);
-    return whole < 4.f && rounds(true) * 0.65f < whole;
+    const float whole = rounds(groups, shape.fixed_rows, kTileM, shape);
+    return whole < 4.f && rounds(groups, shape.fixed_rows, kLeastRows, shape) * 0.65f < whole;
   }
-  DEVICE static int tiles_of(int rows, bool halved) {
-    if (kHalves && halved) return (rows + kLeastRows - 1) / kLeastRows;
+  // The rows of a tile with which the rounds of as many groups of the longest's length take least; all of them, where
+  // groups are more than a few.
+  DEVICE static int lowered(float groups, int longest, const WorkShape& shape) {
+    constexpr float kFew = 4.f;
+    int best = kTileM;
+    if (groups > kFew) return best;
+    const auto cost = [&](int tile_rows) {
+      return rounds(groups, longest, tile_rows, shape) * static_cast<float>(height_of(longest, tile_rows));
+    };
+    float least = cost(best);
+    for (int tile_rows = kTileM - kBlock; tile_rows >= kLeastRows; tile_rows -= kBlock)
+      if (const float lower = cost(tile_rows); lower < least) best = tile_rows, least = lower;
+    return best;
+  }
+  // Of tiles of groups that have so many rows each.
+  DEVICE static float rounds(float groups, int rows, int tile_rows, const WorkShape& shape) {
+    const auto tasks = static_cast<float>(tiles_of(rows, tile_rows) * column_tasks(shape)) / kClusterM;
+    return ceilf(groups * tasks / static_cast<float>(gridDim.x / kCluster) - 0.1f);
+  }
+  // `tile_rows` counts where the sizes of the groups decide about it.
+  DEVICE static int tiles_of(int rows, int tile_rows) {
+    if constexpr (kLowers) return (rows + tile_rows - 1) / tile_rows;
+    if (kHalves && tile_rows == kLeastRows) return (rows + kLeastRows - 1) / kLeastRows;
     return (rows + kTileM - 1) / kTileM;
   }
   DEVICE static int column_tasks(const WorkShape& shape) { return (shape.columns + kClusterN - 1) / kClusterN; }
-  DEVICE static int tasks_of(int tokens, const WorkShape& shape, bool halved) {
-    const int tiles = tiles_of(rows(tokens, shape), halved);
+  DEVICE static int tasks_of(int tokens, const WorkShape& shape, int tile_rows) {
+    const int tiles = tiles_of(rows(tokens, shape), tile_rows);
     return tiles / kClusterM * column_tasks(shape) + (tiles % kClusterM ? (shape.columns + 1) / 2 : 0);
   }
   DEVICE bool find(WorkTile& tile) {
@@ -223,7 +245,7 @@ class TileScheduler {
   }
   // Slice after slice of all tiles of a group. Returns the task's number within its slice.
   DEVICE int take_slice(WorkTile& tile, int local) const {
-    const int tasks = tasks_of(tile.tokens, shape_, false);
+    const int tasks = tasks_of(tile.tokens, shape_, kTileM);
     const int slice = local / tasks, within = local - slice * tasks, first = slice * table_.slice_tokens;
     tile.slice = Slice(slice, slices_of(tile.tokens, table_.slice_tokens), first_task_ + within, tasks);
     tile.tokens_start += first;
@@ -244,8 +266,7 @@ class TileScheduler {
   }
   // Row and column of a group's task number `local`.
   DEVICE void locate(WorkTile& tile, unsigned local, int rows) const {
-    const unsigned tiles = tiles_of(rows, kHalves && table_.halved), pairs = tiles / kClusterM,
-                   columns = column_tasks(shape_);
+    const unsigned tiles = tiles_of(rows, table_.tile_rows), pairs = tiles / kClusterM, columns = column_tasks(shape_);
     const unsigned strips = max(1u, (pairs + kVariant.raster_swizzle - 1) / kVariant.raster_swizzle),
                    usual = (pairs + strips - 1) / strips;  // height of a strip
     const unsigned strip = min(local / max(1u, usual * columns), strips - 1), within = local - strip * usual * columns;
