@@ -141,6 +141,12 @@ def test_tiles_of_few_long_groups_are_halved(sizes: tuple[int, ...], k: int, wid
     check_halved("cuda", sizes, k, 264, wide)
 
 
+@pytest.mark.parametrize("layout", [Layout.NT, Layout.NN])
+@pytest.mark.parametrize("sizes", [(8192,), (7, 0, 8000, 150), (4000, 33, 3900)], ids=str)
+def test_tiles_of_few_long_groups_are_lower(layout: Layout, sizes: tuple[int, ...]) -> None:
+    check("cuda", Case(layout, sizes, k=136, n=2048, variant=9))
+
+
 @pytest.mark.parametrize("sizes", [(8192,), (1, 0, 20000, 500), (9000, 9000)], ids=str)
 def test_depth_of_long_groups_is_split(sizes: tuple[int, ...]) -> None:
     """By choice, since they are few deep tiles, and where it is asked for."""
