@@ -138,12 +138,30 @@ def same(got: list[Tensor], expected: list[Tensor]) -> bool:
 DECLARED = ROOT / "ops" / "_C.pyi"
 
 
-def test_the_stub_declares_the_fields_of_every_launch(emulation: harness.Emulation) -> None:
-    declared = {
-        node.name: {each.arg: default is None for each, default in zip(keywords, node.args.kw_defaults, strict=True)}
-        for node in ast.parse(DECLARED.read_text()).body
-        if isinstance(node, ast.FunctionDef) and (keywords := node.args.kwonlyargs)
+def declared_fields() -> dict[str, dict[str, bool]]:
+    """Of every launch in the stub its fields, and whether each must be there."""
+    body = ast.parse(DECLARED.read_text()).body
+    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+
+    def fields(name: str) -> dict[str, bool]:
+        node = classes[name]
+        of_bases = [fields(ast.unparse(base)) for base in node.bases if ast.unparse(base) in classes]
+        of_itself = {
+            ast.unparse(each.target): not ast.unparse(each.annotation).startswith("NotRequired")
+            for each in node.body
+            if isinstance(each, ast.AnnAssign)
+        }
+        return {key: value for each in (*of_bases, of_itself) for key, value in each.items()}
+
+    return {
+        node.name: fields(ast.unparse(node.args.kwarg.annotation).removeprefix("Unpack[").removesuffix("]"))
+        for node in body
+        if isinstance(node, ast.FunctionDef) and node.args.kwarg and node.args.kwarg.annotation
     }
+
+
+def test_the_stub_declares_the_fields_of_every_launch(emulation: harness.Emulation) -> None:
+    declared = declared_fields()
     fields = {
         name: {
             n: p.default is p.empty for n, p in inspect.signature(getattr(emulation._module, name)).parameters.items()
