@@ -28,7 +28,7 @@ namespace fusible {
 struct GroupTable {
   int start[kMaxGroups], tokens[kMaxGroups];
   int tasks_end[kMaxGroups];  // tasks of this group and of all before it
-  int tile_rows;              // that a tile has at most, where the sizes of the groups decide
+  int lowered;                // tiles are lower: halved if not 0; or by so many blocks
 };
 
 // The same for tasks that are numbered by position: the group at one is order[position].
@@ -84,8 +84,8 @@ class TileScheduler {
     }
     if constexpr (kHalves || kLowers) {
       const float groups = total / static_cast<float>(max(1, longest));
-      const int rows = kHalves ? (halving_pays(groups, shape) ? kLeastRows : kTileM) : lowered(groups, longest, shape);
-      if (lane == 0) table.tile_rows = rows;
+      const int lowered = kHalves ? halving_pays(groups, shape) : lowering(groups, longest, shape);
+      if (lane == 0) table.lowered = lowered;
       __syncwarp();
     }
     if constexpr (kSorts) {
@@ -130,7 +130,7 @@ class TileScheduler {
     if (groups > SortedGroupTable::kMost) return;
     const auto rank = [&](int tokens) {
       if constexpr (kSplits) return slices_of(tokens, table.slice_tokens);
-      else return height_of(tokens, table.tile_rows);
+      else return height_of(tokens, table.lowered);
     };
     int before = 0;
     for (int at = kSplits ? kMostSlices : kTileM / kBlock; at >= 0; --at)
@@ -144,8 +144,8 @@ class TileScheduler {
     __syncwarp();
   }
   // Blocks of the highest tile of a group.
-  DEVICE static int height_of(int rows, int tile_rows) {
-    const int blocks = (rows + kBlock - 1) / kBlock, tiles = max(1, tiles_of(rows, tile_rows));
+  DEVICE static int height_of(int rows, int lowered) {
+    const int blocks = (rows + kBlock - 1) / kBlock, tiles = max(1, tiles_of(rows, lowered));
     return (blocks + tiles - 1) / tiles;
   }
   DEVICE static int group_at(const Table& table, const WorkShape& shape, int position) {
@@ -156,7 +156,7 @@ class TileScheduler {
   // Numbers the tasks of 32 groups, of which this is a lane's.
   DEVICE static void number(Table& table, const WorkShape& shape, int group, int tokens, int& tasks_before, int lane) {
     const bool exists = group < shape.sizes.groups;
-    int tasks = exists ? tasks_of(tokens, shape, table.tile_rows) : 0;
+    int tasks = exists ? tasks_of(tokens, shape, table.lowered) : 0;
     if constexpr (kSplits) tasks *= slices_of(tokens, table.slice_tokens);
     const int end = tasks_before + scan(tasks, lane);
     tasks_before = __shfl_sync(~0u, end, 31);
@@ -169,7 +169,7 @@ class TileScheduler {
   // sums are written and read.
   DEVICE static int slice_tokens(const Table& table, int longest, float total, const WorkShape& shape, int lane) {
     constexpr float kTokensOfSums = 330.f;
-    const int tasks = tasks_of(1, shape, kTileM);
+    const int tasks = tasks_of(1, shape, 0);
     const float groups = total / static_cast<float>(max(1, longest));
     const auto cost = [&](int slices) {
       const float rounds = ceilf(groups * static_cast<float>(tasks * slices) / static_cast<float>(gridDim.x) - 0.1f);
@@ -193,37 +193,37 @@ class TileScheduler {
   // to 0.68 were measured); a tenth of a round of short ones finds room beside the others.
   DEVICE static bool halving_pays(float groups, const WorkShape& shape) {
     if (!shape.may_halve) return false;
-    const float whole = rounds(groups, shape.fixed_rows, kTileM, shape);
-    return whole < 4.f && rounds(groups, shape.fixed_rows, kLeastRows, shape) * 0.65f < whole;
+    const float whole = rounds(groups, shape.fixed_rows, 0, shape);
+    return whole < 4.f && rounds(groups, shape.fixed_rows, 1, shape) * 0.65f < whole;
   }
-  // The rows of a tile with which the rounds of as many groups of the longest's length take least; all of them, where
-  // groups are more than a few.
-  DEVICE static int lowered(float groups, int longest, const WorkShape& shape) {
+  // By how many blocks tiles are lower with which the rounds of so many groups of the longest's length take least; 0
+  // where groups are more than a few.
+  DEVICE static int lowering(float groups, int longest, const WorkShape& shape) {
     constexpr float kFew = 4.f;
-    int best = kTileM;
-    if (groups > kFew) return best;
-    const auto cost = [&](int tile_rows) {
-      return rounds(groups, longest, tile_rows, shape) * static_cast<float>(height_of(longest, tile_rows));
+    if (groups > kFew) return 0;
+    const auto cost = [&](int lowered) {
+      return rounds(groups, longest, lowered, shape) * static_cast<float>(height_of(longest, lowered));
     };
+    int best = 0;
     float least = cost(best);
-    for (int tile_rows = kTileM - kBlock; tile_rows >= kLeastRows; tile_rows -= kBlock)
-      if (const float lower = cost(tile_rows); lower < least) best = tile_rows, least = lower;
+    for (int lowered = 1; kTileM - lowered * kBlock >= kLeastRows; ++lowered)
+      if (const float lower = cost(lowered); lower < least) best = lowered, least = lower;
     return best;
   }
-  // Of tiles of groups that have so many rows each.
-  DEVICE static float rounds(float groups, int rows, int tile_rows, const WorkShape& shape) {
-    const auto tasks = static_cast<float>(tiles_of(rows, tile_rows) * column_tasks(shape)) / kClusterM;
+  // Of the tiles of groups that have so many rows each.
+  DEVICE static float rounds(float groups, int rows, int lowered, const WorkShape& shape) {
+    const auto tasks = static_cast<float>(tiles_of(rows, lowered) * column_tasks(shape)) / kClusterM;
     return ceilf(groups * tasks / static_cast<float>(gridDim.x / kCluster) - 0.1f);
   }
-  // `tile_rows` counts where the sizes of the groups decide about it.
-  DEVICE static int tiles_of(int rows, int tile_rows) {
-    if constexpr (kLowers) return (rows + tile_rows - 1) / tile_rows;
-    if (kHalves && tile_rows == kLeastRows) return (rows + kLeastRows - 1) / kLeastRows;
-    return (rows + kTileM - 1) / kTileM;
+  // `lowered` counts where the sizes of the groups decide about it.
+  DEVICE static int tiles_of(int rows, int lowered) {
+    if (kHalves && lowered) return (rows + kLeastRows - 1) / kLeastRows;
+    const int tile_rows = kLowers ? kTileM - lowered * kBlock : kTileM;
+    return (rows + tile_rows - 1) / tile_rows;
   }
   DEVICE static int column_tasks(const WorkShape& shape) { return (shape.columns + kClusterN - 1) / kClusterN; }
-  DEVICE static int tasks_of(int tokens, const WorkShape& shape, int tile_rows) {
-    const int tiles = tiles_of(rows(tokens, shape), tile_rows);
+  DEVICE static int tasks_of(int tokens, const WorkShape& shape, int lowered) {
+    const int tiles = tiles_of(rows(tokens, shape), lowered);
     return tiles / kClusterM * column_tasks(shape) + (tiles % kClusterM ? (shape.columns + 1) / 2 : 0);
   }
   DEVICE bool find(WorkTile& tile) {
@@ -245,7 +245,7 @@ class TileScheduler {
   }
   // Slice after slice of all tiles of a group. Returns the task's number within its slice.
   DEVICE int take_slice(WorkTile& tile, int local) const {
-    const int tasks = tasks_of(tile.tokens, shape_, kTileM);
+    const int tasks = tasks_of(tile.tokens, shape_, 0);
     const int slice = local / tasks, within = local - slice * tasks, first = slice * table_.slice_tokens;
     tile.slice = Slice(slice, slices_of(tile.tokens, table_.slice_tokens), first_task_ + within, tasks);
     tile.tokens_start += first;
@@ -266,7 +266,7 @@ class TileScheduler {
   }
   // Row and column of a group's task number `local`.
   DEVICE void locate(WorkTile& tile, unsigned local, int rows) const {
-    const unsigned tiles = tiles_of(rows, table_.tile_rows), pairs = tiles / kClusterM, columns = column_tasks(shape_);
+    const unsigned tiles = tiles_of(rows, table_.lowered), pairs = tiles / kClusterM, columns = column_tasks(shape_);
     const unsigned strips = max(1u, (pairs + kVariant.raster_swizzle - 1) / kVariant.raster_swizzle),
                    usual = (pairs + strips - 1) / strips;  // height of a strip
     const unsigned strip = min(local / max(1u, usual * columns), strips - 1), within = local - strip * usual * columns;
