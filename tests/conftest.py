@@ -51,6 +51,7 @@ SLOW = {
     "test_library": "compiles with torch.compile",
     "test_lifetimes": "collects garbage after every call",
     "test_megatron_dispatcher": "starts processes, compiles csrc with g++",
+    "test_nvrtc": "compiles functions of users with NVRTC",
     "test_on_import": "starts processes",
     "test_pointwise_cpp": "compiles functions of users with g++",
     "test_properties": "draws hundreds of examples",
@@ -66,6 +67,24 @@ SLOW = {
     "test_without_jax": "starts processes",
 }
 """What ``make test`` leaves out, by file, and why it takes so long; ``make test-all`` runs it."""
+
+LONGEST = (
+    "test_ep_symmetric",
+    "test_nvrtc",
+    "test_emulation",
+    "test_function_epilogue",
+    "test_compile",
+    "test_functions_under_recipes_emulated",
+    "test_megatron_dispatcher",
+    "test_lifetimes",
+    "test_jax",
+    "test_low_rank",
+    "test_pointwise_chain",
+    "test_ep",
+    "test_replay",
+)
+"""Files that take over a minute each beside other work, the longest first: they are begun first
+(``--no-loadscope-reorder`` of the Makefile; else xdist begins with the files of most tests, and a worker waits for the other)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -90,7 +109,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what is slow."""
+    """Marks what is slow; of several workers, none is left alone with a long file at the end."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
         if item.path.stem in SLOW or "emulation" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)

@@ -154,7 +154,7 @@ def late_ranks_and_poisoned_buffers_change_nothing(world: World) -> None:
     group = world.group()
     lane, s = lane_of(group), group.settings
     dispatch, combine = ep.EPDispatch(group), ep.EPCombine(group)
-    for number in range(30):
+    for number in range(12):  # every rank is late before both moves, alone and with another
         batch = batch_for(group, counts_of(world), number)
         valid = ((batch.ids < s.num_experts).sum(1, keepdim=True) * batch.x.round()).sum(0)
         mine = batch._replace(x=batch.x.round()).of(world.rank)
@@ -181,7 +181,7 @@ def tokens_say_where_they_come_from(world: World) -> None:
         lane.view(region, s.dtype, rows[region], s.hidden).fill_(torch.nan)
         time.sleep(0.005 * (number % 3 == world.rank))
 
-    assert Carried(world, group, s.max_tokens, before).mismatches(24).tolist() == [0, 0]
+    assert Carried(world, group, s.max_tokens, before).mismatches(12).tolist() == [0, 0]
 
 
 @case

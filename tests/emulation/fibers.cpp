@@ -1,10 +1,13 @@
 #include "fibers.h"
 
+#include <setjmp.h>
 #include <sys/mman.h>
+#include <ucontext.h>
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 
 dim3 gridDim, blockDim;
 
@@ -18,7 +21,6 @@ namespace {
 constexpr size_t kStackBytes = 128 << 10, kGuardBytes = 4096;
 constexpr uint8_t kGuard = 0xA5;
 
-ucontext_t scheduler;
 std::string failure;  // of the running launch
 const std::function<void()>* body_of_launch;
 unsigned seed = 0;
@@ -57,10 +59,36 @@ struct Kernel {
 Kernel last, running;
 int kernels_beside = 0;
 
-void* stack(size_t i) {
-  static std::vector<void*> stacks;
-  while (stacks.size() <= i) stacks.push_back(mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  return stacks[i];
+// One thread of a launch after the other on a stack of its own. ucontext only starts it: swapcontext would ask the kernel for the mask of
+// signals at every switch, which took longer than all that the threads compute.
+struct Fiber {
+  void* stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  jmp_buf at;  // where it goes on
+  bool started = false;
+};
+std::deque<Fiber> fibers;
+jmp_buf scheduler;
+
+__attribute__((noinline)) void to_scheduler(Fiber& from) {
+  if (!_setjmp(from.at)) _longjmp(scheduler, 1);
+}
+void run_thread();
+void run_threads() {
+  for (;;) run_thread(), to_scheduler(fibers[current->fiber]);
+}
+void start(Fiber& fiber) {
+  static ucontext_t unused;
+  ucontext_t first;
+  getcontext(&first);
+  first.uc_stack = {.ss_sp = fiber.stack, .ss_flags = 0, .ss_size = kStackBytes};
+  makecontext(&first, run_threads, 0);
+  fiber.started = true;
+  swapcontext(&unused, &first);
+}
+__attribute__((noinline)) void to_fiber(Fiber& fiber) {
+  if (_setjmp(scheduler)) return;
+  if (fiber.started) _longjmp(fiber.at, 1);
+  start(fiber);
 }
 
 std::string describe(const Block& b) {
@@ -70,7 +98,6 @@ std::string describe(const Block& b) {
   return text.str();
 }
 
-// The life of a fiber.
 void run_thread() {
   Thread& t = *current;
   try {
@@ -89,7 +116,6 @@ void run_thread() {
   --b.live, --b.cluster->live;
   for (auto [meeting, live] : {std::pair<Meeting*, int>(&b.all, b.live), {b.cluster, b.cluster->live}})
     if (meeting->arrived && meeting->arrived >= live) meeting->arrived = 0, ++meeting->generation;  // those that ended count as arrived
-  swapcontext(&t.context, &scheduler);
 }
 
 std::string describe(const Block& b, const Wait& w);
@@ -103,17 +129,18 @@ std::string describe_hang(const std::vector<Thread*>& threads) {
   return text;
 }
 
+// Threads that have not ended stay where they are: their fibers begin anew.
+[[noreturn]] void fail(const std::string& text) {
+  for (Fiber& fiber : fibers) fiber.started = false;
+  throw Fault(text);
+}
+
 void run_all(std::vector<Thread*> threads) {
   unsigned random = seed;
   if (seed)
     for (size_t i = threads.size() - 1; i > 0; --i) std::swap(threads[i], threads[(random = random * 1664525u + 1013904223u) / 65536 % (i + 1)]);
-  for (size_t i = 0; i < threads.size(); ++i) {
-    Thread& t = *threads[i];
-    getcontext(&t.context);
-    t.context.uc_stack = {.ss_sp = stack(i), .ss_flags = 0, .ss_size = kStackBytes};
-    t.context.uc_link = nullptr;
-    makecontext(&t.context, run_thread, 0);
-  }
+  while (fibers.size() < threads.size()) fibers.emplace_back();
+  for (size_t i = 0; i < threads.size(); ++i) threads[i]->fiber = i;
   for (size_t left = threads.size(); left;) {
     bool progress = false;
     for (Thread* t : threads) {
@@ -121,12 +148,12 @@ void run_all(std::vector<Thread*> threads) {
       progress = true;
       t->wait = {};
       current = t;
-      swapcontext(&scheduler, &t->context);
+      to_fiber(fibers[t->fiber]);
       current = nullptr;
-      if (!failure.empty()) throw Fault(failure);
+      if (!failure.empty()) fail(failure);
       left -= t->done;
     }
-    if (!progress) throw Fault(describe_hang(threads));
+    if (!progress) fail(describe_hang(threads));
   }
 }
 
@@ -179,10 +206,10 @@ void wait(const Wait& w) {
   Thread& t = *current;
   t.wait = w;
   if (t.wait.over()) return void(t.wait = {});
-  swapcontext(&t.context, &scheduler);
+  to_scheduler(fibers[t.fiber]);
 }
 
-void yield() { swapcontext(&current->context, &scheduler); }
+void yield() { to_scheduler(fibers[current->fiber]); }
 
 const uint64_t* exchange(uint64_t value, const char* action) {
   Warp& warp = current->warp();

@@ -2,7 +2,6 @@
 // kernel hangs, and the launch fails with what each waits for.
 #pragma once
 #include <cuda_runtime.h>
-#include <ucontext.h>
 
 #include <cstdint>
 #include <functional>
@@ -92,7 +91,7 @@ struct Thread {
   bool done = false;
   bool waited = false;  // for the kernels before this one
   bool beside = false;  // it goes on without that
-  ucontext_t context;
+  size_t fiber = 0;     // the number of its stack
   Pending<Product> products;
   Pending<std::function<void()>> stores, copies;
   std::map<const void*, uint64_t> acquired;  // tensor maps, as they were published last
