@@ -83,8 +83,8 @@ LONGEST = (
     "test_ep",
     "test_replay",
 )
-"""Files that take over a minute each beside other work, the longest first: they are begun first
-(``--no-loadscope-reorder`` of the Makefile; else xdist begins with the files of most tests, and a worker waits for the other)."""
+"""Files that take over a minute each beside other work: they are begun first, for which the Makefile keeps xdist from
+ordering files by their number of tests. Else a worker waits for the other at the end."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
