@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -106,3 +108,77 @@ def test_a_group_sees_what_has_become_of_its_parameters(how: str) -> None:
     expected = [rows @ w.T for rows, w in zip(x.split(2), layer.expert_parameters("weight"), strict=True)]
 
     assert torch.allclose(layer(x, split_sizes=sizes), torch.cat(expected), atol=0.05)
+
+
+def _swapped(parameter: nn.Parameter) -> None:
+    """Other strides, at the same address."""
+    parameter.data = parameter.data.t()
+
+
+def _of_inference(parameter: nn.Parameter) -> None:
+    with torch.inference_mode():
+        parameter.data = torch.ones(4, 4)
+
+
+def _of_a_class(parameter: nn.Parameter) -> None:
+    parameter.__class__ = type("Other", (nn.Parameter,), {})
+
+
+CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "a gradient": lambda parameter: parameter.requires_grad_(False),
+    "strides": _swapped,
+    "sizes": lambda parameter: parameter.set_(parameter.data.view(2, 8)),
+    "dims": lambda parameter: parameter.set_(parameter.data.view(16)),
+    "a type of elements": lambda parameter: setattr(parameter, "data", parameter.data.view(torch.int32).double()),
+    "values negated when read": lambda parameter: setattr(parameter, "data", torch._neg_view(parameter.data)),
+    "inference": _of_inference,
+    "a class": _of_a_class,
+}
+
+
+@pytest.mark.usefixtures("asked")
+@pytest.mark.parametrize("place", [0, 2])
+@pytest.mark.parametrize("change", CHANGES)
+def test_guards_see_every_change_of_form(change: str, place: int) -> None:
+    tensors = tuple([nn.Parameter(part) for part in torch.randn(3, 4, 4)])
+    guards = tensor_lists.form_guards(tensors)
+    assert guards(*tensors)
+    with torch.no_grad():
+        tensors[place].add_(1)
+    assert guards(*tensors)  # values are no form
+
+    with torch.no_grad():
+        CHANGES[change](tensors[place])
+
+    assert not guards(*tensors)
+
+
+@pytest.mark.usefixtures("asked")
+def test_guards_of_tensors_that_are_not_alike() -> None:
+    tensors = torch.ones(2, 3), torch.ones(3, 2), nn.Parameter(torch.ones(2, 3))
+    guards = tensor_lists.form_guards(tensors)
+
+    assert guards(*tensors)
+    assert not guards(tensors[0], tensors[0].clone(), tensors[2])
+
+
+@pytest.mark.usefixtures("asked")
+def test_guards_see_what_counts_for_all_tensors() -> None:
+    tensors = tuple(torch.randn(3, 4, 4))
+    guards = tensor_lists.form_guards(tensors)
+
+    with torch.inference_mode():
+        assert not guards(*tensors)
+    with torch.autocast("cpu"):
+        assert not guards(*tensors)
+    assert guards(*tensors)
+
+
+@pytest.mark.usefixtures("asked")
+def test_names_in_another_order_are_found() -> None:
+    values = parameters()
+    names = tuple(reversed(values))
+
+    assert tensor_lists.has_objects({"first": None, **values}, names, tuple(map(values.get, names)))
+    assert not tensor_lists.has_objects(values, names, tuple(values.values()))
+    assert tensor_lists.has_objects(values, ("weight0", "other", "weight2"), (values["weight0"], None, None)) is False

@@ -216,3 +216,15 @@ def test_an_outline_is_found_in_lists_of_arguments():
 def test_addresses_are_asked_in_python_where_torch_has_no_function_for_it(without):
     assert torch_private.address_function
     assert without("torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr").address_function == 0
+
+
+def test_forms_are_told_by_functions_of_torch(monkeypatch):
+    offset, *functions = torch_private.form_functions
+
+    assert offset > 0
+    assert all(functions)
+    monkeypatch.setattr(torch_private.ctypes, "CDLL", lambda path: object())
+    assert torch_private._form_functions() == ()
+    assert "aoti_torch_get_sizes" in torch_private.missing
+    for name in torch_private._FORM_FUNCTIONS:
+        del torch_private.missing[name]

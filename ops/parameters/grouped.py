@@ -46,8 +46,8 @@ class ExpertParameters(Op):
         self._count += 1 if single else self.num_groups
         if single:
             self.register_parameter(name, nn.Parameter(data))
-        for i, part in enumerate(() if single else data):
-            self.register_parameter(f"{name}{i}", nn.Parameter(part))
+        for full_name, part in () if single else zip(_names(name, self.num_groups), data, strict=True):
+            self.register_parameter(full_name, nn.Parameter(part))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Assigning comes here as well. What was found of parameters would keep one alive that is replaced."""
@@ -269,10 +269,12 @@ class _Parameters(NamedTuple):
     dtype: torch.dtype
 
     def tensors(self) -> Sequence[Tensor]:
-        """Those that the op has now."""
-        return (
-            self.op._group(self.name).tensors if self.op.per_group[self.name] else (self.op.one_parameter(self.name),)
-        )
+        """Those that the call has found the op to have."""
+        op, name = self.op, self.name
+        if not op.per_group[name]:
+            return (op.one_parameter(name),)
+        group = op._groups.get(name)
+        return (op._group(name) if group is None else group).tensors
 
     def joined(self, tensors: Sequence[Tensor]) -> Matrices:
         """As matrices, once it is clear that they have the form that the forward read."""
