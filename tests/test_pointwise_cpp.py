@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusible import Pointwise
-from fusible.ops.programs.cpp import function_type, number
+from fusible.ops.programs.cpp import boolean, function_type, number
 from tests.checks.functions import PUBLISHED, random_function
 from tests.emulation import build
 from tests.test_pointwise import FUNCTIONS
@@ -37,7 +37,7 @@ def library(tmp_path_factory):
             rows = len([row for row in program_of(name).inputs if row[0] == "r"])
             row = ", ".join(f"r[{j}][i]" for j in range(rows)) or "0.f"
             text += f"""namespace fusible {{ namespace f{i}_{int(fast)} {{
-{function_type(program_of(name), fast=fast)}
+{function_type(program_of(name), fast=boolean(fast))}
 }} }}
 extern "C" __attribute__((visibility("default"))) void evaluate_{i}_{int(fast)}(
     int n, const float* x, const float* u, const float* const* r, const float* dy, float* const* to) {{

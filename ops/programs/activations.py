@@ -96,14 +96,9 @@ def program_of(curve: Curve, is_gated: bool, limit: float | None, linear_offset:
     return scaled(trace(value, ("x", "u") if is_gated else ("x",)))
 
 
-def program_with_constants(curve: str, is_limited: bool) -> Program:
-    """That of all gated activations of one of :data:`CURVES`: ``c0`` is alpha, ``c1`` the limit, ``c2`` the offset."""
-
-    def value(gate: Tensor, up: Tensor, alpha: Number, *limited: Number) -> Tensor:
-        limit, linear_offset = limited or (None, 0.0)
-        return value_of(curve, gate, up, alpha=alpha, limit=limit, linear_offset=linear_offset)
-
-    return scaled(trace(value, ("x", "u"), (1.25, 2.0, 0.5) if is_limited else (1.25,)))
+def program_of_curve(curve: str) -> Program:
+    """That of one of :data:`CURVES`: ``c0`` is alpha."""
+    return trace(CURVES[curve], ("x",), (1.25,))
 
 
 def value_of(

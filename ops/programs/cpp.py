@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping
 
 from .program import OPERATIONS, Line, Program, Value, part_of
 
 _LARGEST_FACTOR = 2.0**100  # of which multiples by log2(e) are numbers
 
 
-def function_type(program: Program, name: str = "Function", *, fast: bool = True, vectors: int = 1) -> str:
+def function_type(program: Program, name: str = "Function", *, fast: str = "true", vectors: int = 1) -> str:
     """The definition of a type that computes a program, for elements of a kernel.
 
     Its members: ``kGated`` (whether there is an up half), ``kRows`` (numbers of a row), ``kColumns`` (of a column),
@@ -21,37 +20,29 @@ def function_type(program: Program, name: str = "Function", *, fast: bool = True
     user's.
 
     Args:
-        fast: elementary functions by the hardware's approximations, for results that are rounded to 16 bits.
+        fast: a truth value of C++, whether elementary functions are the hardware's approximations, for results that
+            are rounded to 16 bits.
         vectors: see ``kVectors``.
     """
-    numbers = program.rows + program.columns + program.matrices + program.constants
-    return f"""struct {name} {{
-  using M = Math<{boolean(fast)}>;
-  static constexpr bool kGated = {boolean("u" in program.inputs)};
-  static constexpr int kRows = {len(program.rows)}, kColumns = {len(program.columns)};
-  static constexpr int kMatrices = {len(program.matrices)};
-  static constexpr int kConstants = {len(program.constants)};
-  static constexpr int kVectors = {vectors};
-{methods(program, {name: f"r[{i}]" for i, name in enumerate(numbers)}, is_static=True)}}};
-"""
-
-
-def methods(program: Program, operands: Mapping[str, str], *, is_static: bool) -> str:
-    """``forward`` and ``backward``; ``operands``: how the numbers of the row, of the column and constants are read."""
     numbers = program.rows + program.columns + program.matrices
+    read = {name: f"r[{i}]" for i, name in enumerate(numbers + program.constants)}
+    names = {**read, "x": "x", "u": "u", "dy": "dy"}
     outputs = ("y", "dx", *(("du",) if "u" in program.inputs else ()), *(f"d{name}" for name in numbers))
-    names = {**operands, "x": "x", "u": "u", "dy": "dy"}
     forward, backward = (_with_multiples(part_of(program, each)) for each in (("y",), outputs))
     results = [_expression(dict(backward.outputs).get(output, 0.0), names) for output in ("y", "dx", "du")]
     row_results = ", ".join(_expression(dict(backward.outputs)[f"d{name}"], names) for name in numbers)
-    before, after = ("static ", "") if is_static else ("", " const")
-    return f"""\
-  DEVICE {before}float forward(float x, float u, const float* r){after} {{
+    return f"""struct {name} {{
+  using M = Math<{fast}>;
+  static constexpr bool kGated = {boolean("u" in program.inputs)};
+  static constexpr int kRows = {len(program.rows)}, kColumns = {len(program.columns)};
+  static constexpr int kMatrices = {len(program.matrices)}, kConstants = {len(program.constants)}, kVectors = {vectors};
+  DEVICE static float forward(float x, float u, const float* r) {{
     {_statements(forward, names)}return {_expression(dict(forward.outputs)["y"], names)};
   }}
-  DEVICE {before}Gradients<{len(numbers)}> backward(float x, float u, const float* r, float dy){after} {{
+  DEVICE static Gradients<{len(numbers)}> backward(float x, float u, const float* r, float dy) {{
     {_statements(backward, names)}return {{{", ".join(results)}, {{{row_results}}}}};
   }}
+}};
 """
 
 

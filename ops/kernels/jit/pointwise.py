@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...programs.columns import equal_gradient, sums, tensors_of
-from ...programs.cpp import function_type
+from ...programs.cpp import boolean, function_type
 from ...programs.program import Program
 from ..architecture import Capability, assumed, capability_of
 from ..hopper import rows as hopper_rows
@@ -40,7 +40,7 @@ class KernelForm(NamedTuple):
 
     def source(self) -> str:
         """The CUDA source."""
-        function = function_type(self.program, fast=self.columns != torch.float32)
+        function = function_type(self.program, fast=boolean(self.columns != torch.float32))
         numbers = ", ".join([ELEMENTS[t] for t in self.numbers])
         vectors = column_types(self.program.columns, self.vectors)
         matrices = matrix_types(self.program.matrices, self.matrices)
