@@ -31,6 +31,6 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return ep_world.start(request.param, 2, tmp_path_factory.mktemp(request.param), transport=transport)
 
 
-@pytest.mark.parametrize(("said", "case"), NAMES, indirect=["said"])
+@pytest.mark.parametrize(("said", "case"), NAMES, indirect=["said"], scope="module")
 def test_on_all_ranks(case: str, said: dict[str, list[str]]) -> None:
     ep_world.assert_passed(case, said)

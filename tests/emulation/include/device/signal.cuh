@@ -1,9 +1,8 @@
 // The interface of csrc/device/signal.cuh, emulated: peers are processes with memory in common.
 #pragma once
-#include <sched.h>
-
 #include <atomic>
 #include <chrono>
+#include <thread>
 
 #include "device/ptx.cuh"
 
@@ -36,6 +35,11 @@ DEVICE uint32_t load_acquire(const uint32_t* from) {
 DEVICE int64_t nanoseconds() {
   return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1);
 }
-DEVICE void pause() { emulation::yield(), sched_yield(); }
+// A process that waits leaves the CPU to the others: a yield alone comes back at once where another one is at work.
+DEVICE void pause() {
+  thread_local unsigned waits = 0;
+  emulation::yield();
+  if (++waits % 64 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+}
 
 }  // namespace fusible
