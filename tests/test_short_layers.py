@@ -140,13 +140,11 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", poison)
 
 
-@pytest.mark.parametrize("kept", [1 << 20, 0], ids=["computed values kept", "computed again"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("act", ACTIVATIONS)
-def test_gradients(act, bias, transposed, dtype, kept, runs, poisoned, monkeypatch):
-    monkeypatch.setattr(few_rows, "_KEPT_BYTES", kept)
+def test_gradients(act, bias, transposed, dtype, runs, poisoned):
     model, call = trained(act, bias, transposed, dtype), arguments(23, dtype=dtype)
     call["top_k_index"][2] = E
     call["top_k_index"][5, 1] = E + 3
@@ -167,12 +165,10 @@ def test_gradients(act, bias, transposed, dtype, kept, runs, poisoned, monkeypat
     assert found[2][[2]].eq(0).all()
 
 
-@pytest.mark.parametrize("kept", [1 << 20, 0], ids=["computed values kept", "computed again"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ids", [[[3, 1]], [[1, E]], [[E, E + 1]], [[2]], [[4, 0, 2]]], ids=str)
-def test_one_token(ids, dtype, kept, runs, poisoned, monkeypatch):
+def test_one_token(ids, dtype, runs, poisoned):
     """Its rows are summed at once where that gives the same bits, and what experts do not have counts as nothing."""
-    monkeypatch.setattr(few_rows, "_KEPT_BYTES", kept)
     model, call = trained("swiglu", True, False, dtype), arguments(1, dtype=dtype)
     call["top_k_index"], call["top_k_weights"] = torch.tensor(ids), torch.rand(1, len(ids[0])).requires_grad_()
     call["x"].requires_grad_()
