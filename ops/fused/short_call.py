@@ -137,10 +137,7 @@ def _wanted(scales: str, needs_grad: frozenset[str]) -> WantedGradients:
 def _kept_for(kept: Kept, scales: str, needs_grad: frozenset[str], forms: Forms) -> Kept:
     """What the wanted gradients read, and no more."""
     wanted = _wanted(scales, needs_grad)
-    rows, up, down, down_bias, preact, factors, computed, groups, form, _ = kept
-    if computed is not None and not (wanted.scales and wanted.down):
-        y, hidden = computed.y if wanted.scales else None, computed.hidden if wanted.down else None
-        computed = computed._replace(y=y, hidden=hidden)
+    rows, up, down, down_bias, preact, factors, groups, form, _ = kept
     return Kept(
         rows if wanted.up else None,
         up if wanted.rows else None,
@@ -148,7 +145,6 @@ def _kept_for(kept: Kept, scales: str, needs_grad: frozenset[str], forms: Forms)
         down_bias if wanted.scales else None,
         preact,
         factors,
-        computed,
         groups,
         form,
         forms,

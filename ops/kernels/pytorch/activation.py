@@ -96,50 +96,6 @@ def forward(
     _multiply_into(out, _wide_postact(preact, spec), None if scales is None else scales.unsqueeze(-1))
 
 
-class Evaluated(NamedTuple):
-    """What a forward has computed, for :func:`gradient`: the curve's input and its value, and what that is times.
-
-    Attributes:
-        gate: times ``alpha`` where there is one.
-        up: None where there is no gate.
-    """
-
-    gate: Tensor
-    up: Tensor | None
-    value: Tensor
-    postact: Tensor
-
-
-def evaluated(preact: Tensor, spec: ActivationSpec) -> Evaluated:
-    """The activation [rows, F] of ``preact`` [rows, C], which is no program, in the wide dtype."""
-    curve, (gate, up) = _curve(spec), _inputs(*_wide_columns(preact, spec), spec)
-    if curve.alpha is not None:
-        gate = gate * curve.alpha
-    value = curve.value(gate)
-    result = value if up is None else value * up
-    return Evaluated(gate, up, value, result if result.dim() == preact.dim() else result.flatten(-2))
-
-
-def gradient(
-    dpostact: Tensor, preact: Tensor, spec: ActivationSpec, gate: Tensor, up: Tensor | None, value: Tensor
-) -> Tensor:
-    """:func:`backward` of the wide dtype, without scales, from what :func:`evaluated` has given."""
-    dpreact, dpostact = torch.empty_like(preact), dpostact.view(value.shape)
-    if up is None:
-        _curve(spec).slope(dpostact, gate, dpreact)
-        return dpreact
-    dgate, dup = _gate_and_up(dpreact, spec)
-    dvalue = dpostact * up
-    torch.mul(dpostact, value, out=dup)
-    if spec.limit is not None:
-        of_gate, of_up = _gate_and_up(preact, spec)
-        above = _next_above(spec.limit, preact.dtype)
-        dvalue.masked_fill_(of_gate >= above, 0)
-        dup.masked_fill_(of_up.abs() >= above, 0)
-    _curve(spec).slope(dvalue, gate, dgate)
-    return dpreact
-
-
 def postact(preact: Tensor, spec: ActivationSpec, scales: Tensor | None = None) -> Tensor:
     """:func:`forward` in memory of its own."""
     if spec.program is None:

@@ -10,17 +10,11 @@ from ..problem import Matrices, stacked
 FEW, FEW_BYTES = 512, 2 << 20
 """So many rows, or so many bytes of them, stay in the cache from one operation over all of them to the next."""
 _GROUPS_PER_ROW = 4
-_KEPT_BYTES = 1 << 20
 
 
 def are_few(rows: int, columns: int, dtype: torch.dtype) -> bool:
     """Whether an operation over all rows is faster than a loop over groups."""
     return rows <= FEW or rows * columns * dtype.itemsize <= FEW_BYTES
-
-
-def are_kept(rows: int, columns: int, dtype: torch.dtype) -> bool:
-    """Whether so many are kept for a backward, which would take longer to launch what computes them again."""
-    return rows <= FEW and rows * columns * dtype.itemsize <= _KEPT_BYTES
 
 
 def leave_most_groups_empty(rows: int, groups: int) -> bool:
@@ -43,7 +37,7 @@ def add_vectors(rows: Tensor, vectors: Matrices, group_of_row: Tensor) -> None:
 
 def column_sums(rows: Tensor, group_of_row: Tensor, groups: int, scale: Tensor | None) -> Tensor:
     """[groups, N], in float32 at least: the sum of the rows [T, N] of each, each times its scale [T]."""
-    wide = rows if rows.dtype.itemsize >= 4 else rows.float()
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     wide = wide if scale is None else wide * scale.unsqueeze(-1)
     return wide.new_zeros(groups, rows.shape[1]).index_add_(0, group_of_row, wide)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..hopper.routed_mlp import Experts
 from . import short_mlp
-from .short_mlp import Gradients, Groups, Kept, WantedGradients
+from .short_mlp import Gradients, Groups, Kept, MLPForm, WantedGradients
 
 _MOST_NUMBERS = 256
 
@@ -23,7 +23,7 @@ class Order:
 
     Attributes:
         slot_of_row, token_of_row: [S].
-        row_of_slot: [T, k]; None where one token has two rows at most, whose sum has no order: it is ``slot_of_row``.
+        row_of_slot: [T, k]; None where one token has all rows, and they may be summed in any order.
     """
 
     slot_of_row: Tensor
@@ -54,25 +54,22 @@ def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts)
     scales = top_k_weights.reshape(-1).index_select(0, slot_of_row)
     if scales.dtype.itemsize < 4:
         scales = scales.float()
-    y, kept = short_mlp.forward(rows, experts, groups, scales, after=True)
-    if kept.computed is None:
-        kept = kept._replace(rows=x)
+    y, preact = short_mlp.forward(rows, experts, groups, scales, after=True)
+    form = MLPForm(experts.spec, experts.transposed, after=True)
+    kept = Kept(x, experts.up, experts.down, experts.down_bias, preact, scales, groups, form)
     return _sum_of_slots(y, order, groups), kept, order
 
 
 def backward(order: Order, kept: Kept, dy: Tensor, wanted: WantedGradients) -> Gradients:
-    """The gradients: ``rows`` is that of the tokens [T, H], ``scales`` that of the routing weights [T * k]."""
-    if kept.computed is None and kept.rows is not None:
+    """The gradients: ``rows`` is that of the tokens [T, H], ``scales`` that of the routing weights [T, k]."""
+    if kept.rows is not None:
         kept = kept._replace(rows=kept.rows.index_select(0, order.token_of_row))
-    if kept.computed is None or dy.shape[0] > 1:  # else the scales make rows of it
-        dy = dy.index_select(0, order.token_of_row)
-    grads = short_mlp.backward(kept, dy, wanted)
+    grads = short_mlp.backward(kept, dy.index_select(0, order.token_of_row), wanted)
     rows, dots = grads.rows, grads.scales
     if rows is not None:
         rows = _sum_of_slots(rows, order, kept.groups)
     if dots is not None:
-        slots = order.row_of_slot
-        dots = dots.index_select(0, order.slot_of_row if slots is None else slots.view(-1))
+        dots = torch.empty_like(dots).scatter_(0, order.slot_of_row, dots).view(dy.shape[0], -1)
     return Gradients(rows, dots, *grads[2:])
 
 

@@ -57,21 +57,6 @@ class Groups:
         return cls(ends, end, sizes, _expert_of_row(every, rows - end) if biased else None)
 
 
-class Computed(NamedTuple):
-    """What a backward of few rows need not compute again.
-
-    Attributes:
-        y: before it is scaled.
-        gate, linear, value: of :class:`activation.Evaluated`.
-    """
-
-    y: Tensor | None
-    hidden: Tensor | None
-    gate: Tensor
-    linear: Tensor | None
-    value: Tensor
-
-
 class Kept(NamedTuple):
     """What a backward reads of a forward: None is what no gradient that is wanted reads.
 
@@ -86,7 +71,6 @@ class Kept(NamedTuple):
     down_bias: Tensor | None
     preact: Tensor
     scales: Tensor | None
-    computed: Computed | None
     groups: Groups
     form: MLPForm
     caller: Any = None
@@ -135,32 +119,15 @@ def refusal(x: Tensor, rows: int, up: Tensor, down: Tensor) -> str | None:
     return None
 
 
-def forward(rows: Tensor, experts: Experts, groups: Groups, scales: Tensor | None, after: bool) -> tuple[Tensor, Kept]:
-    """What experts make of dense rows [S, H], scaled before or ``after`` the second linear; and what a backward reads.
-
-    The rows of the tail may be anything.
-    """
+def forward(
+    rows: Tensor, experts: Experts, groups: Groups, scales: Tensor | None, after: bool
+) -> tuple[Tensor, Tensor]:
+    """What experts make of dense rows [S, H], scaled before or ``after`` the second linear; and the pre-activation."""
     loop.keep_freed_memory()
     up, down, up_bias, down_bias, spec, transposed = experts
     preact = _through(rows, up, groups, transposed, up_bias)
-    form = MLPForm(spec, transposed, after)
-    if _is_kept(preact, spec, scales, after):
-        gate, linear, value, hidden = activation.evaluated(preact, spec)
-        y = _through(hidden, down, groups, transposed, down_bias)
-        computed = Computed(y, hidden, gate, linear, value)
-        kept = Kept(rows, up, down, None, preact, scales, computed, groups, form)
-        return y if scales is None else y * scales.unsqueeze(-1), kept
     hidden = activation.postact(preact, spec, None if after else scales)
-    y = _through(hidden, down, groups, transposed, down_bias, scales if after else None)
-    return y, Kept(rows, up, down, down_bias, preact, scales, None, groups, form)
-
-
-def _is_kept(preact: Tensor, spec: ActivationSpec, scales: Tensor | None, after: bool) -> bool:
-    """Whether a backward is left what a forward computes: rows of at least 32 bits, whose gradient may be scaled."""
-    dtype = preact.dtype
-    if dtype.itemsize < 4 or spec.program is not None or not few_rows.are_kept(preact.shape[0], preact.shape[1], dtype):
-        return False
-    return scales is None or (after and scales.dtype == dtype)
+    return _through(hidden, down, groups, transposed, down_bias, scales if after else None), preact
 
 
 def run(
@@ -180,76 +147,40 @@ def run(
         scales = scales.reshape(-1)
         if scales.dtype.itemsize < 4:
             scales = scales.float()
-    y, kept = forward(rows, experts, groups, scales, after)
+    y, preact = forward(rows, experts, groups, scales, after)
     zero_tail(y, groups)
+    form = MLPForm(experts.spec, experts.transposed, after)
+    kept = Kept(rows, experts.up, experts.down, experts.down_bias, preact, scales, groups, form)
     return y, kept
 
 
-class _Inner(NamedTuple):
-    """The gradients between the linears, and what those of the parameters read besides them.
-
-    Attributes:
-        dy: of what the second linear gave, but for ``scales``.
-    """
-
-    dy: Tensor
-    scales: Tensor | None
-    dpreact: Tensor
-    dots: Tensor | None
-    hidden: Tensor | None
-
-
 def backward(kept: Kept, dy: Tensor, wanted: WantedGradients) -> Gradients:
-    """The gradients, from that of dense rows [S, H], or of one row that each is a scale of, where more was kept.
+    """The gradients, from that of dense rows [S, H].
 
-    Those of weights come late, as they take the caches. That of the rows is last: it reads the weight that a forward
-    reads first.
+    Those of weights come first, that of the rows last: it reads the weight that a forward reads first.
     """
-    rows, up, groups, transposed = kept.rows, kept.up, kept.groups, kept.form.transposed
-    dy, scales, dpreact, dots, hidden = (_through_scaled if kept.computed is None else _through_computed)(
-        kept, dy, wanted
-    )
-    if dots is not None:
-        zero_tail(dots, groups)
-    dup_bias = _sums(dpreact, groups) if wanted.up_bias else None
-    ddown_bias = _sums(dy, groups, scales) if wanted.down_bias else None
-    ddown = None if hidden is None else _weight(hidden, dy, groups, transposed)
-    dup = _weight(rows, dpreact, groups, transposed) if wanted.up and rows is not None else None
-    drows = None
-    if wanted.rows and up is not None:
-        drows = _through(dpreact, up, groups, not transposed)
-        zero_tail(drows, groups)
-    return Gradients(drows, dots, dup, ddown, dup_bias, ddown_bias)
-
-
-def _through_computed(kept: Kept, dy: Tensor, wanted: WantedGradients) -> _Inner:
-    """Where scales follow the second linear, its gradient is scaled, and nothing behind it knows of them."""
-    _, _, down, _, preact, scales, computed, groups, form, _ = kept
-    assert computed is not None
-    y, hidden, gate, linear, value = computed
-    dots = None
-    if scales is not None:
-        if wanted.scales and y is not None:
-            dots = (y * dy).sum(-1)
-        dy = dy * scales.unsqueeze(-1)
-    dhidden = _through(dy, down, groups, not form.transposed)
-    dpreact = activation.gradient(dhidden, preact, form.spec, gate, linear, value)
-    return _Inner(dy, None, dpreact, dots, hidden if wanted.down else None)
-
-
-def _through_scaled(kept: Kept, dy: Tensor, wanted: WantedGradients) -> _Inner:
-    """The activation is computed again, and scales are those of its columns wherever they stood."""
-    _, _, down, down_bias, preact, scales, _, groups, form, _ = kept
-    dhidden = _through(dy, down, groups, not form.transposed)
+    rows, up, down, down_bias, preact, scales, groups, form, _ = kept
+    transposed, after = form.transposed, form.after
+    dhidden = _through(dy, down, groups, not transposed)
     dpreact, dots = torch.empty_like(preact), None
     if wanted.scales and scales is not None:
         dots = scales.new_empty(scales.shape)
     hidden = torch.empty_like(dhidden) if wanted.down else None
     activation.backward(dhidden, preact, form.spec, scales, ActivationGrads(dpreact, dots, hidden))
-    if dots is not None and form.after and down_bias is not None:
-        assert groups.expert_of_row is not None
-        dots += few_rows.row_dots(dy, down_bias, groups.expert_of_row)
-    return _Inner(dy, scales if form.after else None, dpreact, dots, hidden)
+    if dots is not None:
+        if after and down_bias is not None:
+            assert groups.expert_of_row is not None
+            dots += few_rows.row_dots(dy, down_bias, groups.expert_of_row)
+        zero_tail(dots, groups)
+    ddown = None if hidden is None else _weight(hidden, dy, groups, transposed)
+    dup = _weight(rows, dpreact, groups, transposed) if wanted.up and rows is not None else None
+    dup_bias = _sums(dpreact, groups) if wanted.up_bias else None
+    ddown_bias = _sums(dy, groups, scales if after else None) if wanted.down_bias else None
+    drows = None
+    if wanted.rows and up is not None:
+        drows = _through(dpreact, up, groups, not transposed)
+        zero_tail(drows, groups)
+    return Gradients(drows, dots, dup, ddown, dup_bias, ddown_bias)
 
 
 def zero_tail(rows: Tensor, groups: Groups) -> None:
