@@ -117,9 +117,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected lives as long as the process: the garbage collector need not visit it again."""
-    gc.collect()
-    gc.freeze()
+    """What is imported and collected lives as long as the process."""
+    harness.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import torch
 from emulation import build
+from torch.utils.weak import TensorWeakRef
 
 from fusible.benchmarks import stub_extension
 from fusible.ops.kernels.jit import epilogue, quantized
@@ -35,6 +36,7 @@ class Emulation:
         spec.loader.exec_module(self._module)
         self._library = ctypes.CDLL(str(module))
         self._hidden = 0
+        self._tensors: list[TensorWeakRef] = []
         self.functions: dict[str, int] = {}  # the handles of kernels by their sources
         self.streams: list[int] = []  # of replays
         self._library.emulation_add_memory.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
@@ -69,9 +71,14 @@ class Emulation:
         return call
 
     def _show_memory(self) -> None:
+        """Looks at each new object once and freezes it; of those, tensors that live are asked for their storages."""
+        kinds = torch.Tensor, torch.nn.Parameter
+        self._tensors += [TensorWeakRef(thing) for thing in gc.get_objects() if type(thing) in kinds]
+        gc.freeze()
+        alive = [(reference, tensor) for reference in self._tensors if (tensor := reference()) is not None]
+        self._tensors = [reference for reference, _ in alive]
         self._library.emulation_clear_memory()
-        tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)]
-        for address, size in {(s.data_ptr(), s.nbytes()) for s in map(torch.Tensor.untyped_storage, tensors)}:
+        for address, size in {(s.data_ptr(), s.nbytes()) for s in (tensor.untyped_storage() for _, tensor in alive)}:
             if address != self._hidden:
                 self._library.emulation_add_memory(address, size)
 
@@ -124,14 +131,21 @@ class _Capture:
         )
 
 
+def freeze() -> None:
+    """What lives now is neither visited by the garbage collector again, nor asked for its storage at every call."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
 @contextmanager
 def installed(emulation: object) -> Iterator[None]:
     """The backends believe in a GPU whose tensors are those of the CPU."""
-    gc.freeze()  # what is older than the tests is not asked for its storage at every call
+    freeze()
     with stub_extension.installed(emulation), patch.object(epilogue, "load", getattr(emulation, "load_function", None)):
         for forms in (epilogue.handles, quantized.handle):
             forms.cache_clear()
         yield
         for forms in (epilogue.handles, quantized.handle):
             forms.cache_clear()
-    gc.unfreeze()
+    freeze()
