@@ -37,6 +37,7 @@ class Emulation:
         self._library = ctypes.CDLL(str(module))
         self._hidden = 0
         self._tensors: list[TensorWeakRef] = []
+        self._most = 500
         self.functions: dict[str, int] = {}  # the handles of kernels by their sources
         self.streams: list[int] = []  # of replays
         self._library.emulation_add_memory.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
@@ -75,8 +76,11 @@ class Emulation:
         kinds = torch.Tensor, torch.nn.Parameter
         self._tensors += [TensorWeakRef(thing) for thing in gc.get_objects() if type(thing) in kinds]
         gc.freeze()
+        if len(self._tensors) > self._most:  # cycles among them: frozen, they are not collected
+            freeze()
         alive = [(reference, tensor) for reference in self._tensors if (tensor := reference()) is not None]
         self._tensors = [reference for reference, _ in alive]
+        self._most = max(self._most, 2 * len(alive))
         self._library.emulation_clear_memory()
         for address, size in {(s.data_ptr(), s.nbytes()) for s in (tensor.untyped_storage() for _, tensor in alive)}:
             if address != self._hidden:
