@@ -118,9 +118,10 @@ def test_a_product_waits_for_readers_of_what_it_overwrites(beside: Counted) -> N
     memory = torch.empty(len(RAGGED) * 136 * 136, dtype=torch.bfloat16)
     left = memory[: dy.numel()].view_as(dy).copy_(dy)
     three = Independent(3)
-    kernels.grouped_gemm(Layout.NN, left, weight, sizes, independent=three)
-    kernels.grouped_gemm(Layout.TN, x, dy, sizes, independent=three)
+    dx = kernels.grouped_gemm(Layout.NN, left, weight, sizes, independent=three)
+    dw = kernels.grouped_gemm(Layout.TN, x, dy, sizes, independent=three)
     assert beside() == 1
+    del dx, dw  # kept so far: the second product would have waited if it had been given the first one's result to write
     out = memory.view(len(RAGGED), 136, 136)
     kernels.grouped_gemm(Layout.TN, x, x, sizes, out=out, independent=three)
     assert beside() == 0
@@ -157,10 +158,10 @@ def test_a_product_whose_matrices_lie_anywhere_waits(beside: Counted) -> None:
 
 def test_more_products_than_were_counted_go_their_own_way(beside: Counted) -> None:
     dy, x, weight, sizes = operands()
-    both = Independent(2)
+    both, results = Independent(2), []  # kept: a product waits where it is given memory that the one before it writes
     for _ in range(2):
-        kernels.grouped_gemm(Layout.NN, dy, weight, sizes, independent=both)
-        kernels.grouped_gemm(Layout.TN, dy, x, sizes, independent=both)
+        results.append(kernels.grouped_gemm(Layout.NN, dy, weight, sizes, independent=both))
+        results.append(kernels.grouped_gemm(Layout.TN, dy, x, sizes, independent=both))
     assert beside() == 1
 
 

@@ -12,11 +12,10 @@ struct BarrierBits {
 static_assert(sizeof(BarrierBits) == 8);
 
 inline BarrierBits bits_of(uint64_t word) { return __builtin_bit_cast(BarrierBits, word); }
-inline std::string describe_barrier(uint64_t word) {
-  const BarrierBits b = bits_of(word);
-  if (b.uninitialised) return "not initialised";
-  return std::to_string(b.pending) + " of " + std::to_string(b.count) + " arrivals and " + std::to_string(b.bytes) + " bytes missing in phase " +
-         std::to_string(b.phase);
+// Written only when a check has failed: kernels arrive millions of times.
+inline std::ostream& operator<<(std::ostream& text, const BarrierBits& b) {
+  if (b.uninitialised) return text << "not initialised";
+  return text << b.pending << " of " << b.count << " arrivals and " << b.bytes << " bytes missing in phase " << b.phase;
 }
 inline bool phase_over(uint64_t word, uint32_t parity) { return bits_of(word).phase != (parity & 1); }
 
@@ -32,7 +31,7 @@ void change_barrier(uint64_t* word, Change change) {
 }
 inline void arrive(uint64_t* word, int64_t expected_bytes = 0) {
   change_barrier(word, [&](BarrierBits& b) {
-    check(b.pending > 0, "one arrival too many at an mbarrier: ", describe_barrier(*word));
+    check(b.pending > 0, "one arrival too many at an mbarrier: ", b);
     b.bytes += expected_bytes;
     --b.pending;
   });

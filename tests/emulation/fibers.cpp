@@ -291,7 +291,7 @@ namespace {
 std::string describe(const Block& b, const Wait& w) {
   if (!w.barrier) return std::string(w.action);
   std::ostringstream text;
-  text << "mbarrier at +" << reinterpret_cast<const uint8_t*>(w.barrier) - b.shared << ", parity " << w.parity << " (" << describe_barrier(*w.barrier) << ")";
+  text << "mbarrier at +" << reinterpret_cast<const uint8_t*>(w.barrier) - b.shared << ", parity " << w.parity << " (" << bits_of(*w.barrier) << ")";
   return text.str();
 }
 }  // namespace
