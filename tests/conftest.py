@@ -146,6 +146,7 @@ def emulation() -> Iterator[harness.Emulation]:
     emulation = harness.Emulation(build.build())
     with harness.installed(emulation):
         yield emulation
+    harness.freeze()
 
 
 @pytest.fixture

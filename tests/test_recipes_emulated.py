@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
@@ -18,13 +17,13 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be 
 LAYERS = Layers(3, 144, 160, 90, (60, 0, 23))
 
 
-@contextmanager
-def emulated() -> Iterator[None]:
-    with harness.installed(harness.Emulation(build.build())):
-        yield
+@cache
+def emulation() -> harness.Emulation:
+    """One for all tests, each of which installs it where kernels are to run."""
+    return harness.Emulation(build.build())
 
 
-KERNELS = Kernels("cpu", emulated)
+KERNELS = Kernels("cpu", lambda: harness.installed(emulation()))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -84,7 +83,7 @@ REPLAYED = ["block", "row", "tensor", "MXFP8"]
 )
 def test_calls_are_replayed_where_kernels_quantise_and_else_not_with_a_reason(name, why):
     recipe, before = ALL[name], replay.stats()
-    with emulated(), replay.simulated("cpu"):
+    with KERNELS.installed(), replay.simulated("cpu"):
         results = recipes.steps(LAYERS.linear(recipe, bias=False), *LAYERS.call("cpu", LAYERS.hidden))
     after = replay.stats()
 

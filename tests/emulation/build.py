@@ -14,8 +14,9 @@ import subprocess
 import sysconfig
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -108,6 +109,22 @@ def command(source: Path, target: Path, includes: list[str]) -> list[str]:
     return ["g++", *FLAGS, level, *includes, *before, "-x", language, "-c", str(source), "-o", str(target)]
 
 
+class Includes(NamedTuple):
+    """Where g++ looks for headers: options, and what names their contents."""
+
+    folders: list[str]
+    seed: str
+
+
+@cache
+def _includes(copy: Path) -> Includes:
+    """For the sources of a copy, whose headers are read once."""
+    folders = [f"-I{HERE / 'include'}", f"-I{copy}", f"-I{HERE}", f"-isystem{find_cuda()}"]
+    headers = [path for folder in (HERE, copy) for path in sorted(folder.rglob("*.*h"))]
+    seed = digest(headers, " ".join(command(HERE / "runtime.cpp", BUILD, folders[:1])))
+    return Includes([f"-I{precompiled(folders, seed)}", *folders], seed)
+
+
 def precompiled(includes: list[str], seed: str) -> Path:
     """The folder of the headers as g++ keeps them, which it prefers to the text where the folder is searched first."""
     target = BUILD / f"headers_{seed}" / f"{HEADERS.name}.gch"
@@ -147,10 +164,9 @@ def build_function(text: str, module: Path, csrc: Path = ROOT / "csrc") -> Path:
         return target
     source = target.with_suffix(".cpp")
     source.write_text(rewrite(text))
-    includes = [f"-I{HERE / 'include'}", f"-I{_copy(csrc)}", f"-I{HERE}", f"-isystem{find_cuda()}"]
     unfinished = target.with_suffix(".new")
-    line = ["g++", *FLAGS, "-O1", "-shared", *includes, "-include", HEADERS.name, str(source), str(module)]
-    subprocess.run([*line, f"-Wl,-rpath,{BUILD}", "-o", str(unfinished)], check=True)
+    line = ["g++", *FLAGS, "-O1", "-shared", *_includes(_copy(csrc)).folders, "-include", HEADERS.name, str(source)]
+    subprocess.run([*line, str(module), f"-Wl,-rpath,{BUILD}", "-o", str(unfinished)], check=True)
     unfinished.rename(target)
     return target
 
@@ -160,14 +176,15 @@ def _build(csrc: Path, workers: int, show: Callable[[str], None]) -> Path:
 
     copy = _copy(csrc)
     sources = copy_sources(csrc, copy) + sorted(HERE.glob("*.cpp"))
-    headers = [p for folder in (HERE, copy) for p in sorted(folder.rglob("*.*h"))]
-    python = [f"-I{sysconfig.get_paths()['include']}", f"-I{pybind11.get_include()}"]
-    includes = [f"-I{HERE / 'include'}", f"-I{copy}", f"-I{HERE}", f"-isystem{find_cuda()}", *python]
-    includes.append(f"-isystem{XLA_HEADERS}")
-    seed = digest(headers, " ".join(command(HERE / "runtime.cpp", BUILD, includes[:1])))
-    includes.insert(0, f"-I{precompiled(includes, seed)}")
+    folders, seed = _includes(copy)
+    folders = [
+        *folders,
+        f"-I{sysconfig.get_paths()['include']}",
+        f"-I{pybind11.get_include()}",
+        f"-isystem{XLA_HEADERS}",
+    ]
     objects = {source: BUILD / f"{source.stem}_{digest([source], seed)}.o" for source in sources}
-    stale = {source: command(source, target, includes) for source, target in objects.items() if not target.exists()}
+    stale = {source: command(source, target, folders) for source, target in objects.items() if not target.exists()}
     with ThreadPoolExecutor(workers) as pool:
         done = pool.map(lambda line: subprocess.run(line, check=True), stale.values())
         for i, (source, _) in enumerate(zip(stale, done, strict=True), 1):

@@ -31,6 +31,8 @@ class Emulation:
         spec = importlib.util.spec_from_file_location("_C", module)
         assert spec is not None
         assert spec.loader is not None
+        gc.collect()
+        gc.freeze()  # what lives by now is not asked for its storage at every call
         self._path = module
         self._module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(self._module)
@@ -136,7 +138,7 @@ class _Capture:
 
 
 def freeze() -> None:
-    """What lives now is neither visited by the garbage collector again, nor asked for its storage at every call."""
+    """What lives now is not visited by the garbage collector again: among all tests, each visit takes a second."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -145,11 +147,9 @@ def freeze() -> None:
 @contextmanager
 def installed(emulation: object) -> Iterator[None]:
     """The backends believe in a GPU whose tensors are those of the CPU."""
-    freeze()
     with stub_extension.installed(emulation), patch.object(epilogue, "load", getattr(emulation, "load_function", None)):
         for forms in (epilogue.handles, quantized.handle):
             forms.cache_clear()
         yield
         for forms in (epilogue.handles, quantized.handle):
             forms.cache_clear()
-    freeze()

@@ -1,4 +1,5 @@
-// What most sources of csrc include, which build.py has read once for all of them: that is most of what a small one takes.
+// What most sources of csrc include, and functions of users, which build.py has read once for all of them: that is most of what
+// a small one takes.
 #pragma once
 #include "cuda_language.h"
 
@@ -9,3 +10,10 @@
 #include <algorithm>
 #include <sstream>
 #include <vector>
+
+#include "device/epilogue_activation.cuh"
+#include "device/epilogue_activation_backward.cuh"
+#include "device/epilogue_quantized_activation.cuh"
+#include "device/pointwise_rows.cuh"
+#include "device/quantize_activation.cuh"
+#include "kernels/operand_types.cuh"
