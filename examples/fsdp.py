@@ -103,6 +103,7 @@ def work(rank: int, world: int, port: int, cuda: bool) -> None:
         losses = Losses(alone, train(model, rank, world, device))
         if rank == 0:
             report(model, losses, dtype, allowed)
+    dist.barrier()  # a process that ends while the threads of gloo still drop tensors may abort
     dist.destroy_process_group()
 
 
