@@ -202,7 +202,7 @@ def run_of(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     return x
 
 
-@pytest.mark.parametrize("name", ["gpt-oss", "mixtral"])  # qwen3-moe is of mixtral's ops
+@pytest.mark.parametrize("name", MODELS)
 def test_many_blocks_share_their_code(name: str) -> None:
     """One by one and all at once; more of them than torch keeps compilations of one function."""
     stack = Block(MODELS[name], 64, "cpu", torch.float32, layers=10)
