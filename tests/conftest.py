@@ -14,6 +14,7 @@ from emulation import build, harness
 from fusible.fuser import registry
 
 pytest.register_assert_rewrite("checks")
+gc.set_threshold(10_000, 10, 10)  # among thousands of tests, a collection takes long and finds little
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # a dozen workers with a thread a core each wait for one another: the GPU's suite took over ten minutes, not two

