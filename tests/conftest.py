@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from emulation import build, harness
 from fusible.fuser import registry
 
 pytest.register_assert_rewrite("checks")
-gc.set_threshold(10_000, 10, 10)  # among thousands of tests, a collection takes long and finds little
-
 if "PYTEST_XDIST_WORKER" in os.environ:
     # a dozen workers with a thread a core each wait for one another: the GPU's suite took over ten minutes, not two
     torch.set_num_threads(1)
+
+# inductor asks g++ whether it knows the instructions of this CPU, which takes ten seconds
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # four CPUs for shard_map: read once jax is asked for a device, by whichever file asks first
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
@@ -37,7 +39,7 @@ SLOW = {
     "test_docs": "runs the examples of the docs",
     "test_emulation": "compiles csrc with g++, runs the kernels on the CPU",
     "test_ep": "starts processes",
-    "test_ep_proof": "starts processes, compiles csrc with g++",
+    "test_ep_proof": "starts processes",
     "test_ep_symmetric": "starts processes, compiles csrc with g++",
     "test_fsdp": "starts processes, compiles csrc with g++",
     "test_function_fusions": "every fusion with functions of users",
@@ -60,6 +62,7 @@ SLOW = {
     "test_recipes": "models under every recipe",
     "test_recipes_emulated": "runs the kernels on the CPU",
     "test_replay": "compiles csrc with g++",
+    "test_sample": "starts processes",
     "test_torchtitan_dispatcher": "starts processes",
     "test_transformers": "models of transformers",
     "test_transformers_classes": "models of transformers",
@@ -88,9 +91,30 @@ LONGEST = (
 ordering files by their number of tests. Else a worker waits for the other at the end."""
 
 
+GRIDS = {
+    "test_nvrtc": 3,
+    "test_function_epilogue": 3,
+    "test_functions_under_recipes_emulated": 3,
+    "test_chains_in_epilogues": 2,
+    "test_emulation": 2,
+    "test_function_fusions": 2,
+    "test_library": 2,
+    "test_pointwise_chain": 2,
+    "test_pointwise_cpp": 2,
+    "test_properties": 2,
+    "test_quantize_kernels": 2,
+    "test_recipes": 2,
+    "test_recipes_emulated": 2,
+    "test_replay": 2,
+    "test_transformers_compile": 2,
+}
+"""Files whose parametrized tests take a minute and more, and the n of which ``--sample`` keeps one in n cases."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How many cases are drawn where each one costs seconds."""
+    """How much is run of what costs minutes."""
     parser.addoption("--random-programs", type=int, default=25, help="programs inside the emulated kernels, of 200")
+    parser.addoption("--sample", action="store_true", help="of the large grids of cases, a part: always the same one")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -109,12 +133,28 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what is slow; of several workers, none is left alone with a long file at the end."""
+    if config.getoption("--sample"):
+        items[:], left_out = sample(items)
+        config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
         if item.path.stem in SLOW or "emulation" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
+
+
+def sample(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """What runs, and what is left out. Of a large grid, the first case runs and those that a checksum of their names
+    picks, so that every worker and every run has the same ones.
+    """
+    seen, kept, left_out = set[object](), list[pytest.Item](), list[pytest.Item]()
+    for item in items:
+        function = getattr(item, "function", item)
+        picked = zlib.crc32(item.name.encode()) % GRIDS.get(item.path.stem, 1) == 0
+        (kept if picked or function not in seen else left_out).append(item)
+        seen.add(function)
+    return kept, left_out
 
 
 def pytest_collection_finish() -> None:
