@@ -14,6 +14,7 @@ import torch
 from fusible import ep
 from fusible.benchmarks import expert_parallel
 from fusible.examples import moe_lm
+from fusible.ops.ep.overlap import multiprocessors_beside
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
@@ -43,6 +44,24 @@ def test_a_rank_that_does_not_come(case: str, said_of_failures: dict[str, list[s
 def test_a_group_needs_a_process_group() -> None:
     with pytest.raises(ValueError, match=r"Group: call torch.distributed.init_process_group\(\) first"):
         ep.Group(num_experts=2, max_tokens=1, top_k=1, hidden=8, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "megabytes", "expected"),
+    [
+        (None, 132, 268, 32),
+        (None, 78, 268, 19),
+        (None, 3, 268, 0),
+        (None, 132, 8, 32),
+        (None, 132, 7, 0),
+        (0, 132, 268, 0),
+        (16, 132, 7, 16),
+    ],
+)
+def test_how_many_multiprocessors_sum_beside_products(
+    asked: int | None, there: int, megabytes: int, expected: int
+) -> None:
+    assert multiprocessors_beside(asked, there, megabytes << 20) == expected
 
 
 def test_the_benchmark_compares_with_one_rank_and_times(capsys: pytest.CaptureFixture[str]) -> None:

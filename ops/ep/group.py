@@ -118,7 +118,8 @@ class Group:
         lanes: how many exchanges may be under way at once, for microbatches that overlap.
         timeout: seconds to wait for a peer; 0: for ever.
         overlap: with transport ``"symmetric"``, how many multiprocessors sum the gradients of tokens while the others
-            compute those of weights; 0: all do one after the other.
+            compute those of weights, in an :class:`EPGroupedMLP`; 0: all do one after the other. None: 32, or a quarter
+            of a smaller device, unless rows are too few.
         overlap_dispatch: with transport ``"symmetric"``, how many multiprocessors bring rows to the experts of an
             :class:`EPGroupedMLP` in bfloat16 while the others multiply those that are there; 0: one after the other.
         overlap_combine: with transport ``"symmetric"``, whether rows go to the ranks of their tokens as the second
@@ -153,7 +154,7 @@ class Group:
         transport: str = "auto",
         lanes: int = 1,
         timeout: float = 60.0,
-        overlap: int = 0,
+        overlap: int | None = None,
         overlap_dispatch: int = 0,
         overlap_combine: bool = False,
     ) -> None:
