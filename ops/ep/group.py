@@ -10,6 +10,7 @@ import torch
 from torch import distributed as dist
 
 from . import memory
+from .barrier import barrier
 from .collective import CollectiveTransport
 from .errors import CapacityError, PeerError
 from .settings import Settings
@@ -277,16 +278,16 @@ class Group:
             self.check(synchronize=True)
         for lane in self._lanes:
             lane.reset()
-        dist.barrier(self.process_group)
+        barrier(self.process_group)
         self._mover.reset()
         self._mover.finish()
-        dist.barrier(self.process_group)
+        barrier(self.process_group)
 
     def close(self) -> None:
         """Ends its use; an op of it that is called later raises. Collective, so that no rank still needs another."""
         if self._ended is None:
             self._mover.finish()
-            dist.barrier(self.process_group)
+            barrier(self.process_group)
             self._ended = RuntimeError("the expert-parallel group is closed; make another one")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:

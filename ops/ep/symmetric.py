@@ -21,6 +21,7 @@ from ..kernels.hopper import peers as kernels
 from ..kernels.hopper import permute as sorting
 from ..kernels.problem import RowSlots
 from . import memory, messages
+from .barrier import barrier
 from .errors import CapacityError, PeerError
 from .memory import SharedMemory
 from .overlap import multiprocessors_beside
@@ -149,7 +150,7 @@ class SymmetricTransport:
             self._lanes = [SymmetricLane(settings, each, shared, self._rank) for each in regions]
         self.reset()
         self.finish()
-        dist.barrier(process_group)
+        barrier(process_group)
 
     @staticmethod
     def refusal(settings: Settings, ranks: int) -> str | None:
