@@ -6,12 +6,14 @@ A process a rank: a GPU each over NCCL, or the CPU over gloo. ``torch`` is the s
 ``index_select`` and ``all_to_all_single``. Times are of the slowest rank. Before anything is timed, outputs and
 gradients are compared with those of one rank that has all experts and all tokens. The transport ``vdev_2d`` is torch's
 ``all_to_all_vdev_2d`` through NVSHMEM, its rows compared with those by hand; where it does not run, it is said why.
+What fails is reported in place of its table. The others are measured, and the command ends with 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from fusible import Combine, Dispatch, GroupedLinear, Scale, Sequential, SwiGLU, ep
 
@@ -49,7 +51,7 @@ class Setting(NamedTuple):
     distribution: str
     combine: str
     transport: str
-    overlap: int
+    overlap: int | None
     rounds: int
     check: bool
     overlap_dispatch: int = 0
@@ -255,12 +257,13 @@ def skew(batch: Batch, setting: Setting) -> float:
 
 def work(rank: int, setting: Setting, folder: str) -> None:
     """One rank."""
-    if setting.device == "cuda":
-        torch.cuda.set_device(rank)
+    device = setting.of_rank(rank) if setting.device == "cuda" else None
+    if device is not None:
+        torch.cuda.set_device(device)
     else:
         torch.set_num_threads(1)
-    backend = "nccl" if setting.device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=setting.ranks)
+    backend, store = "gloo" if device is None else "nccl", f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=setting.ranks, device_id=device)
     results = measure(setting)
     if rank == 0:
         Path(folder, "results.json").write_text(json.dumps(results))
@@ -298,7 +301,7 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 def measure_vdev(setting: Setting, batch: Batch) -> dict[str, Any]:
     """The times of torch's exchange on the device, and how far its rows and sums are from those by hand."""
-    reason, experts = vdev.refusal(setting.device), PRESETS[setting.preset].experts
+    reason, experts = vdev.refusal(batch.x.device), PRESETS[setting.preset].experts
     results = {"seconds": {}, "differences": {}, "skew": skew(batch, setting), "transport": "vdev_2d"}
     if reason is not None:
         return {**results, "refusal": reason}
@@ -328,6 +331,8 @@ def table(setting: Setting, results: dict[str, Any]) -> str:
     """The findings as Markdown."""
     if "refusal" in results:
         return f"not measured: {results['refusal']}"
+    if "failure" in results:
+        return f"failed, and was not measured: {results['failure']}"
     preset = PRESETS[setting.preset]
     flops = 6 * setting.tokens * preset.top_k * preset.features * preset.hidden
     rows = []
@@ -341,15 +346,19 @@ def table(setting: Setting, results: dict[str, Any]) -> str:
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """Starts the ranks, and waits for what they find."""
+    """Starts the ranks, and waits for what they find, or for the error of the first that fails."""
     with tempfile.TemporaryDirectory() as folder:
-        spawn(work, (setting, folder), nprocs=setting.ranks)  # type: ignore[no-untyped-call]
+        try:
+            spawn(work, (setting, folder), nprocs=setting.ranks)  # type: ignore[no-untyped-call]
+        except ProcessException as error:
+            print(error, file=sys.stderr)
+            return {"failure": str(error).strip().splitlines()[-1]}
         return json.loads(Path(folder, "results.json").read_text())  # type: ignore[no-any-return]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark for every preset and distribution that is asked for, and prints Markdown."""
-    args = _arguments(argv)
+    args, failed = _arguments(argv), 0
     with Report(args.out, args.json) as report:
         for preset, distribution, transport in product(args.preset, args.distribution, args.transport):
             setting = Setting(
@@ -357,17 +366,25 @@ def main(argv: Sequence[str] | None = None) -> None:
                 *(args.combine, transport, args.overlap, args.rounds, not args.no_check),
                 *(args.overlap_dispatch, args.overlap_combine),
             )
-            beside = f" with {args.overlap} multiprocessors beside weight gradients" if args.overlap else ""
-            if args.overlap_dispatch:
-                beside += f" with {args.overlap_dispatch} that bring rows beside the first product"
-            if args.overlap_combine:
-                beside += ", rows sent from the second product"
             results = run(setting)
+            failed += "failure" in results
             about = (
                 f"{preset}, {args.ranks} ranks, {args.tokens} tokens each, {args.dtype}, {distribution}, "
-                f"{args.combine} sums, transport {transport}{beside}, {args.device}, torch {torch.__version__}"
+                f"{args.combine} sums, transport {transport}{beside(setting)}, {args.device}, torch {torch.__version__}"
             )
             report.add(f"### {about}\n\n{table(setting, results)}", [{"problem": about, **results}])
+    if failed:
+        sys.exit(1)
+
+
+def beside(setting: Setting) -> str:
+    """What a setting says about moves beside products, where it differs from the default."""
+    said = ""
+    if setting.overlap is not None:
+        said += f" with {setting.overlap} multiprocessors beside weight gradients"
+    if setting.overlap_dispatch:
+        said += f" with {setting.overlap_dispatch} that bring rows beside the first product"
+    return said + (", rows sent from the second product" if setting.overlap_combine else "")
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -382,8 +399,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--distribution", choices=DISTRIBUTIONS, nargs="+", default=["uniform"], help="of the experts")
     parser.add_argument("--combine", choices=("exact", "reduced"), default="exact", help="how rows are summed")
     parser.add_argument("--transport", choices=TRANSPORTS, nargs="+", default=["collective"], help="what moves rows")
-    beside = "multiprocessors that sum gradients of tokens beside those of weights (symmetric)"
-    parser.add_argument("--overlap", type=int, default=0, help=beside)
+    take = "multiprocessors that sum gradients of tokens beside those of weights (symmetric); else the group decides"
+    parser.add_argument("--overlap", type=int, help=take)
     bring = "multiprocessors that bring rows beside the first product (symmetric)"
     parser.add_argument("--overlap-dispatch", type=int, default=0, help=bring)
     send = "the second product sends its rows to the ranks of their tokens (symmetric)"

@@ -9,12 +9,15 @@ from torch import distributed as dist
 _OPS = ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset")
 
 
-def refusal(device: str) -> str | None:
+def refusal(device: torch.device) -> str | None:
     """Why it cannot run, in torch's words where it has tried; None: it can.
 
     Makes NVSHMEM what this process gets its symmetric memory from. Call it on all ranks, before any is allocated.
+
+    Args:
+        device: with its index: NVSHMEM's teams take ``cuda`` and ``cuda:0`` for two devices, and serve one.
     """
-    if device != "cuda":
+    if device.type != "cuda":
         return f"all_to_all_vdev_2d needs GPUs, the device is {device}"
     try:
         import torch.distributed._symmetric_memory as memory
@@ -30,11 +33,11 @@ def refusal(device: str) -> str | None:
     return None
 
 
-def _symmetric(*shape: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+def _symmetric(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Memory of which every rank has as much, known to the others."""
     import torch.distributed._symmetric_memory as memory
 
-    tensor = memory.empty(*shape, dtype=dtype, device=torch.device(device))
+    tensor = memory.empty(*shape, dtype=dtype, device=device)
     memory.rendezvous(tensor, group=_world())
     return tensor
 

@@ -70,14 +70,13 @@ def start(args: Namespace) -> None:
 def work(rank: int, args: Namespace, folder: str) -> None:
     """One process; the first one prints."""
     cuda = torch.device(args.device).type == "cuda"
-    device = f"cuda:{rank}" if cuda else args.device
-    if cuda:
-        torch.cuda.set_device(rank)
+    device, gpu = (f"cuda:{rank}", torch.device("cuda", rank)) if cuda else (args.device, None)
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // args.ep))
-    dist.init_process_group(
-        "nccl" if cuda else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=args.ep
-    )
+    backend, store = "nccl" if cuda else "gloo", f"file://{folder}/store"
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=args.ep, device_id=gpu)
     with nullcontext() if rank == 0 else redirect_stdout(StringIO()):
         run(args, device)
     dist.barrier()

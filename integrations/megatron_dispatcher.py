@@ -134,8 +134,8 @@ def install(layer: ModuleType | None = None, **options: Any) -> None:
 
     Args:
         layer: the module of ``MoELayer``; that of the installed Megatron-Core by default.
-        options: of the group: ``max_tokens``, ``capacity``, ``combine``, ``transport``, ``timeout``, ``overlap``, as
-            for :class:`fusible.ep.Group`. ``max_tokens`` is needed with a fixed capacity alone.
+        options: of the group: ``max_tokens``, ``capacity``, ``combine``, ``transport``, ``timeout``, as for
+            :class:`fusible.ep.Group`. ``max_tokens`` is needed with a fixed capacity alone.
     """
     module: Any = layer if layer is not None else import_module(LAYER)
     module.MoEFlexTokenDispatcher = partial(FusibleFlexTokenDispatcher, options=ExchangeOptions(**options))

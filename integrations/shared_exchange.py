@@ -27,7 +27,6 @@ class ExchangeOptions(NamedTuple):
     combine: str = "exact"
     transport: str = "collective"
     timeout: float = 60.0
-    overlap: int = 0
 
     def tokens(self) -> int:
         """The largest number of tokens that a rank gives to a call.

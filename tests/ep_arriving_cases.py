@@ -21,14 +21,14 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from fusible.ops.activation_spec import ActivationSpec
-from fusible.ops.kernels.hopper import gemm, peers
+from fusible.ops.kernels.hopper import arrivals, gemm, peers
 from fusible.ops.kernels.hopper.epilogue import activation
 from fusible.ops.kernels.hopper.extension import TYPE_CODES
 from fusible.ops.kernels.problem import GroupedGemm, Layout, RowSlots
 
 CASES: list[Callable[[World], None]] = []
 RANKS, TOP_K, ROWS = 2, 3, 64  # of a block
-TOKENS, EXPERTS, COLUMNS, HIDDEN = 75, 6, 1032, 64
+TOKENS, EXPERTS, COLUMNS, HIDDEN = 75, 6, 2056, 64
 """More columns than a warp takes at once, and not a multiple of that."""
 BF16 = torch.bfloat16
 TOO_SOON = "rows were read before they were there"
@@ -76,8 +76,8 @@ class Exchange(NamedTuple):
 
     @property
     def pieces(self) -> int:
-        """Of 512 columns."""
-        return -(-self.x.shape[1] // 512)
+        """How often each block is told of."""
+        return arrivals.pieces_of_block(self.x)
 
     def expected(self) -> Tensor:
         """The rows; the tail is zero."""
@@ -188,16 +188,30 @@ def multiply(
 
 @case
 def rows_come_block_by_block(world: World) -> None:
-    """By any number of blocks of threads; a block that one waits for may be another's."""
-    for seed, spare in ((0, 70), (1, 0), (2, -50)):
-        problem = Exchange.random(seed, spare)
-        for blocks in (1, 2, 3, 4):
-            out = torch.full((problem.capacity, COLUMNS), float("nan"), dtype=BF16)
+    """By any number of blocks of threads; in vectors of 16 bytes, and in words of two."""
+    for seed, (spare, columns, told) in enumerate(((70, COLUMNS, 32), (0, 2048, 16), (-50, 2047, 16), (9, 2049, 32))):
+        problem = Exchange.random(seed, spare, columns=columns)
+        for blocks in (1, 2, 4):
+            out = torch.full((problem.capacity, columns), float("nan"), dtype=BF16)
             arrived = problem.counters()
             problem.pull_blocks(out, arrived, blocks)
             assert torch.equal(out, problem.expected())
-            assert arrived.unique().numel() == 1
-            assert arrived[0] == problem.pieces == 3
+            assert arrived.tolist() == [problem.pieces] * len(arrived)
+            assert problem.pieces == told
+
+
+@case
+def a_lane_that_has_failed_brings_what_no_sum_hides(world: World) -> None:
+    """NaN, and all rows are told of, so that a product that waits for them ends."""
+    problem, (lane, used) = Exchange.random(), Exchange.random().lane()
+    lane.state.view(torch.int32)[3] = 1
+    out, arrived = torch.zeros(problem.capacity, COLUMNS, dtype=BF16), problem.counters()
+    with patch.object(Exchange, "lane", lambda self: (lane, used)):
+        problem.pull_blocks(out, arrived, 2)
+    kept = int(problem.sizes.sum())
+    assert out[:kept].isnan().all()
+    assert not out[kept:].any()
+    assert arrived.tolist() == [problem.pieces] * len(arrived)
 
 
 @case
@@ -339,4 +353,4 @@ def the_first_product_of_a_layer_waits(world: World) -> None:
     came, launches = products_of(world, overlap_dispatch=2)
     same(came, expected)
     assert [("arrived" in launch) for launch in (*plain, *launches)] == [False, True]
-    assert launches[0]["pieces"] == 1
+    assert launches[0]["pieces"] == 16

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -717,6 +718,48 @@ def frozen_parts_get_no_gradients_and_the_rest_keeps_its_bits(world: World) -> N
             assert p.grad is None if not trains_experts else torch.equal(p.grad, grad)
 
 
+def follow(world: World, layer: Sequential, group: ep.Group) -> list[bool]:
+    """Of a step, for each sum of rows: whether it is told that products follow."""
+    told: list[bool] = []
+    start_sum = group.mover.start_sum
+
+    def noted(rows: Tensor | None, table: Any, kind: str, products_follow: bool = False) -> Callable[[], Tensor]:
+        told.append(products_follow)
+        return start_sum(rows, table, kind, products_follow)
+
+    with patch.object(group.mover, "start_sum", noted):
+        trained(layer, batch_for(group, counts_of(world)).of(world.rank))
+    return told
+
+
+def main_grads(linear: GroupedLinear) -> None:
+    linear.accumulate_into_main_grad = True
+    linear.weight.main_grad = torch.zeros_like(linear.weight)
+
+
+@case
+def a_sum_is_told_of_products_only_where_some_follow(world: World) -> None:
+    """Else a part of the device would sum, and nothing run on the rest."""
+    group = world.group(dtype=torch.bfloat16)
+    layers: list[tuple[Sequential, bool]] = [(part(group), True)]
+    for change, products in (
+        (lambda linear: linear.requires_grad_(False), False),
+        (lambda linear: setattr(linear, "delay_wgrad_compute", True), False),
+        (lambda linear: setattr(linear, "recipe", Float8Block()), True),
+        (main_grads, True),
+    ):
+        layer = part(group)
+        for linear in (layer[1], layer[4]):
+            change(linear)
+        layers.append((layer, products))
+    one_frozen = part(group)
+    one_frozen[4].requires_grad_(False)
+    for layer, products in (*layers, (one_frozen, True)):
+        assert follow(world, layer, group) == [False, products]
+    with config(disable_fusions=frozenset({"EPGroupedMLP"})):
+        assert follow(world, part(group), group) == [False, False]
+
+
 @case
 def keywords_are_bound_as_those_of_any_op(world: World) -> None:
     group = world.group()
@@ -897,6 +940,7 @@ def settings_that_are_wrong(world: World) -> None:
         ({"transport": "symmetric"}, "transport 'symmetric' cannot serve rank 0: it needs CUDA devices"),
         ({"lanes": 0}, "lanes must be a positive int"),
         ({"timeout": -1}, "timeout must be a number of seconds"),
+        ({"overlap": False}, "overlap must be a number of multiprocessors, 0 for none, got False"),
         ({"overlap": -1}, "overlap must be a number of multiprocessors, 0 for none, got -1"),
         ({"overlap_dispatch": 1.5}, "overlap_dispatch must be a number of multiprocessors, 0 for none, got 1.5"),
         ({"overlap_combine": 1}, "overlap_combine must be True or False, got 1"),

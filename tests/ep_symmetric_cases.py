@@ -69,6 +69,26 @@ def rows_that_come_block_by_block_give_the_same(world: World) -> None:
 
 
 @case
+def gradients_of_tokens_are_summed_beside_those_of_weights(world: World) -> None:
+    """On a part of the multiprocessors, of which a CPU has none: here the sum goes first."""
+    blocks: list[int] = []
+
+    def beside(mover: SymmetricTransport, lane: SymmetricLane, table: Any, taken: int) -> Callable[[], Tensor]:
+        blocks.append(taken)
+        sums = mover._sum(lane, table, mover._new_sums(table))
+        return lambda: sums
+
+    with patch.object(SymmetricTransport, "_sum_beside", beside):
+        for overlap in (7, 0, None):
+            group = world.group(dtype=torch.bfloat16, overlap=overlap)
+            assert isinstance(group.mover, SymmetricTransport)
+            for multiprocessors in (0, 132):
+                group.mover._multiprocessors = multiprocessors
+                check_step(group, batch_for(group, counts_of(world)))
+    assert blocks == [7]
+
+
+@case
 def rows_that_are_sent_to_slots_give_the_same(world: World) -> None:
     """Whatever computes them: on this machine no product sends its rows by itself."""
     with kinds_met() as kinds, patch.object(door, "send_rows", side_effect=peers.send_rows) as sent:

@@ -235,13 +235,13 @@ def memory_for(transport: str, device: str) -> Iterator[None]:
 def main(transport: str, device: str, module: str, ranks: str, folder: str, rank: str, *only: str) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    if device == "cuda":
-        torch.cuda.set_device(int(rank))
-        torch.set_default_device(torch.device("cuda", int(rank)))
+    gpu = torch.device("cuda", int(rank)) if device == "cuda" else None
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+        torch.set_default_device(gpu)
     backend, store = "nccl" if device == "cuda" else "gloo", dist.FileStore(str(Path(folder, "store")), int(ranks))
-    dist.init_process_group(
-        backend, store=store, rank=int(rank), world_size=int(ranks), timeout=timedelta(seconds=2 * TIMEOUT)
-    )
+    of_ranks, wait = {"rank": int(rank), "world_size": int(ranks)}, timedelta(seconds=2 * TIMEOUT)
+    dist.init_process_group(backend, store=store, timeout=wait, device_id=gpu, **of_ranks)
     with memory_for(transport, device):
         run_cases(module, World(int(rank), int(ranks), transport), Path(folder, f"{rank}.json"), only)
     sys.stdout.flush()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
+from pathlib import Path
 
 import ep_cases
 import ep_failures
@@ -12,8 +14,9 @@ import pytest
 import torch
 
 from fusible import ep
-from fusible.benchmarks import expert_parallel
+from fusible.benchmarks import expert_parallel, vdev
 from fusible.examples import moe_lm
+from fusible.ops.ep.overlap import multiprocessors_beside
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +48,24 @@ def test_a_group_needs_a_process_group() -> None:
         ep.Group(num_experts=2, max_tokens=1, top_k=1, hidden=8, dtype=torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("asked", "there", "megabytes", "expected"),
+    [
+        (None, 132, 268, 32),
+        (None, 78, 268, 19),
+        (None, 3, 268, 0),
+        (None, 132, 8, 32),
+        (None, 132, 7, 0),
+        (0, 132, 268, 0),
+        (16, 132, 7, 16),
+    ],
+)
+def test_how_many_multiprocessors_sum_beside_products(
+    asked: int | None, there: int, megabytes: int, expected: int
+) -> None:
+    assert multiprocessors_beside(asked, there, megabytes << 20) == expected
+
+
 def test_the_benchmark_compares_with_one_rank_and_times(capsys: pytest.CaptureFixture[str]) -> None:
     expert_parallel.main(["--tokens", "16", "--rounds", "1", "--json", "--device", "cpu", "--ranks", "2"])
     (result,) = json.loads(capsys.readouterr().out)["results"]
@@ -54,6 +75,35 @@ def test_the_benchmark_compares_with_one_rank_and_times(capsys: pytest.CaptureFi
     assert all(seconds > 0 for seconds in result["seconds"].values())
     assert len(result["seconds"]) == 6
     assert 1 <= result["skew"] < 2
+
+
+def test_the_benchmark_reports_what_fails_and_goes_on(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs there is no transport ``symmetric``."""
+    arguments = ["--tokens", "16", "--rounds", "1", "--device", "cpu", "--ranks", "2", "--out", str(tmp_path / "times")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit, match="1"):
+        expert_parallel.main([*arguments, "--transport", "symmetric", "collective"])
+    first, second = json.loads((tmp_path / "times.json").read_text())["results"]
+    printed = capfd.readouterr()
+
+    assert first["failure"].startswith("ValueError: Group: transport 'symmetric' cannot serve rank 0: it needs CUDA")
+    assert f"failed, and was not measured: {first['failure']}" in printed.out
+    assert "Traceback" in printed.err
+    assert len(second["seconds"]) == 6
+
+
+def test_torchs_exchange_is_tried_on_the_device_that_it_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVSHMEM's teams take a device without an index for another one."""
+    memory, gpu = importlib.import_module("torch.distributed._symmetric_memory"), torch.device("cuda", 1)
+    tried: list[torch.device] = []
+    monkeypatch.setattr(memory, "is_nvshmem_available", lambda: True)
+    monkeypatch.setattr(memory, "set_backend", lambda name: None)
+    monkeypatch.setattr(vdev, "_symmetric", lambda *shape, dtype, device: tried.append(device))
+
+    assert vdev.refusal(gpu) is None
+    assert tried == [gpu]
 
 
 def test_the_benchmark_refuses_experts_that_are_no_multiple(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,9 +11,14 @@ namespace fusible {
 // One more piece of a block is there. By one thread that has met those that wrote it.
 DEVICE void tell_arrived(const Arrivals& arrivals, int64_t block) { add_release(arrivals.blocks + block, 1); }
 
-// Until all pieces of a block are there. What reads them by TMA needs ptx::async_proxy_fence_global as well.
+// Whether all pieces of a block are there, for this thread to read.
+DEVICE bool has_arrived(const Arrivals& arrivals, int64_t block) {
+  return load_acquire(arrivals.blocks + block) >= static_cast<uint32_t>(arrivals.pieces);
+}
+
+// Until they are. What reads them by TMA needs ptx::async_proxy_fence_global as well.
 DEVICE void wait_for_block(const Arrivals& arrivals, int64_t block) {
-  while (load_acquire(arrivals.blocks + block) < static_cast<uint32_t>(arrivals.pieces)) pause();
+  while (!has_arrived(arrivals, block)) pause();
 }
 
 }  // namespace fusible

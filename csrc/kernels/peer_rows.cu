@@ -20,8 +20,11 @@
 namespace fusible {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32, kSteps = 2;  // vectors of a lane
-constexpr int kMostThreads = 1024;                                 // of blocks that shall have a multiprocessor each
+constexpr int kThreads = 256, kWarps = kThreads / 32, kSteps = 2;   // vectors of a lane
+constexpr int kMostThreads = 1024, kMostWarps = kMostThreads / 32;  // of blocks that shall have a multiprocessor each
+constexpr int kStretchBytes = 4096;                                 // of a row, which a warp has under way at once
+constexpr int kRowsOfWarp = 4, kLanesOfRow = 32 / kRowsOfWarp;      // of which it tells at once
+constexpr int kPartsOfBlock = kArrivalRows / kRowsOfWarp;
 constexpr int64_t kSlotsOfBlock = 4 * kThreads, kMostBlocks = 64;
 
 template <class T>
@@ -221,54 +224,68 @@ __global__ void __launch_bounds__(kThreads) pull_kernel(const __grid_constant__ 
   }
 }
 
-// The first of the rows here that a token has.
-__device__ unsigned first_row_of(const PeerRows& c, int64_t token, Kept kept) {
+// Where rows are read from, by kLanesOfRow lanes each; 0: from nowhere. Once a token's first row here has been told of,
+// its later rows are copied from there; until then they travel too. So no warp waits.
+__device__ uint64_t source_of(const PullBlocks& c, const Arrivals& arrivals, int64_t row, Kept kept, int row_bytes) {
+  const bool there = row < kept.count;
+  const int token = there ? c.slot_of_row[kept.first + row] / c.top_k : 0;
   unsigned first = ~0u;
-  for (int slot = threadIdx.x % 32; slot < c.top_k; slot += 32) {
-    const unsigned row = c.row_of_slot[token * c.top_k + slot] - kept.first;
-    first = row < first ? row : first;
-  }
-  for (int bits = 16; bits; bits /= 2) {
-    const unsigned other = __shfl_xor_sync(~0u, first, bits);
-    first = other < first ? other : first;
-  }
-  return first;
+  for (int slot = threadIdx.x % kLanesOfRow; slot < c.top_k; slot += kLanesOfRow)
+    first = min(first, c.row_of_slot[int64_t{token} * c.top_k + slot] - static_cast<unsigned>(kept.first));
+  for (int bits = kLanesOfRow / 2; bits; bits /= 2) first = min(first, __shfl_xor_sync(~0u, first, bits));
+  if (!there || c.state->failed) return 0;
+  if (first / kArrivalRows < row / kArrivalRows && has_arrived(arrivals, first / kArrivalRows))
+    return reinterpret_cast<uint64_t>(c.out) + first * int64_t{row_bytes};
+  const int tokens = static_cast<int>(c.tokens);
+  return c.peers.buffers[token / tokens] + c.at + token % tokens * int64_t{row_bytes};
 }
 
-// Row after row, as a product takes them. A token travels once: its later rows are copied from the first one here, of
-// whose block this kernel has told. Blocks are taken in their order by threads that are all resident, so one that is
-// waited for is under way. By a warp.
-template <class T, int kVector>
-__device__ void bring_row(const PullBlocks& c, const Arrivals& arrivals, int64_t row, unsigned column_block,
-                          Kept kept) {
-  Vector<T, kVector> x[kSteps] = {};
-  if (row < kept.count) {
-    const int64_t token = c.slot_of_row[kept.first + row] / c.top_k, first = first_row_of(c, token, kept);
-    const int source = static_cast<int>(token / c.tokens);
-    const T* from = in_buffer<const T>(c.peers, source, c.at) + token % c.tokens * c.columns;
-    if (first / kArrivalRows < row / kArrivalRows) {
-      wait_for_block(arrivals, first / kArrivalRows);
-      from = static_cast<const T*>(c.out) + first * c.columns;
-    }
-    read_row(c, from, column_block, x);
-  }
-  write_row(c, row, column_block, x);
+// A word of ones, which is NaN of any type; else zeros.
+template <class Word>
+__device__ Word all_bits(bool ones) {
+  Word word;
+  memset(&word, ones ? 0xFF : 0, sizeof(Word));
+  return word;
 }
 
-template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads)
-    pull_blocks_kernel(const __grid_constant__ PullBlocks c, unsigned column_blocks, bool fill) {
+// Words of a row by a warp, which has kLoads in each lane under way before it stores one; from nowhere, `fill`.
+template <class Word, int kLoads>
+__device__ void copy_words(Word* to, const Word* from, int count, Word fill) {
+  for (int at = threadIdx.x % 32; at < count; at += 32 * kLoads) {
+    Word x[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) x[i] = from && at + 32 * i < count ? from[at + 32 * i] : fill;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i)
+      if (at + 32 * i < count) to[at + 32 * i] = x[i];
+  }
+}
+
+// Row after row, as a product takes them. A warp copies a stretch of a few rows, whose sources its lanes look up
+// together, and tells of it by itself. Parts that follow one another are on different multiprocessors.
+template <class Word>
+__global__ void __launch_bounds__(kMostThreads, 1)
+    pull_blocks_kernel(const __grid_constant__ PullBlocks c, int row_bytes, int pieces, int64_t rows) {
   ptx::let_next_kernel_begin();
+  constexpr int kLoads = kStretchBytes / (32 * 16);
   const Kept kept = kept_by(c.firsts, c.peers.rank, c.capacity);
-  const Arrivals arrivals{c.arrived, static_cast<int>(column_blocks)};
-  const int64_t rows = fill ? c.capacity : kept.count;
-  const int64_t parts = (rows + kArrivalRows - 1) / kArrivalRows * column_blocks;
-  for (int64_t part = blockIdx.x; part < parts; part += gridDim.x) {
-    const int64_t block = part / column_blocks, end = min((block + 1) * kArrivalRows, rows);
-    for (int64_t row = block * kArrivalRows + threadIdx.x / 32; row < end; row += kWarps)
-      bring_row<T, kVector>(c, arrivals, row, static_cast<unsigned>(part % column_blocks), kept);
-    __syncthreads();
-    if (threadIdx.x == 0) tell_arrived(arrivals, block);
+  if (!rows) rows = kept.count;  // no tail
+  const Arrivals arrivals{c.arrived, pieces};
+  const int stretches = pieces / kPartsOfBlock, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t parts = (rows + kArrivalRows - 1) / kArrivalRows * pieces, step = int64_t{gridDim.x} * kMostWarps;
+  for (int64_t part = warp * int64_t{gridDim.x} + blockIdx.x; part < parts; part += step) {
+    const int64_t row = part / stretches * kRowsOfWarp;
+    const int begin = static_cast<int>(part % stretches) * kStretchBytes, bytes = min(kStretchBytes, row_bytes - begin);
+    const uint64_t source = source_of(c, arrivals, row + lane / kLanesOfRow, kept, row_bytes);
+    __syncwarp();  // what a lane has found told of, all lanes may read
+    for (int i = 0; i < kRowsOfWarp && row + i < rows; ++i) {
+      const uint64_t from = __shfl_sync(~0u, source, i * kLanesOfRow);
+      const Word fill = all_bits<Word>(row + i < kept.count);  // its row has no source: the lane has failed
+      Word* to = reinterpret_cast<Word*>(reinterpret_cast<uint64_t>(c.out) + (row + i) * row_bytes + begin);
+      copy_words<Word, kLoads>(to, reinterpret_cast<const Word*>(from ? from + begin : 0), bytes / sizeof(Word), fill);
+    }
+    __syncwarp();
+    if (lane == 0) tell_arrived(arrivals, row / kArrivalRows);
   }
 }
 
@@ -410,11 +427,12 @@ void launch_pull(const PeerRows& c, bool fill, cudaStream_t stream) {
   const dim3 grid = grid_of(c, tokens + tail, kVector);
   pull_kernel<T, kVector><<<grid, kThreads, 0, stream>>>(c, static_cast<unsigned>(tokens));
 }
-template <class T, int kVector>
+template <class Word>
 void launch_pull_blocks(const PullBlocks& c, bool fill, cudaStream_t stream) {
-  const auto column_blocks = static_cast<unsigned>(pieces_of_block(c));
   const unsigned blocks = std::min(c.blocks, device_properties(current_device()).multiprocessors);  // all are resident
-  pull_blocks_kernel<T, kVector><<<blocks, kThreads, 0, stream>>>(c, column_blocks, fill);
+  const int row_bytes = static_cast<int>(c.columns * bytes_of(c.type));
+  pull_blocks_kernel<Word>
+      <<<blocks, kMostThreads, 0, stream>>>(c, row_bytes, pieces_of_block(c), fill ? c.capacity : 0);
 }
 template <class T, int kVector, int kBatch>
 void launch_sum_of(const PeerRows& c, int blocks, cudaStream_t stream) {
@@ -476,20 +494,16 @@ void pull(const PeerRows& c, bool fill, int device, cudaStream_t stream) {
 }
 
 int pieces_of_block(const PeerRows& c) {
-  const int vector = fits(c, c.out, 0) ? 16 / static_cast<int>(bytes_of(c.type)) : 1;
-  return static_cast<int>(blocks_of(c.columns, 32 * kSteps * vector));
+  return kPartsOfBlock * static_cast<int>(blocks_of(c.columns * bytes_of(c.type), kStretchBytes));
 }
 
 void pull_blocks(const PullBlocks& c, bool fill, int device, cudaStream_t stream) {
   FUSIBLE_CHECK(c.blocks > 0, "needs blocks of threads, got ", c.blocks);
   if (!c.columns) return;
   const DeviceGuard guard(device);
-  if (bytes_of(c.type) == 4)
-    fits(c, c.out, 0) ? launch_pull_blocks<uint32_t, 4>(c, fill, stream)
-                      : launch_pull_blocks<uint32_t, 1>(c, fill, stream);
-  else
-    fits(c, c.out, 0) ? launch_pull_blocks<uint16_t, 8>(c, fill, stream)
-                      : launch_pull_blocks<uint16_t, 1>(c, fill, stream);
+  if (fits(c, c.out, 0)) launch_pull_blocks<Vector<uint32_t, 4>>(c, fill, stream);
+  else if (bytes_of(c.type) == 4) launch_pull_blocks<uint32_t>(c, fill, stream);
+  else launch_pull_blocks<uint16_t>(c, fill, stream);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "blocks of rows of ", c.tokens, " tokens of each of ", c.peers.ranks,
                      " ranks");
 }

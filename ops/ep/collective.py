@@ -195,7 +195,9 @@ class CollectiveTransport:
             rows[count:].zero_()
         return rows
 
-    def start_sum(self, rows: Tensor | None, table: CollectiveTable, kind: str) -> Callable[[], Tensor]:
+    def start_sum(
+        self, rows: Tensor | None, table: CollectiveTable, kind: str, products_follow: bool = False
+    ) -> Callable[[], Tensor]:
         assert rows is not None  # there are no slots
         if table.sums is None:
             arrived = self._start_returning(rows, table, kind)

@@ -196,17 +196,20 @@ class TableForeseen(NamedTuple):
     num_rows: int
 
 
-def start_sum(group: Group, rows: Tensor | None, table: Table, kind: str) -> Callable[[], Tensor]:
+def start_sum(
+    group: Group, rows: Tensor | None, table: Table, kind: str, products_follow: bool = False
+) -> Callable[[], Tensor]:
     """Starts the sums of the rows [Q, H] of all ranks; returns what gives those of this rank's tokens [T, H].
 
     Args:
         rows: None: they have gone to slots (:meth:`Transport.row_slots`).
+        products_follow: whether products are launched before the sums are asked for.
     """
     if rows is not None and trace.active():
         group.mover.foresee(kind, rows)
         return lambda: rows.new_empty(table.row_of_slot.shape[0], rows.shape[1])
     with group.moving() as transport:
-        finish = transport.start_sum(rows, table, kind)
+        finish = transport.start_sum(rows, table, kind, products_follow)
 
     def finished() -> Tensor:
         with group.moving():

@@ -10,6 +10,7 @@ import torch
 from torch import distributed as dist
 
 from . import memory
+from .barrier import barrier
 from .collective import CollectiveTransport
 from .errors import CapacityError, PeerError
 from .settings import Settings
@@ -118,7 +119,8 @@ class Group:
         lanes: how many exchanges may be under way at once, for microbatches that overlap.
         timeout: seconds to wait for a peer; 0: for ever.
         overlap: with transport ``"symmetric"``, how many multiprocessors sum the gradients of tokens while the others
-            compute those of weights; 0: all do one after the other.
+            compute those of weights, in an :class:`EPGroupedMLP`; 0: all do one after the other. None: 32, or a quarter
+            of a smaller device, unless rows are too few.
         overlap_dispatch: with transport ``"symmetric"``, how many multiprocessors bring rows to the experts of an
             :class:`EPGroupedMLP` in bfloat16 while the others multiply those that are there; 0: one after the other.
         overlap_combine: with transport ``"symmetric"``, whether rows go to the ranks of their tokens as the second
@@ -153,7 +155,7 @@ class Group:
         transport: str = "auto",
         lanes: int = 1,
         timeout: float = 60.0,
-        overlap: int = 0,
+        overlap: int | None = None,
         overlap_dispatch: int = 0,
         overlap_combine: bool = False,
     ) -> None:
@@ -276,16 +278,16 @@ class Group:
             self.check(synchronize=True)
         for lane in self._lanes:
             lane.reset()
-        dist.barrier(self.process_group)
+        barrier(self.process_group)
         self._mover.reset()
         self._mover.finish()
-        dist.barrier(self.process_group)
+        barrier(self.process_group)
 
     def close(self) -> None:
         """Ends its use; an op of it that is called later raises. Collective, so that no rank still needs another."""
         if self._ended is None:
             self._mover.finish()
-            dist.barrier(self.process_group)
+            barrier(self.process_group)
             self._ended = RuntimeError("the expert-parallel group is closed; make another one")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:

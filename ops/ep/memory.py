@@ -60,6 +60,11 @@ def device() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
+def multiprocessors(on: torch.device) -> int:
+    """How many a device has; 0: it is none that computes several things at once."""
+    return torch.cuda.get_device_properties(on).multi_processor_count if on.type == "cuda" else 0
+
+
 def refusal() -> str | None:
     """Why there is none; None: :func:`allocate` can be called."""
     return symmetric_memory_refusal()

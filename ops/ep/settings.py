@@ -32,7 +32,7 @@ class Settings(NamedTuple):
     transport: str
     lanes: int
     timeout: float
-    overlap: int
+    overlap: int | None
     overlap_dispatch: int
     overlap_combine: bool
 
@@ -56,8 +56,7 @@ class Settings(NamedTuple):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 yield f"{name} must be one of {', '.join(map(repr, allowed))}, got {getattr(self, name)!r}"
-        for name in ("overlap", "overlap_dispatch"):
-            blocks = getattr(self, name)
+        for name, blocks in self._multiprocessors():
             if type(blocks) is not int or blocks < 0:
                 yield f"{name} must be a number of multiprocessors, 0 for none, got {blocks!r}"
         if type(self.overlap_combine) is not bool:
@@ -73,6 +72,11 @@ class Settings(NamedTuple):
             yield "capacity 'exact' needs transport 'collective', as the host waits for it; give 'symmetric' a number"
         if self.transport == "symmetric" and self.combine == "reduced":
             yield "combine 'reduced' needs transport 'collective'; 'symmetric' sums exactly"
+
+    def _multiprocessors(self) -> Iterator[tuple[str, Any]]:
+        if self.overlap is not None:
+            yield "overlap", self.overlap
+        yield "overlap_dispatch", self.overlap_dispatch
 
     def _is_capacity(self) -> bool:
         if isinstance(self.capacity, str):

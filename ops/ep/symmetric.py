@@ -21,8 +21,10 @@ from ..kernels.hopper import peers as kernels
 from ..kernels.hopper import permute as sorting
 from ..kernels.problem import RowSlots
 from . import memory, messages
+from .barrier import barrier
 from .errors import CapacityError, PeerError
 from .memory import SharedMemory
+from .overlap import multiprocessors_beside
 from .settings import Settings
 from .transport import DispatchedRows, Exchange
 
@@ -142,12 +144,13 @@ class SymmetricTransport:
         for _ in range(settings.lanes):
             regions.append(Regions.of(settings, self._ranks, capacity, regions[-1].end if regions else 0))
         self._beside: torch.cuda.Stream | None = None
+        self._multiprocessors = memory.multiprocessors(on)
         with torch.inference_mode(False):
             shared = memory.allocate(regions[-1].end, on, process_group)
             self._lanes = [SymmetricLane(settings, each, shared, self._rank) for each in regions]
         self.reset()
         self.finish()
-        dist.barrier(process_group)
+        barrier(process_group)
 
     @staticmethod
     def refusal(settings: Settings, ranks: int) -> str | None:
@@ -225,7 +228,9 @@ class SymmetricTransport:
         lane.reads("tokens")
         return self._pulled(lane, table, fill)
 
-    def start_sum(self, rows: Tensor | None, table: SymmetricTable, kind: str) -> Callable[[], Tensor]:
+    def start_sum(
+        self, rows: Tensor | None, table: SymmetricTable, kind: str, products_follow: bool = False
+    ) -> Callable[[], Tensor]:
         lane, exchange = self._lanes[table.exchange.lane], table.exchange
         rows = rows if rows is None or rows.stride(-1) == 1 else rows.contiguous()
         if kind == "combine" and (slots := self.row_slots(table)) is not None:
@@ -235,10 +240,17 @@ class SymmetricTransport:
             lane.will_write("rows", exchange)
             kernels.stage_rows(lane.launch, exchange.number, rows, table.slots, lane.regions.rows)
         lane.meet(exchange, kind, table.wanted)
-        overlap = self._settings.overlap
-        if overlap and kind == "dispatch backward" and self._device.type == "cuda":
-            return self._sum_beside(lane, table, overlap)
+        if products_follow and (blocks := self._blocks_beside(table)):
+            return self._sum_beside(lane, table, blocks)
         return lambda: self._sum(lane, table, self._new_sums(table))
+
+    def _blocks_beside(self, table: SymmetricTable) -> int:
+        """How many multiprocessors sum while the others multiply. Ranks need not agree on it."""
+        s = self._settings
+        if not self._multiprocessors:
+            return 0
+        summed = table.row_of_slot.numel() * s.hidden * s.dtype.itemsize
+        return multiprocessors_beside(s.overlap, self._multiprocessors, summed)
 
     def row_slots(self, table: SymmetricTable) -> RowSlots | None:
         if table.slot_of_row is None:

@@ -100,10 +100,15 @@ class Transport(Protocol):
             fill: whether the tail shall be zero; else it may be anything.
         """
 
-    def start_sum(self, rows: Tensor | None, table: Any, kind: str) -> Callable[[], Tensor]:
+    def start_sum(
+        self, rows: Tensor | None, table: Any, kind: str, products_follow: bool = False
+    ) -> Callable[[], Tensor]:
         """Starts to sum the rows [Q, H] of all ranks by token; returns what gives the sums [T, H] of this rank's.
 
         Rows may be overwritten once the sums are there. None: they have gone to :meth:`row_slots`.
+
+        Args:
+            products_follow: whether products are launched before the sums are asked for, beside which they may run.
         """
 
     def return_numbers(self, numbers: Tensor, table: Any, dtype: torch.dtype, kind: str) -> Tensor:

@@ -21,6 +21,8 @@ from ..ep.dispatch import EPDispatch, pulled, returned, start_sum
 from .grouped_mlp import GroupedMLP
 from .inner_mlp import InnerMLP, tokens_to_tokens
 
+_WEIGHTS = frozenset({"fc1.weight", "fc2.weight"})
+
 
 @register_fusion(
     tokens_to_tokens(EPDispatch, EPCombine, ("row_of_slot",))
@@ -85,13 +87,18 @@ class EPGroupedMLP(InnerMLP):
         if "x" in needs_grad:
             drows = evaluate(dx)
             assert drows is not None
-            finish = start_sum(group, drows, table, "dispatch backward")
+            finish = start_sum(group, drows, table, "dispatch backward", _has_products(inner, needs))
             grads["x"] = lambda: finish().to(saved.x_dtype)
         grads |= {name: evaluate(gradient) for name, gradient in inner.items() if name in needs}
         if "top_k_weights" in needs_grad:
             total = _sum_of(dscales, rows)
             grads["top_k_weights"] = lambda: returned(group, total, table, saved.weights_dtype)
         return grads
+
+
+def _has_products(gradients: Grads, wanted: frozenset[str]) -> bool:
+    """Whether gradients of weights are still to be computed: not where they are frozen, delayed or there already."""
+    return any(callable(gradients.get(name)) for name in _WEIGHTS & wanted)
 
 
 def _sum_of(gradients: Sequence[Gradient], rows: Tensor) -> Tensor:

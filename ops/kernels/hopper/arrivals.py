@@ -11,7 +11,8 @@ from ..problem import GroupedGemm, Layout
 from .extension import workspace_bytes
 
 ROWS = 64  # of a block, which the kernel tells of at once
-_PIECE_BYTES = 1024  # of a row, which a warp copies at once
+_STRETCH_BYTES = 4096  # of a row, which a warp has under way at once
+_ROWS_OF_WARP = 4  # of which it tells at once
 _ALIGNMENT = 16
 
 
@@ -34,9 +35,13 @@ def arguments(problem: GroupedGemm) -> dict[str, Any]:
     """Of the launch of such a product: the counters, when they are full, and the workspace."""
     arrived, first = problem.arrived, problem.a
     assert arrived is not None
-    pieces = -(-first.shape[1] * first.element_size() // _PIECE_BYTES)
     at = arrived.data_ptr()
-    return {"arrived": at, "pieces": pieces, "workspace": at + _bytes_of_blocks(first.shape[0])}
+    return {"arrived": at, "pieces": pieces_of_block(first), "workspace": at + _bytes_of_blocks(first.shape[0])}
+
+
+def pieces_of_block(rows: Tensor) -> int:
+    """How often a kernel tells of each block of such rows until it is there."""
+    return ROWS // _ROWS_OF_WARP * -(-rows.shape[1] * rows.element_size() // _STRETCH_BYTES)
 
 
 def _bytes_of_blocks(rows: int) -> int:
