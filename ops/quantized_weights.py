@@ -17,6 +17,7 @@ from torch import Tensor
 from ..fuser import tracing as trace
 from ..fuser.config import active_config, changed
 from ..fuser.replay import capture
+from ..fuser.torch_private import storage_id
 from .kernels import Matrices
 from .kernels.problem import first
 from .kernels.quantized import quantize_weight
@@ -28,7 +29,7 @@ from .quantized_linear import is_power_of_two, weight_operands
 
 
 class _Kept(NamedTuple):
-    """Copies, and the weight that they are of: alive, its address stays its own."""
+    """Copies, and the weight that they are of: alive, its storage stays its own."""
 
     weight: Matrices
     copies: WeightOperands
@@ -85,10 +86,15 @@ def _quantized(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
 
 
 def _identity(weight: Matrices) -> tuple[Any, ...]:
-    """Which memory it is, read as what."""
+    """Which memory it is, read as what.
+
+    By storage, not by address: FSDP2 frees the memory of gathered weights and gathers others there, and these again
+    elsewhere, into the storage that they had.
+    """
     one = first(weight)
-    addresses = (one.data_ptr(),) if isinstance(weight, Tensor) else tuple([matrix.data_ptr() for matrix in weight])
-    return addresses, weight.shape if isinstance(weight, Tensor) else one.shape, one.stride(), one.dtype, one.device
+    parts = (weight,) if isinstance(weight, Tensor) else weight
+    storages = tuple([(storage_id(part), part.storage_offset()) for part in parts])
+    return storages, weight.shape if isinstance(weight, Tensor) else one.shape, one.stride(), one.dtype, one.device
 
 
 def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> None:
