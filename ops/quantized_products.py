@@ -80,12 +80,12 @@ def _sizes(
         raise ValueError(f"{product}: operands of one recipe are multiplied, got {tokens.recipe} and {other.recipe}")
     if tokens.first_dims is None:
         raise ValueError(f"{product}: the first operand must be tokens, with first_dims")
-    there = tuple(other.shape)
-    if len(there) != len(shape) or any(size not in (None, real) for size, real in zip(shape, there, strict=True)):
+    fits = len(other.shape) == len(shape) and all(a in (None, b) for a, b in zip(shape, other.shape, strict=True))
+    if not fits:
         expected = ", ".join("any" if size is None else str(size) for size in shape)
         raise ValueError(
             f"{product}: with a first operand of {list(tokens.shape)} in {tokens.num_groups} groups the second must "
-            f"have shape [{expected}], got {list(there)}"
+            f"have shape [{expected}], got {list(other.shape)}"
         )
     return tokens.first_dims
 
@@ -94,8 +94,8 @@ def _equal(a: QuantizedGroupedTensor, b: QuantizedGroupedTensor) -> bool:
     """Whether groups have the same tokens; so it is taken to be where one would have to wait for a device."""
     assert a.first_dims is not None
     assert b.first_dims is not None
-    known = is_free_to_read(a.first_dims) and is_free_to_read(b.first_dims)
-    return not known or a.first_dims.tolist() == b.first_dims.tolist()
+    is_free = is_free_to_read(a.first_dims) and is_free_to_read(b.first_dims)
+    return not is_free or a.first_dims.tolist() == b.first_dims.tolist()
 
 
 def _has_blocks_of_rows(weight: QuantizedGroupedTensor) -> bool:

@@ -236,8 +236,8 @@ def _check_source(data: Tensor, recipe: Recipe, first_dims: Tensor | None, halve
         raise _error(f"first_dims must be int32 or int64 [E] on {data.device}, got {_form(first_dims)}")
 
 
-def _error(what: str) -> ValueError:
-    return ValueError(f"QuantizedGroupedTensor: {what}")
+def _error(reason: str) -> ValueError:
+    return ValueError(f"QuantizedGroupedTensor: {reason}")
 
 
 def _form(value: Any) -> str:
