@@ -170,6 +170,20 @@ engine_will_run: Callable[[Any], bool] = private("_C._will_engine_execute_node")
 """Whether the running backward goes on to a node. Else: yes, with a warning; true of ``backward()``."""
 
 
+_FIRST = 2**64 - 1  # the number of the nodes that accumulate gradients
+
+
+def run_when_ready(node: Any) -> bool:
+    """Makes a backward run a node as soon as its gradient is there, before nodes that are younger; whether it does.
+
+    So it runs those that accumulate gradients. Else: it does not, and the node is of one forward.
+    """
+    renumber = getattr(node, "_set_sequence_nr", None)
+    if renumber is not None:
+        renumber(_FIRST)
+    return renumber is not None
+
+
 # ---- tensors
 
 

@@ -174,7 +174,8 @@ def check_parameter(
     if is_quantized:
         if dtype not in (torch.float8_e4m3fn, torch.uint8) or parameter.requires_grad:
             raise ArgumentError(
-                f"{name}: expected a frozen parameter of float8_e4m3fn, or uint8, as it was quantised, got {dtype}"
+                f"{name}: expected a frozen parameter of float8_e4m3fn, or uint8, as it was quantised, got {dtype}; "
+                "what casts a module casts it too, so quantise it after that"
             )
         return
     if not dtype.is_floating_point or dtype.itemsize == 1:

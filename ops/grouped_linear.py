@@ -28,7 +28,8 @@ from .checks import (
 from .kernels import Independent, Layout, Matrices
 from .parameters.weight_grads import WeightGrads
 from .quantized import operands
-from .quantized.copies import BackwardWeight, Columns, WeightOperand
+from .quantized.copies import AMAX, SCALES, BackwardWeight, Columns, WeightOperand
+from .quantized.forms import form_of, misfit
 from .quantized.packed import PackedWeight
 from .quantized.recipe import MXFP4, NVFP4, Recipe
 from .quantized.schemes import Copy
@@ -149,6 +150,11 @@ class GroupedLinear(WeightGrads):
         shape = self.out_features, self.in_features // packed
         return shape[::-1] if self.transposed_weight else shape
 
+    @property
+    def weight_shape(self) -> tuple[int, int, int]:
+        """[E, N, K] of the values, however they are stored."""
+        return self.num_groups, self.out_features, self.in_features
+
     def decision_key(self) -> tuple[Any, ...]:
         key: list[Any] = [type(self), self.recipe]  # a parametrization changes the type
         for name, split in self.per_group.items():
@@ -168,7 +174,7 @@ class GroupedLinear(WeightGrads):
         grad_input: Tensor | None = None,
         bias_scale: Tensor | None = None,
     ) -> None:
-        self.check_parameters(None, weight=self._matrix_shape(), bias=(self.out_features,))
+        self._check_weights(None)
         if split_sizes is not None:
             check_split_sizes(split_sizes, self.num_groups, None)
         for name, buffer, columns in (
@@ -195,7 +201,7 @@ class GroupedLinear(WeightGrads):
         dtype = checked(x, weight, self.in_features, autocast_dtype)
         if self.is_quantized and (why := quantized.dtype_refusal(self.recipe, dtype)) is not None:  # type: ignore[arg-type]
             raise ArgumentError(f"x: {why}; cast it")
-        self.check_parameters(x.device, weight=self._matrix_shape(), bias=(self.out_features,))
+        self._check_weights(x.device)
         check_split_sizes(split_sizes, self.num_groups, x)
         y = TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)
         if output is not None:
@@ -205,6 +211,17 @@ class GroupedLinear(WeightGrads):
         if bias_scale is not None:
             check_rows("bias_scale", bias_scale, x)
         return y
+
+    def _check_weights(self, device: torch.device | None) -> None:
+        """Of the parameters, and of what decodes those that stay quantised."""
+        self.check_parameters(device, weight=self._matrix_shape(), bias=(self.out_features,))
+        if not self.is_quantized:
+            return
+        recipe: Recipe = self.recipe  # type: ignore[assignment]
+        data = form_of(recipe, self.weight_shape).data
+        decoders: Any = [self._buffers.get(name) for name in (SCALES, AMAX)]
+        if (why := misfit(recipe, self.weight_shape, Copy(data, *decoders))) is not None:
+            raise ArgumentError(f"{why}; what casts a module casts them too, so quantise it after that")
 
     def fwd(
         self,
@@ -370,7 +387,10 @@ class GroupedLinear(WeightGrads):
         return super().trace_refusal()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        match_state(self, state_dict, prefix)
+        why = match_state(self, state_dict, prefix)
+        if why is not None:  # nothing of the linear is loaded
+            args[-1].append(why)
+            return
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import ArgumentError
+from ..fuser.stored_values import stores_values
 from .delayed_scales import is_delayed
 from .grouped_linear import GroupedLinear
 from .kernels.problem import stacked
@@ -45,6 +46,10 @@ def _refusal(recipe: Recipe, linear: GroupedLinear) -> str | None:
         return f"recipe must be one such as fusible.Float8Block(), got {recipe!r}"
     if is_delayed(recipe):
         return "a weight that stays as it is has no steps before; use Float8Tensor()"
+    for name in linear.parameter_names("weight"):
+        if not stores_values(kind := type(getattr(linear, name))):
+            cure = "quantise before fully_shard, which then gathers bytes"
+            return f"{name}: expected a plain tensor, got a {kind.__name__}; {cure}"
     return refusal(linear, recipe)
 
 

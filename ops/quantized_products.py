@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .checks import is_free_to_read
 from .quantized import operands
 from .quantized.copies import BLOCK, Rows
 from .quantized.recipe import MXFP8, Float8Block
@@ -18,8 +19,12 @@ from .quantized_tensor import QuantizedGroupedTensor
 
 
 def forward(x: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Tensor:
-    """``y = x W^T``, of the rowwise copies: [T, N], of the dtype of ``x``; zero in the tail."""
-    sizes = _sizes(x, weight)
+    """``y = x W^T``, of the rowwise copies: [T, N], of the dtype of ``x``; zero in the tail.
+
+    Raises:
+        ValueError: operands that do not fit one another.
+    """
+    sizes = _sizes("forward", x, weight, (x.num_groups, None, x.shape[-1]))
     options = {"halves": weight.halves} if _has_blocks_of_rows(weight) else {}
     operand = operands.of_rowwise(weight.recipe, _present(weight, "rowwise"), weight.halves)
     return product(x.recipe, _rows(x, sizes), operand, sizes, x.dtype, **options)
@@ -31,9 +36,10 @@ def input_grad(dy: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Te
     Where both copies of a weight have the same bytes, the rowwise one may stand for the other.
 
     Raises:
-        ValueError: the two halves of a weight are no whole blocks, and bytes would be multiplied.
+        ValueError: operands that do not fit one another; the two halves of a weight are no whole blocks, and bytes
+            would be multiplied.
     """
-    sizes = _sizes(dy, weight)
+    sizes = _sizes("input_grad", dy, weight, (dy.num_groups, dy.shape[-1], None))
     if _has_blocks_of_rows(weight) and weight.halves > 1 and weight.shape[1] // weight.halves % BLOCK:
         raise ValueError(
             f"input_grad: halves of {weight.shape[1] // weight.halves} rows are no whole blocks of {BLOCK}"
@@ -46,20 +52,50 @@ def input_grad(dy: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Te
 
 
 def weight_grad(dy: QuantizedGroupedTensor, x: QuantizedGroupedTensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """``dW = dy^T x`` of each group, of the columnwise copies: [E, N, K], of the dtype of ``x`` if none is given."""
-    sizes, rows = _sizes(dy, x), x.shape[0]
+    """``dW = dy^T x`` of each group, of the columnwise copies: [E, N, K], of the dtype of ``x`` if none is given.
+
+    Raises:
+        ValueError: operands that do not fit one another.
+    """
+    sizes, rows = _sizes("weight_grad", dy, x, (dy.shape[0], None)), x.shape[0]
+    if x.first_dims is not sizes and (x.first_dims is None or x.first_dims.shape != sizes.shape or not _equal(dy, x)):
+        raise ValueError("weight_grad: dy and x must have the same first_dims")
     a, b = (operands.of_column_copy(t.recipe, _present(t, "columnwise"), sizes, rows) for t in (dy, x))
     out = multiplied_columns(a, b, sizes, rows, out_dtype=out_dtype or x.dtype)
     assert isinstance(out, Tensor)
     return out
 
 
-def _sizes(tokens: QuantizedGroupedTensor, other: QuantizedGroupedTensor) -> Tensor:
+def _sizes(
+    product: str, tokens: QuantizedGroupedTensor, other: QuantizedGroupedTensor, shape: tuple[int | None, ...]
+) -> Tensor:
+    """The tokens of each group, of operands that are multiplied; ``shape`` is that of the other, None where it is free.
+
+    Kernels read memory by these sizes.
+    """
+    for operand in (tokens, other):
+        if not isinstance(operand, QuantizedGroupedTensor):
+            raise ValueError(f"{product}: expected a QuantizedGroupedTensor, got a {type(operand).__name__}")
     if tokens.recipe != other.recipe:
-        raise ValueError(f"operands of one recipe are multiplied, got {tokens.recipe} and {other.recipe}")
+        raise ValueError(f"{product}: operands of one recipe are multiplied, got {tokens.recipe} and {other.recipe}")
     if tokens.first_dims is None:
-        raise ValueError("the first operand must be tokens, with first_dims")
+        raise ValueError(f"{product}: the first operand must be tokens, with first_dims")
+    fits = len(other.shape) == len(shape) and all(a in (None, b) for a, b in zip(shape, other.shape, strict=True))
+    if not fits:
+        expected = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(
+            f"{product}: with a first operand of {list(tokens.shape)} in {tokens.num_groups} groups the second must "
+            f"have shape [{expected}], got {list(other.shape)}"
+        )
     return tokens.first_dims
+
+
+def _equal(a: QuantizedGroupedTensor, b: QuantizedGroupedTensor) -> bool:
+    """Whether groups have the same tokens; so it is taken to be where one would have to wait for a device."""
+    assert a.first_dims is not None
+    assert b.first_dims is not None
+    is_free = is_free_to_read(a.first_dims) and is_free_to_read(b.first_dims)
+    return not is_free or a.first_dims.tolist() == b.first_dims.tolist()
 
 
 def _has_blocks_of_rows(weight: QuantizedGroupedTensor) -> bool:

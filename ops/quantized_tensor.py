@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..fuser.errors import shown
 from ..fuser.stored_values import check_stores_values
 from .grouped_tensor import GroupedTensor
 from .kernels.quantized import quantize_rows, quantize_weight
@@ -18,6 +19,7 @@ from .quantized.reference import groups_of
 from .quantized.schemes import Copy, Scheme, scheme_of
 
 _RECIPES = {recipe.__name__: recipe for recipe in (Float8Block, Float8Row, Float8Tensor, MXFP8, MXFP4, NVFP4)}
+_SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 _TENSORS = (
     *("rowwise", "rowwise_scales", "rowwise_amax"),
     *("columnwise", "columnwise_scales", "columnwise_amax", "first_dims"),
@@ -82,18 +84,15 @@ class QuantizedGroupedTensor:
         """The wanted copies of tokens [T, K] with their ``first_dims``, or of weights [E, N, K].
 
         Raises:
-            ValueError: other dimensions, groups that are ragged in their columns, features that the recipe does not
-                take, or a recipe that quantises nothing.
+            ValueError: other dimensions or dtypes, groups that are ragged in their columns, halves that do not divide
+                the rows of a weight, features that the recipe does not take, or a recipe that quantises nothing.
         """
         if isinstance(data, GroupedTensor):
             if data.last_dims is not None:
                 raise ValueError("QuantizedGroupedTensor: groups that are ragged in their columns are not quantised")
             wanted = {"rowwise": rowwise, "columnwise": columnwise, "is_gradient": is_gradient}
             return cls.quantize(data.data, recipe, data.first_dims, halves=halves, **wanted)
-        check_stores_values("data", data, "QuantizedGroupedTensor")
-        if data.dim() != (3 if first_dims is None else 2):
-            expected = "weights [E, N, K]" if first_dims is None else "tokens [T, K] with first_dims"
-            raise ValueError(f"QuantizedGroupedTensor: expected {expected}, got shape {list(data.shape)}")
+        _check_source(data, recipe, first_dims, halves)
         wanted_names = [name for name, is_wanted in (("rowwise", rowwise), ("columnwise", columnwise)) if is_wanted]
         copies = _copies(data.detach(), recipe, first_dims, wanted_names, halves, is_gradient)
         fields: dict[str, Tensor | None] = {}
@@ -216,6 +215,34 @@ def _quantize(scheme: Scheme, name: str, data: Tensor, first_dims: Tensor | None
     if first_dims is None:
         return (scheme.weight if name == "rowwise" else scheme.transposed_weight)(data, halves)
     return (scheme.rows if name == "rowwise" else scheme.columns)(data, first_dims)
+
+
+def _check_source(data: Tensor, recipe: Recipe, first_dims: Tensor | None, halves: int) -> None:
+    """Of what is quantised."""
+    if not isinstance(recipe, Recipe):
+        raise _error(f"recipe must be one such as fusible.Float8Block(), got {shown(recipe)}")
+    check_stores_values("data", data, "QuantizedGroupedTensor")
+    if data.dtype not in _SOURCES:
+        raise _error(f"data must be of bfloat16, float16 or float32, got {data.dtype}")
+    if data.dim() != (3 if first_dims is None else 2):
+        expected = "weights [E, N, K]" if first_dims is None else "tokens [T, K] with first_dims"
+        raise _error(f"expected {expected}, got shape {list(data.shape)}")
+    if first_dims is None:
+        if halves not in (1, 2) or data.shape[1] % halves:
+            raise _error(f"halves must be 1, or 2 of an even number of rows, got {shown(halves)} of {data.shape[1]}")
+        return
+    is_vector = isinstance(first_dims, Tensor) and first_dims.dim() == 1
+    if not is_vector or first_dims.dtype not in (torch.int32, torch.int64) or first_dims.device != data.device:
+        raise _error(f"first_dims must be int32 or int64 [E] on {data.device}, got {_form(first_dims)}")
+
+
+def _error(reason: str) -> ValueError:
+    return ValueError(f"QuantizedGroupedTensor: {reason}")
+
+
+def _form(value: Any) -> str:
+    is_tensor = isinstance(value, Tensor)
+    return f"{list(value.shape)}, {value.dtype} on {value.device}" if is_tensor else shown(value)
 
 
 def _check(tensor: QuantizedGroupedTensor) -> None:

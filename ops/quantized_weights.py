@@ -7,7 +7,7 @@ weights without counting. So copies are kept only where a caller promises that t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -17,18 +17,20 @@ from torch import Tensor
 from ..fuser import tracing as trace
 from ..fuser.config import active_config, changed
 from ..fuser.replay import capture
+from ..fuser.torch_private import storage_id
 from .kernels import Matrices
 from .kernels.problem import first
 from .kernels.quantized import quantize_weight
 from .quantized.copies import AMAX, SCALES, TransposedWeight, WeightOperand
+from .quantized.forms import misfit, misfits, recipe_of, widened
 from .quantized.operands import WeightOperands, rowwise_copy
-from .quantized.recipe import MXFP4, MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, Recipe
+from .quantized.recipe import Float8Block, Recipe
 from .quantized.schemes import Copy, scheme_of
 from .quantized_linear import is_power_of_two, weight_operands
 
 
 class _Kept(NamedTuple):
-    """Copies, and the weight that they are of: alive, its address stays its own."""
+    """Copies, and the weight that they are of: alive, its storage stays its own."""
 
     weight: Matrices
     copies: WeightOperands
@@ -85,40 +87,67 @@ def _quantized(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
 
 
 def _identity(weight: Matrices) -> tuple[Any, ...]:
-    """Which memory it is, read as what."""
+    """Which memory it is, read as what.
+
+    By storage, not by address: FSDP2 frees the memory of gathered weights and gathers others there, and these again
+    elsewhere, into the storage that they had.
+    """
     one = first(weight)
-    addresses = (one.data_ptr(),) if isinstance(weight, Tensor) else tuple([matrix.data_ptr() for matrix in weight])
-    return addresses, weight.shape if isinstance(weight, Tensor) else one.shape, one.stride(), one.dtype, one.device
+    parts = (weight,) if isinstance(weight, Tensor) else weight
+    storages = tuple([(storage_id(part), part.storage_offset()) for part in parts])
+    return storages, weight.shape if isinstance(weight, Tensor) else one.shape, one.stride(), one.dtype, one.device
 
 
-def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> None:
-    """Makes what a state dict has for a linear of the kind that the linear has.
+class _Names(NamedTuple):
+    """The keys of a state dict for the weight of a linear: of one tensor or of many, and of what decodes it."""
+
+    weight: str
+    scales: str
+    amax: str
+    many: list[str]
+
+    @classmethod
+    def of(cls, prefix: str, groups: int) -> _Names:
+        many = [f"{prefix}weight{i}" for i in range(groups)]
+        return cls(f"{prefix}weight", f"{prefix}{SCALES}", f"{prefix}{AMAX}", many)
+
+
+def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> str | None:
+    """Makes what a state dict has for a linear of the kind that the linear has; or says why that cannot be.
 
     A weight that is not quantised becomes one that is, or the other way, with a warning: its values have been rounded.
     """
-    one, scales_name, amax_name = (f"{prefix}{name}" for name in ("weight", SCALES, AMAX))
-    many = [f"{one}{i}" for i in range(linear.num_groups)]
-    weight, scales = state_dict.get(one), state_dict.get(scales_name)
-    if not (linear.is_quantized or isinstance(scales, Tensor)):
-        return
-    if weight is None and _have_one_shape([state_dict.get(name) for name in many]):
-        weight = torch.stack([state_dict[name].data for name in many])
+    names = _Names.of(prefix, linear.num_groups)
+    weight, scales = state_dict.get(names.weight), state_dict.get(names.scales)
+    if weight is None and _have_one_shape([state_dict.get(name) for name in names.many]):
+        weight = torch.stack([state_dict[name].data for name in names.many])
     if not isinstance(weight, Tensor):
-        return
-    if linear.is_quantized and scales is None and weight.dtype.itemsize > 1:
-        copy = rowwise_copy(linear.recipe, weight)
-        values = {one: copy.data, scales_name: copy.scales, amax_name: copy.amax}
-        _replace(state_dict, many, {name: value for name, value in values.items() if value is not None})
-    elif linear.is_quantized and isinstance(scales, Tensor) and isinstance(linear.recipe, Float8Block):
-        state_dict[scales_name] = scales.float()
-    elif not linear.is_quantized and isinstance(scales, Tensor):
-        warnings.warn(f"{one} is quantised and the module is not: its rounded values are loaded", stacklevel=2)
-        recipe = _recipe_of(weight, scales)
-        scales = scales.float() if isinstance(recipe, Float8Block) else scales
-        copy = Copy(weight, scales, state_dict.pop(amax_name, None))
-        rounded = scheme_of(recipe).weight_values(copy, 1)
-        _replace(state_dict, many, {one: rounded.mT if linear.transposed_weight else rounded})
-        del state_dict[scales_name]
+        return None
+    if isinstance(scales, Tensor):
+        return _match_bytes(linear, state_dict, names, Copy(weight, scales, state_dict.get(names.amax)))
+    if weight.dtype.itemsize == 1:
+        return f"{names.weight} is {weight.dtype}, and {names.scales} is missing: bytes are no values without scales"
+    if linear.is_quantized and weight.shape == linear.weight_shape:
+        _replace(state_dict, names, rowwise_copy(linear.recipe, weight))
+    return None
+
+
+def _match_bytes(linear: Any, state_dict: dict[str, Any], names: _Names, copy: Copy) -> str | None:
+    """:func:`match_state` of a weight with scales."""
+    shape = linear.weight_shape
+    recipe: Recipe | None = linear.recipe if linear.is_quantized else recipe_of(shape, copy)
+    if recipe is None:
+        return f"{names.weight.removesuffix('weight')}{misfits(shape, copy)}"
+    copy = widened(recipe, shape, copy)
+    if (why := misfit(recipe, shape, copy)) is not None:
+        return f"{names.weight.removesuffix('weight')}{why}"
+    if linear.is_quantized:
+        state_dict[names.scales] = copy.scales
+        return None
+    warnings.warn(f"{names.weight} is quantised and the module is not: its rounded values are loaded", stacklevel=3)
+    rounded = scheme_of(recipe).weight_values(copy, 1)
+    _replace(state_dict, names, [rounded.mT if linear.transposed_weight else rounded])
+    return None
 
 
 def _have_one_shape(values: list[Any]) -> bool:
@@ -126,17 +155,9 @@ def _have_one_shape(values: list[Any]) -> bool:
     return all(isinstance(value, Tensor) and value.shape == values[0].shape for value in values)
 
 
-def _replace(state_dict: dict[str, Any], names: Iterable[str], by: Mapping[str, Tensor]) -> None:
-    for name in names:
+def _replace(state_dict: dict[str, Any], names: _Names, values: Iterable[Tensor | None]) -> None:
+    """All that the state dict has of a weight."""
+    single = names.weight, names.scales, names.amax
+    for name in (*single, *names.many):
         state_dict.pop(name, None)
-    state_dict.update(by)
-
-
-def _recipe_of(weight: Tensor, scales: Tensor) -> Recipe:
-    """One that a quantised weight may come from, by the form of its scales; all such have the same values."""
-    if weight.dtype == torch.uint8:
-        return MXFP4() if scales.dtype == torch.float8_e8m0fnu else NVFP4()
-    if scales.dtype == torch.float8_e8m0fnu and scales.shape[1] == weight.shape[1]:
-        return MXFP8()
-    by_dimensions: dict[int, Recipe] = {1: Float8Tensor(), 2: Float8Row()}
-    return by_dimensions.get(scales.dim(), Float8Block())
+    state_dict.update({name: value for name, value in zip(single, values, strict=False) if value is not None})

@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fusible import (
+    MXFP4,
     MXFP8,
     NVFP4,
     ArgumentError,
@@ -36,7 +39,10 @@ from fusible import (
     SwiGLU,
     grouped_gemm,
     interleaved,
+    quantize_,
+    same_weights,
 )
+from fusible.ops import quantized_weights
 from fusible.ops.quantized.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,6 +139,88 @@ def test_sharded_experts_under_a_recipe_give_the_same(mesh: DeviceMesh, recipe: 
 
     for mine, other in zip(sharded.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine.grad.full_tensor(), other.grad)
+
+
+class Layers(torch.nn.Module):
+    """Experts of one shape, one after the other: what one has gathered lies where that of others was before."""
+
+    def __init__(self, mesh: DeviceMesh | None, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"bias": False, "dtype": torch.bfloat16, **options}
+        layers = [
+            Sequential(GroupedLinear(2, 64, 128, **options), SwiGLU(), GroupedLinear(2, 64, 64, **options))
+            for _ in range(3)
+        ]
+        self.layers = torch.nn.ModuleList([fully_shard(layer, mesh=mesh) if mesh else layer for layer in layers])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, split_sizes=CALL["split_sizes"])
+        return x
+
+
+@pytest.mark.parametrize("recipe", [None, Float8Block(), MXFP8()], ids=str)
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("block", [nullcontext, same_weights])
+def test_gradients_of_microbatches_add_up(mesh: DeviceMesh, recipe: Recipe | None, single: bool, block: Any) -> None:
+    """FSDP2 takes gradients when that of the input is there, and frees weights whose copies may be kept."""
+    options = {"recipe": recipe, "single_grouped_weight": single}
+    plain, sharded = Layers(None, **options), fully_shard(Layers(mesh, **options), mesh=mesh)
+    x = torch.randn(5, 64).bfloat16()
+    for _ in range(2):
+        with block():
+            for _ in range(3):
+                results = [model(x.clone().requires_grad_()) for model in (plain, sharded)]
+                for result in results:
+                    result.sum().backward()
+                assert torch.equal(*results)
+        for mine, other in zip(sharded.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(mine.grad.full_tensor(), other.grad)
+            for parameter in (mine, other):
+                parameter.grad = None
+                parameter.data.mul_(0.5)
+
+
+def test_kept_copies_are_those_of_a_weight_that_is_gathered_again(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, quantize = [], quantized_weights.quantize_weight
+    monkeypatch.setattr(quantized_weights, "quantize_weight", lambda w, **k: seen.append(w) or quantize(w, **k))
+    sharded = fully_shard(Layers(mesh, recipe=Float8Block()), mesh=mesh)
+    with same_weights():
+        for _ in range(3):
+            sharded(torch.randn(5, 64).bfloat16()).sum().backward()
+
+    assert len(seen) == 6  # two for each of the layers
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_sharded_weights_are_not_quantised_for_good(mesh: DeviceMesh, single: bool) -> None:
+    model = fully_shard(experts(), mesh=mesh)
+    linear = fully_shard(GroupedLinear(2, 32, 32, dtype=torch.bfloat16, single_grouped_weight=single), mesh=mesh)
+
+    for module in (model, linear):
+        with pytest.raises(ArgumentError, match=r"quantize_: weight.*: .* a DTensor; quantise before fully_shard"):
+            quantize_(module, Float8Block())
+    assert not linear.is_quantized
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("recipe", [Float8Block(), Float8Row(), MXFP8(), MXFP4(), NVFP4()], ids=str)
+def test_bytes_are_gathered_of_weights_that_stay_quantised(mesh: DeviceMesh, recipe: Recipe, single: bool) -> None:
+    options = {"dtype": torch.bfloat16, "single_grouped_weight": single}
+    plain = quantize_(GroupedLinear(2, 32, 64, **options), recipe)
+    sharded, loaded = (fully_shard(copy.deepcopy(plain), mesh=mesh) for _ in range(2))
+    x = [torch.ones(5, 32).bfloat16().requires_grad_() for _ in range(2)]
+    results = [op(rows, split_sizes=CALL["split_sizes"]) for op, rows in zip((plain, sharded), x, strict=True)]
+    for result in results:
+        result.sum().backward()
+    loaded.load_state_dict(sharded.state_dict())
+
+    assert torch.equal(*results)
+    assert torch.equal(x[0].grad, x[1].grad)
+    assert sharded.state_dict()["weight" if single else "weight0"].dtype.itemsize == 1
 
 
 @pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")

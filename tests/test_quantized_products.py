@@ -23,7 +23,7 @@ RECIPES = [
 ]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=str)
 SIZES = [70, 0, 130, 1]
-T, N, K = 205, 256, 144
+E, T, N, K = len(SIZES), 205, 256, 144
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,8 @@ def test_what_does_not_fit_is_refused() -> None:
     x, dy, weight = operands(Float8Block())
     other = operands(MXFP8())[2]
     rows = QuantizedGroupedTensor.quantize(torch.randn(T, K), Float8Block(), torch.tensor(SIZES))
-    odd = QuantizedGroupedTensor.quantize(torch.randn(4, 2 * 72, K), Float8Block(), halves=2)
+    odd = QuantizedGroupedTensor.quantize(torch.randn(len(SIZES), 2 * 72, K), Float8Block(), halves=2)
+    dy_of_odd = QuantizedGroupedTensor.quantize(torch.randn(T, 2 * 72), Float8Block(), torch.tensor(SIZES))
 
     with pytest.raises(ValueError, match=r"operands of one recipe are multiplied, got Float8Block\(.*MXFP8"):
         products.forward(x, other)
@@ -126,4 +127,31 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="the copy that the product reads is not there"):
         products.weight_grad(dy, rows)
     with pytest.raises(ValueError, match="halves of 72 rows are no whole blocks of 128"):
-        products.input_grad(x, odd)
+        products.input_grad(dy_of_odd, odd)
+
+
+@each_recipe
+def test_operands_of_sizes_that_do_not_fit_are_refused(recipe: Any) -> None:
+    """Kernels would read memory beyond one of them."""
+    x, dy, weight = operands(recipe)
+
+    def tokens(features: int, sizes: list[int], rows: int = T) -> QuantizedGroupedTensor:
+        data = torch.randn(rows, features, dtype=torch.bfloat16)
+        return QuantizedGroupedTensor.quantize(data, recipe, torch.tensor(sizes), columnwise=True)
+
+    with pytest.raises(
+        ValueError, match=rf"forward: with a first operand of .* have shape \[{E}, any, {K + 32}\], got"
+    ):
+        products.forward(tokens(K + 32, SIZES), weight)
+    with pytest.raises(ValueError, match=rf"input_grad: .* have shape \[{E}, {K}, any\], got \[{E}, {N}, {K}\]"):
+        products.input_grad(x, weight)
+    with pytest.raises(ValueError, match=rf"forward: .* in 2 groups the second must have shape \[2, any, {K}\]"):
+        products.forward(tokens(K, [3, 5]), weight)
+    with pytest.raises(ValueError, match=rf"forward: .*, got \[{T}, {K}\]"):
+        products.forward(x, x)
+    with pytest.raises(ValueError, match=rf"weight_grad: .* have shape \[{T}, any\], got \[{T + 1}, {K}\]"):
+        products.weight_grad(dy, tokens(K, SIZES, T + 1))
+    with pytest.raises(ValueError, match="weight_grad: dy and x must have the same first_dims"):
+        products.weight_grad(dy, tokens(K, SIZES[::-1]))
+    with pytest.raises(ValueError, match="forward: expected a QuantizedGroupedTensor, got a Tensor"):
+        products.forward(x, torch.randn(E, N, K))  # type: ignore[arg-type]

@@ -174,6 +174,34 @@ DATA = X.to(torch.float8_e4m3fn)
             ),
             "ragged in their columns are not quantised",
         ),
+        (
+            lambda: QuantizedGroupedTensor.quantize(X.int(), MXFP8(), torch.tensor([5])),
+            "data must be of bfloat16, float16 or float32, got torch.int32",
+        ),
+        (
+            lambda: QuantizedGroupedTensor.quantize(X.double(), Float8Block(), torch.tensor([5])),
+            "data must be of bfloat16, float16 or float32, got torch.float64",
+        ),
+        (
+            lambda: QuantizedGroupedTensor.quantize(X, Float8Block(), torch.tensor([5.0])),
+            r"first_dims must be int32 or int64 \[E\] on cpu, got \[1\], torch.float32 on cpu",
+        ),
+        (
+            lambda: QuantizedGroupedTensor.quantize(X, Float8Block(), torch.tensor([[5]])),
+            r"first_dims must be int32 or int64 \[E\] on cpu, got \[1, 1\]",
+        ),
+        (
+            lambda: QuantizedGroupedTensor.quantize(X, Float8Block(), [5]),  # type: ignore[arg-type]
+            r"first_dims must be int32 or int64 \[E\] on cpu, got \[5\]",
+        ),
+        (
+            lambda: QuantizedGroupedTensor.quantize(X, "float8", torch.tensor([5])),  # type: ignore[arg-type]
+            r"recipe must be one such as fusible.Float8Block\(\), got 'float8'",
+        ),
+        (
+            lambda: QuantizedGroupedTensor.quantize(X.unsqueeze(0), MXFP8(), halves=2),
+            "halves must be 1, or 2 of an even number of rows, got 2 of 5",
+        ),
         (lambda: QuantizedGroupedTensor.quantize(X, NoRecipe(), torch.tensor([5])), "NoRecipe quantises nothing"),
         (
             lambda: QuantizedGroupedTensor.quantize(X, Float8Tensor(delayed=Delayed()), torch.tensor([5])),

@@ -284,6 +284,17 @@ def test_fused_experts_give_the_bits_of_their_ops(recipe, bias):
     assert_equal(run_experts(model), run_experts(other, {"disable_fusions": UNFUSED}))
 
 
+@pytest.mark.parametrize("name", ["block", "row", "tensor", "block e5m2", "MXFP8", "NVFP4"])
+def test_compiled_experts_give_the_same_bits(name):
+    """Also of rows in a tail, which a kernel that is not asked to leaves as they are."""
+    torch._dynamo.reset()
+    keywords = {"scales": tensor(T).float()}
+    model, other = (experts(RECIPES[name], fusible.ScaledSwiGLU(), bias=False) for _ in range(2))
+    found = run_experts(torch.compile(model, backend="aot_eager", fullgraph=True), **keywords)
+
+    assert_equal({name.removeprefix("_orig_mod."): t for name, t in found.items()}, run_experts(other, **keywords))
+
+
 @each_recipe
 def test_routed_experts_give_the_bits_of_their_ops(recipe):
     def outcome(config):

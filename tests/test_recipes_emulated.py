@@ -48,6 +48,12 @@ def test_a_routed_layer_is_close_to_the_definition(name):
     recipes.check_routed(KERNELS, LAYERS, name)
 
 
+@pytest.mark.parametrize("name", [*DEQUANTISED, "NVFP4"])
+def test_one_group_of_few_tokens(name):
+    """All of its tokens are in one block, whose transpose must not stay a view: kernels do not read one."""
+    recipes.check_linear(KERNELS, Layers(1, 144, 160, 33, (33,)), name, {})
+
+
 @pytest.mark.parametrize("name", MULTIPLIED)
 def test_recipes_with_kernels_run_strictly(name):
     recipes.check_strict(KERNELS, LAYERS, name)

@@ -14,6 +14,8 @@ from fusible.fuser import torch_private
 from fusible.fuser.replay import calls
 from fusible.fuser.spec import TensorSpec
 from fusible.fuser.tracing import NoDataError, Outline, contiguous_strides
+from fusible.ops.parameters import group
+from fusible.ops.parameters.group import ExpertGroup
 
 
 @pytest.fixture
@@ -228,3 +230,13 @@ def test_forms_are_told_by_functions_of_torch(monkeypatch):
     assert "aoti_torch_get_sizes" in torch_private.missing
     for name in torch_private._FORM_FUNCTIONS:
         del torch_private.missing[name]
+
+
+def test_a_node_that_cannot_run_when_it_is_ready_is_of_one_forward(monkeypatch):
+    assert not torch_private.run_when_ready(SimpleNamespace())
+    parameters = tuple([torch.nn.Parameter(torch.randn(3)) for _ in range(2)])
+    kept = ExpertGroup(parameters)
+    assert kept.whole(False) is kept.whole(False)
+    monkeypatch.setattr(group, "run_when_ready", torch_private._never)
+    fresh = ExpertGroup(parameters)
+    assert fresh.whole(False) is not fresh.whole(False)

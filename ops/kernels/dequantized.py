@@ -56,4 +56,4 @@ def _filled_up(split_sizes: Tensor) -> Tensor:
 def _tokens(columns: BlockedColumns) -> Tensor:
     """bfloat16 [blocks * 128, K]."""
     values: Tensor = reference.dequantize_columns(columns).bfloat16()
-    return values.transpose(1, 2).flatten(0, 1)
+    return values.transpose(1, 2).flatten(0, 1).contiguous()  # of one block it would be a view

@@ -375,8 +375,11 @@ def _added(problem: ScaledWgrad) -> Matrices:
 
 
 def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
-    """Zeros the rows past the last group of what is allocated here."""
-    if not trace.active() and not out.is_meta and out.shape[0]:
+    """Zeros the rows past the last group of what is allocated here; in compiled code, by what the compiler fuses."""
+    if trace.is_traced(out):
+        rows = torch.arange(out.shape[0], device=out.device)
+        out.masked_fill_((rows >= split_sizes.clamp(min=0).sum()).unsqueeze(-1), 0)
+    elif not trace.active() and not out.is_meta and out.shape[0]:
         row_kernels(out, split_sizes, out).zero_tail(out, split_sizes)
 
 

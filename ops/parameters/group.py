@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...fuser.runtime.devices import stream_of
+from ...fuser.torch_private import run_when_ready
 from ...fuser.tracing import active, has_no_data, is_traced
 from ..kernels import addresses_of, form_guards
 from ..kernels.problem import Matrices
@@ -147,7 +148,9 @@ class ExpertGroup:
         self._whole = kept = None  # before the next is made, which would share its nodes
         with torch.enable_grad():  # a call that records may come after one that does not
             whole: Tensor = _StandIns.apply(*self.tensors) if stand_ins else _stacked(self.tensors)  # type: ignore[no-untyped-call]
-        if type(whole) is Tensor and all(t.is_leaf for t in self.tensors) and not whole.is_inference():
+        # FSDP2 takes the gradients once that of the module's input is there, by a node that is younger than a kept one
+        in_time = whole.grad_fn is None or run_when_ready(whole.grad_fn)
+        if in_time and type(whole) is Tensor and all(t.is_leaf for t in self.tensors) and not whole.is_inference():
             self._whole = _Whole(form, stream, stand_ins, whole)
         return whole
 

@@ -143,7 +143,7 @@ def of_column_copy(recipe: Recipe, copy: Copy, split_sizes: Tensor, rows: int) -
         case MXFP8():
             return mxfp8.regroup_columns(MXColumns(copy.data, copy.scales), split_sizes)
         case NVFP4():
-            values = without_group_scales(copy).transpose(1, 2).flatten(0, 1)
+            values = without_group_scales(copy).transpose(1, 2).flatten(0, 1).contiguous()  # of one block a view
             return ColumnValues(values, nvfp4.filled_up(split_sizes), copy.amax)
     return BlockedColumns(copy.data, copy.scales)
 
