@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..fuser import Grads, Keyword, Op, TensorSpec
 from ..fuser.op import RESERVED
+from ..fuser.tracing import note
 from . import kernels, link_rows
 from .activation_spec import ActivationSpec, Interleaved
 from .checks import check_features, check_floats, check_halves, check_parameter, check_rows, check_split_sizes
@@ -205,6 +206,7 @@ class Pointwise(Op):
         sizes = None if split_sizes is None else kernels.as_split_sizes(split_sizes, x.device)
         if link is not None:
             return link_rows.forward(link_rows.LinkOperands(link, rows, columns, sizes), x, needs_grad)
+        note(f"PyTorch runs it: {self.refusal}")
         dtypes = {name: numbers.dtype for name, numbers in rows.items()}
         saved = (
             self.Saved(x, dict(rows), dtypes, columns, sizes) if needs_grad else self.Saved(None, {}, dtypes, {}, None)

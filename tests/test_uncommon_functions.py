@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusible import Pointwise, interleaved
+from fusible import Pointwise, Sequential, interleaved
 
 NUMBERS = [0.0, 1e-45, 1e-38, 1e-3, 0.3, 0.5, 0.9, 1.0, 1.5, 2.0, 3.0, 6.0, 20.0, 88.0, 104.0, 1e4, 1e30, 3e38, inf]
 SPECIAL = [*NUMBERS, *[-number for number in NUMBERS], nan]
@@ -222,6 +222,20 @@ def test_an_error_of_the_backward_names_the_function() -> None:
     with pytest.raises(RuntimeError, match="heaviside is not implemented") as raised:
         Pointwise(step)
     assert "the backward of step raised this on tensors [" in raised.value.__notes__[0]
+
+
+def test_explain_says_why_pytorch_runs_a_function() -> None:
+    model = Sequential(Pointwise(torch.special.i0))
+    assert "PyTorch runs it: special_i0: kernels do not know i0" in str(model.explain(torch.randn(2, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection_does_not_change_what_is_read() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        program = Pointwise(F.silu).program
+        assert torch.is_anomaly_enabled()
+    assert program == Pointwise(F.silu).program
+    assert program is not None
 
 
 def test_a_group_without_rows_has_a_gradient_of_zero() -> None:

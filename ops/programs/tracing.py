@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from .program import Program, Value, with_constants
 from .rules import RULES
 
 Function = Callable[..., Tensor]
+Result = TypeVar("Result")
 
 _SHAPE = (5, 7)
 _TRIAL = (8, 48)
@@ -56,8 +57,7 @@ def trace(function: Function, inputs: tuple[str, ...], constants: Sequence[float
         UnknownFunctionError: an operation that kernels do not know.
         NotPointwiseError: an element depends on more than its own inputs.
     """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_trace, function, inputs, constants).result()
+    return outside_of_modes(_trace, function, inputs, constants)
 
 
 def check_pointwise(function: Function, inputs: tuple[str, ...], constants: Sequence[float] = ()) -> None:
@@ -66,8 +66,13 @@ def check_pointwise(function: Function, inputs: tuple[str, ...], constants: Sequ
     Raises:
         NotPointwiseError: they do not.
     """
+    outside_of_modes(_check_pointwise, function, inputs, constants)
+
+
+def outside_of_modes(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls a function in a thread of its own: under no mode of the caller, such as inference or another trace."""
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(_check_pointwise, function, inputs, constants).result()
+        return thread.submit(function, *arguments).result()
 
 
 def _trace(function: Function, inputs: tuple[str, ...], constants: Sequence[float]) -> Program:
@@ -78,7 +83,7 @@ def _trace(function: Function, inputs: tuple[str, ...], constants: Sequence[floa
     numbers = [torch.tensor(constant, dtype=torch.float32, device="cpu") for constant in constants]
     for name, leaf in zip(names, [*leaves, *numbers, dy], strict=True):
         tracer.values[storage_id(leaf)] = name
-    with tracer:
+    with tracer, torch.autograd.set_detect_anomaly(False):  # which would add operations to the backward
         y = _call(function, leaves, numbers)
         if y.dtype != torch.float32 or y.shape != _SHAPE:
             raise NotPointwiseError(_expected_result(function, y))
@@ -105,12 +110,8 @@ def _try_out(function: Function, program: Program, inputs: tuple[str, ...], cons
         raise NotPointwiseError(_depends_on_more(function))
 
 
+@torch.random.fork_rng(devices=())  # the function may draw random numbers
 def _check_pointwise(function: Function, inputs: tuple[str, ...], constants: Sequence[float]) -> None:
-    with torch.random.fork_rng(devices=()):  # it may draw random numbers
-        _compare_parts(function, inputs, constants)
-
-
-def _compare_parts(function: Function, inputs: tuple[str, ...], constants: Sequence[float]) -> None:
     leaves = [leaf.detach() for leaf in _trial_inputs(inputs)]
     y, repeated = _call(function, leaves, constants), _call(function, leaves, constants)
     if y.shape != _TRIAL or not y.dtype.is_floating_point:
