@@ -24,7 +24,7 @@ from .program import Program, Value, with_constants
 from .rules import RULES
 
 Function = Callable[..., Tensor]
-Result = TypeVar("Result")
+R = TypeVar("R")
 
 _SHAPE = (5, 7)
 _TRIAL = (8, 48)
@@ -69,7 +69,7 @@ def check_pointwise(function: Function, inputs: tuple[str, ...], constants: Sequ
     outside_of_modes(_check_pointwise, function, inputs, constants)
 
 
-def outside_of_modes(function: Callable[..., Result], *arguments: Any) -> Result:
+def outside_of_modes(function: Callable[..., R], *arguments: Any) -> R:
     """Calls a function in a thread of its own: under no mode of the caller, such as inference or another trace."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *arguments).result()
