@@ -74,7 +74,8 @@ def backward(
 
     What is only added has the gradient of the result, or of x: that tensor, and no copy of it.
     """
-    equal, x_is_dy = _equal_gradients(link, needs_grad), dict(link.program.outputs)["dx"] == "dy"
+    equal = _equal_gradients(link, needs_grad)
+    x_is_dy = not link.gated and dict(link.program.outputs)["dx"] == "dy"
     number_dtypes = tuple([_number_dtype(saved, n, dy) if n in needs_grad else None for n in link.rows])
     vector_dtypes = tuple([parameters[n].dtype if n in needs_grad else None for n in link.columns])
     matrix_dtypes = tuple([saved.dtypes[n] if n in equal and equal[n] is None else None for n in link.matrices])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..fuser import Grads, Keyword, Op, TensorSpec
 from ..fuser.op import RESERVED
+from ..fuser.tracing import note
 from . import kernels, link_rows
 from .activation_spec import ActivationSpec, Interleaved
 from .checks import check_features, check_floats, check_halves, check_parameter, check_rows, check_split_sizes
@@ -21,12 +22,12 @@ from .programs.columns import of_rows, sums
 from .programs.halves import join, split
 from .programs.parameters import InOrder, Parameters
 from .programs.program import Program
-from .programs.tracing import Function, UnknownFunctionError, check_pointwise, name_of, trace
+from .programs.tracing import Function, UnknownFunctionError, check_pointwise, gradients, name_of, trace
 from .quantized.copies import Scaling
 from .quantized.operands import scaling_of
 from .quantized.recipe import Recipe
 
-_RESERVED = RESERVED | {"x", "y", "split_sizes"}
+_RESERVED = RESERVED | {"x", "y", "split_sizes", "self", "op_kwargs"}
 
 
 class Pointwise(Op):
@@ -68,9 +69,11 @@ class Pointwise(Op):
         constants: the numbers by name, which can be read; to change one, assign all.
 
     Raises:
+        TypeError: the function cannot be called.
         ValueError: an element of the result depends on other elements, on the shape or on chance; a tensor is read
-            that is no argument; a parameter has a reserved name; a constant is no number; constants or columns are no
-            parameters of the function; columns of several shapes; another ``halves``.
+            that is no argument; the function is a module with parameters; a parameter has a reserved name; a constant
+            is no number; constants or columns are no parameters of the function; columns of several shapes, or called
+            as an attribute of the op; another ``halves``.
         ArgumentError: in a call, an x or a keyword of another shape, dtype or device.
     """
 
@@ -93,6 +96,8 @@ class Pointwise(Op):
         self._x_inputs = ("x",) if halves is None else ("x", "u")
         parameters = Parameters.of(function, len(self._x_inputs), columns, constants, _RESERVED)
         self._row_inputs = {name: f"r{i}" for i, name in enumerate(parameters.rows)}
+        self.program: Program | None = None
+        self.refusal: str | None = None
         self._columns_shape = self._add_columns(columns)
         self._groups = self._columns_shape[0] if len(self._columns_shape) == 2 else None
         kind = "a" if self._groups is None else "b"
@@ -101,8 +106,6 @@ class Pointwise(Op):
         self.keywords = {name: Keyword(required=True, tensor=True) for name in keywords}
         self._constant_names = parameters.constants
         self.constants = constants
-        self.program: Program | None = None
-        self.refusal: str | None = None
         self._function: Function | None = None
         if parameters.constants or parameters.columns:
             names = parameters.rows + parameters.columns + parameters.constants
@@ -119,6 +122,8 @@ class Pointwise(Op):
             tensor = start.detach().clone() if isinstance(start, Tensor) else _zeros(start)
             if tensor is None or tensor.dim() not in (1, 2) or not tensor.numel() or not tensor.is_floating_point():
                 raise ValueError(f"{self.name}: the columns {name} must be numbers [C] or [E, C], got {start!r}")
+            if hasattr(type(self), name) or name in vars(self):
+                raise ValueError(f"{self.name}: columns cannot be called {name!r}, as an attribute of the op is")
             self.register_parameter(name, torch.nn.Parameter(tensor))
         shapes = {tuple(parameter.shape) for parameter in self._parameters.values() if parameter is not None}
         if len(shapes) > 1:
@@ -201,6 +206,7 @@ class Pointwise(Op):
         sizes = None if split_sizes is None else kernels.as_split_sizes(split_sizes, x.device)
         if link is not None:
             return link_rows.forward(link_rows.LinkOperands(link, rows, columns, sizes), x, needs_grad)
+        note(f"PyTorch runs it: {self.refusal}")
         dtypes = {name: numbers.dtype for name, numbers in rows.items()}
         saved = (
             self.Saved(x, dict(rows), dtypes, columns, sizes) if needs_grad else self.Saved(None, {}, dtypes, {}, None)
@@ -233,8 +239,8 @@ class Pointwise(Op):
         """Of a function that kernels do not know, by PyTorch; x is [rows, columns]."""
         assert self._function is not None
         with torch.no_grad():
-            y = self._function(*[t.clone() for t in self._arguments(x, rows, columns, split_sizes)], *self._constants)
-        return join((y,), x.new_empty((x.shape[0], x.shape[1] // len(self._x_inputs))))
+            arguments = [t.flatten(1).clone() for t in self._arguments(x, rows, columns, split_sizes)]
+            return self._function(*arguments, *self._constants).to(x.dtype)
 
     def _gradients(self, saved: link_rows.Saved, dy: Tensor) -> dict[str, Tensor]:
         """Of x, of the numbers of rows [rows] and of those of columns [groups, C], by autograd."""
@@ -245,11 +251,11 @@ class Pointwise(Op):
             t.clone().requires_grad_() for t in self._arguments(x, saved.by_keyword, saved.columns, saved.split_sizes)
         ]
         with torch.enable_grad():
-            y = self._function(*[leaf * 1.0 for leaf in leaves], *self._constants)
-        above = split(dy.to(y.dtype), 1, _block(self.halves))[0]
-        grads = torch.autograd.grad(y, leaves, above, materialize_grads=True)
+            y = self._function(*[leaf.flatten(1) * 1.0 for leaf in leaves], *self._constants)
+        computed = gradients(self._function, y, leaves, dy.to(y.dtype))
+        grads = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, computed, strict=True)]
         count, last = len(self._x_inputs), len(self._program_inputs) - len(self._column_inputs)
-        by_name = {"x": join(grads[:count], torch.empty_like(x))}
+        by_name = {"x": join(tuple(grads[:count]), torch.empty_like(x))}
         by_name |= {name: g.flatten() for name, g in zip(self._row_inputs, grads[count:last], strict=True)}
         for name, grad in zip(self._column_inputs, grads[last:], strict=True):
             by_name[name] = sums(grad.reshape(dy.shape), saved.split_sizes)
@@ -258,13 +264,15 @@ class Pointwise(Op):
     def _arguments(
         self, x: Tensor, rows: Mapping[str, Tensor], columns: Mapping[str, Tensor], split_sizes: Tensor | None
     ) -> list[Tensor]:
-        """What the function takes, in float32 at least: [rows, blocks, block], or [rows, 1, 1] for numbers of a row."""
+        """What the function takes, in float32 at least: [rows, blocks, block], or [rows, 1] for numbers of a row.
+
+        Flattened, they are [rows, C].
+        """
         dtype = kernels.outputs.compute_dtype(x, list(rows.values()))
         halves = split(x.to(dtype), len(self._x_inputs), _block(self.halves))
-        by_row = [rows[name].to(dtype).reshape(-1, 1, 1) for name in self._row_inputs]
+        by_row = [rows[name].to(dtype).reshape(-1, 1) for name in self._row_inputs]
         vectors = [columns[name].to(dtype).reshape(self._groups or 1, -1) for name in self._column_inputs]
-        by_column = [of_rows(vector, split_sizes, x.shape[0]) for vector in vectors]
-        return [*halves, *by_row, *[split(each, 1, _block(self.halves))[0] for each in by_column]]
+        return [*halves, *by_row, *[of_rows(vector, split_sizes, x.shape[0]) for vector in vectors]]
 
 
 def _zeros(shape: Any) -> Tensor | None:

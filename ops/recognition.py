@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import product
 from math import isfinite
@@ -15,6 +14,7 @@ from .activation_spec import ActivationSpec
 from .programs.activations import ACTIVATIONS, value_of
 from .programs.compose import unscaled
 from .programs.program import Program, part_of
+from .programs.tracing import outside_of_modes
 
 _TOLERANCE = 1e-9
 _FARTHEST = 100.0
@@ -24,8 +24,7 @@ _MOST_NUMBERS = 10  # a longer function is none of ours
 @lru_cache(maxsize=1024)
 def recognized(program: Program) -> ActivationSpec | None:
     """The built-in activation of the same values and gradients, with whatever numbers stand in the program."""
-    with ThreadPoolExecutor(1) as thread:  # in none of the modes that a caller may be in
-        return thread.submit(_recognized, program).result()
+    return outside_of_modes(_recognized, program)
 
 
 def _recognized(program: Program) -> ActivationSpec | None:

@@ -21,6 +21,7 @@ from fusible.ops.kernels.jit.cache import kernel_cache
 from fusible.ops.kernels.jit.compilation import compiled, compiler
 from fusible.ops.kernels.jit.compiler import CompileError, SpillError
 from fusible.ops.kernels.jit.nvrtc import Nvrtc
+from fusible.ops.kernels.jit.operands import is_concat, is_narrow
 from fusible.ops.kernels.problem import Layout
 
 
@@ -91,7 +92,7 @@ def quantising_forms(op: Act, scales: bool) -> list[quantized.QuantizingForm]:
     program, lies = spec.program, (spec.program, spec.block, 512)
     inputs = zip(vectors, program.column_operands.values(), strict=True)
     types = tuple([vector.dtype for vector, names in inputs for _ in names])
-    concat, narrow = quantized.is_concat(*lies), quantized.is_narrow(*lies)
+    concat, narrow = is_concat(*lies), is_narrow(*lies)
     return [
         quantized.ScaledForm(program, torch.bfloat16, concat, narrow, False, types, scales),
         quantized.ScaledForm(program, torch.float16, concat, narrow, True, types, scales),

@@ -11,14 +11,17 @@ from fusible.ops.programs.cpp import boolean, function_type, number
 from tests.checks.functions import PUBLISHED, random_function
 from tests.emulation import build
 from tests.test_pointwise import FUNCTIONS
+from tests.test_uncommon_functions import UNCOMMON
 
 COUNT = 1 << 14
 SPECIAL = [0.0, -0.0, 1e-30, -1e-8, 1e-3, 7.0, -7.0, 88.0, -104.0, 1e4, -1e4, torch.inf, -torch.inf, torch.nan]
 DIFFERENT_AT_NAN = {"hardswish", "elu", "celu", "selu", "relu6", "hardtanh"}
+DIFFERENT_AT_NAN |= {"uncommon: softshrink", "uncommon: hardshrink"}
 """PyTorch's own kernels differ here from its decompositions, at NaN or infinity."""
-ROUNDS_IN_FLOAT32 = {"rounding trick"}
+ROUNDS_IN_FLOAT32 = {"rounding trick", "uncommon: power"}
 HALF_STEP = 2.0**-12  # of fp16, relative
-ALL = {**FUNCTIONS, **PUBLISHED, **{f"seed {seed}": random_function(seed) for seed in range(200)}}
+UNUSUAL = {f"uncommon: {name}": function for name, function in UNCOMMON.items()}
+ALL = {**FUNCTIONS, **PUBLISHED, **UNUSUAL, **{f"seed {seed}": random_function(seed) for seed in range(200)}}
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 

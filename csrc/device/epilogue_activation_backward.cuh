@@ -178,7 +178,7 @@ struct ActivationBackwardEpilogue {
   DEVICE static float differentiate_vector(F function, uint4& gates, uint4& ups, uint4& grads, float scale,
                                            const Floats& floats, bool exists, Sums& dvectors) {
     float gate[8], up[8], grad[8], share = 0.f;
-    unpack<T>(gates, gate), unpack<T>(ups, up), unpack<T>(grads, grad);
+    convert_words<T>(gate, gates), convert_words<T>(up, ups), convert_words<T>(grad, grads);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const FunctionNumbers numbers(scale, floats, ColumnFloats<0>(), i);
@@ -189,28 +189,15 @@ struct ActivationBackwardEpilogue {
         if (exists) dvectors.of[j][i] += d.dr[1 + j];
       gate[i] = d.dx, up[i] = d.du, grad[i] = d.y;
     }
-    gates = pack<T>(gate), ups = pack<T>(up), grads = pack<T>(grad);
+    gates = rounded_words<T>(gate), ups = rounded_words<T>(up), grads = rounded_words<T>(grad);
     return share;
   }
   template <class T>
   DEVICE static void add(const uint4& vector, float (&sum)[8]) {
     float x[8];
-    unpack<T>(vector, x);
+    convert_words<T>(x, vector);
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum[i] += x[i];
-  }
-  template <class T>
-  DEVICE static void unpack(const uint4& from, float (&to)[8]) {
-    const uint32_t words[4] = {from.x, from.y, from.z, from.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = ptx::unpack<T>(words[i]);
-      to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
-    }
-  }
-  template <class T>
-  DEVICE static uint4 pack(const float (&x)[8]) {
-    return {ptx::pack<T>(x[0], x[1]), ptx::pack<T>(x[2], x[3]), ptx::pack<T>(x[4], x[5]), ptx::pack<T>(x[6], x[7])};
   }
 };
 

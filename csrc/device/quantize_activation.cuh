@@ -22,20 +22,6 @@ DEVICE void read_scales(float (&to)[kScaleBlock], const RowScale& scales, const 
 }
 
 template <class T>
-DEVICE void convert_words(float (&to)[8], const uint4& words) {
-  const uint32_t all[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float2 pair = ptx::unpack<T>(all[j]);
-    to[2 * j] = pair.x, to[2 * j + 1] = pair.y;
-  }
-}
-template <class T>
-DEVICE uint4 rounded_words(const float (&v)[8]) {
-  const auto word = [&](int j) INLINE { return ptx::pack<T>(v[2 * j], v[2 * j + 1]); };
-  return {word(0), word(1), word(2), word(3)};
-}
-template <class T>
 DEVICE void read_values(float (&to)[8], const T* from) {
   convert_words<T>(to, ptx::load_vector_if(true, from));
 }

@@ -47,11 +47,25 @@ DEVICE void load(float (&to)[kCount], const T* from) {
   convert(to, read_vector<T, kCount>(from));
 }
 
+// Eight values of 16 bits that are in registers.
+template <class T>
+DEVICE void convert_words(float (&to)[8], const uint4& words) {
+  const uint32_t all[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = ptx::unpack<T>(all[i]);
+    to[2 * i] = pair.x, to[2 * i + 1] = pair.y;
+  }
+}
+template <class T>
+DEVICE uint4 rounded_words(const float (&x)[8]) {
+  return {ptx::pack<T>(x[0], x[1]), ptx::pack<T>(x[2], x[3]), ptx::pack<T>(x[4], x[5]), ptx::pack<T>(x[6], x[7])};
+}
+
 template <class T, int kCount>
 DEVICE void store(T* to, const float (&from)[kCount]) {
   if constexpr (sizeof(T) == 2 && kCount == 8) {
-    ptx::store_vector(to, {ptx::pack<T>(from[0], from[1]), ptx::pack<T>(from[2], from[3]),
-                           ptx::pack<T>(from[4], from[5]), ptx::pack<T>(from[6], from[7])});
+    ptx::store_vector(to, rounded_words<T>(from));
   } else if constexpr (sizeof(T) == 4 && kCount == 4) {
     const auto bits = [&](int i) INLINE { return __float_as_uint(from[i]); };
     ptx::store_vector(to, {bits(0), bits(1), bits(2), bits(3)});

@@ -18,7 +18,8 @@ _LARGEST_POWER = 8  # a chain of so many products is shorter than powf
 class Builder:
     """Adds lines to a program. A call adds one and returns its name, or the value where it is known already.
 
-    It folds constants and uses identities that hold for every number, NaN and infinities among them: not ``x * 0``.
+    It folds constants and uses identities that hold for every number, NaN and infinities among them: not ``x * 0``. The
+    sign of a zero may be lost, as in ``x + 0``.
     """
 
     def __init__(self, inputs: tuple[str, ...]) -> None:
@@ -26,7 +27,7 @@ class Builder:
         self._quotients: dict[Value, tuple[Value, float]] = {}  # products that stand for a division by a constant
 
     def __call__(self, operation: str, *arguments: Value) -> Value:
-        if all([isinstance(argument, float) for argument in arguments]):
+        if operation != "where" and all([isinstance(argument, float) for argument in arguments]):
             return _folded(operation, *arguments)
         if OPERATIONS[operation].commutes:
             arguments = tuple(sorted(arguments, key=_constants_last))
@@ -37,8 +38,17 @@ class Builder:
         """The program of these outputs."""
         return Program(self._inputs, tuple(self._lines), tuple(outputs.items())).only(outputs)
 
-    def is_boolean(self, value: Value) -> bool:
-        """Whether a line computes a truth value."""
+    def as_number(self, value: Value) -> Value:
+        """A value as a number, 1 or 0 where it is a truth value."""
+        return self("where", value, 1.0, 0.0) if self._is_boolean(value) else value
+
+    def as_boolean(self, value: Value) -> Value:
+        """A value as a truth value, of a number whether it is not 0."""
+        if isinstance(value, float):
+            return float(bool(value))
+        return value if self._is_boolean(value) else self("not", self("eq", value, 0.0))
+
+    def _is_boolean(self, value: Value) -> bool:
         line = self._line(value)
         return line is not _NO_LINE and OPERATIONS[line.operation].is_boolean
 

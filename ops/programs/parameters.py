@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .tracing import Function, name_of
@@ -37,9 +38,11 @@ class Parameters(NamedTuple):
             reserved: names that none may have.
 
         Raises:
-            ValueError: a column or a constant is no parameter of the function, or both; or a name is reserved; or the
-                function does not take by position what it must.
+            TypeError: it cannot be called.
+            ValueError: it is a module with parameters of its own; a column or a constant is no parameter of the
+                function, or both; a name is reserved; or the function does not take by position what it must.
         """
+        _check_callable(function)
         parameters = _parameters(function)
         _check_positions(function, parameters, skipped, {*columns, *constants})
         further = parameters[skipped:]
@@ -70,9 +73,21 @@ class InOrder:
         )
 
 
+def _check_callable(function: Function) -> None:
+    if not callable(function):
+        raise TypeError(f"Pointwise: expected a function of tensors, got {function!r}")
+    names = [name for name, _ in function.named_parameters()] if isinstance(function, torch.nn.Module) else ()
+    if names:
+        raise ValueError(
+            f"Pointwise: {name_of(function)} has parameters of its own, {', '.join(names)}; write a function that "
+            "takes them as arguments, and name them in columns"
+        )
+
+
 def _parameters(function: Function) -> list[inspect.Parameter]:
+    called = function.forward if isinstance(function, torch.nn.Module) else function
     try:
-        return list(inspect.signature(function).parameters.values())
+        return list(inspect.signature(called).parameters.values())
     except ValueError:  # a builtin without a signature takes what it is a function of
         return [inspect.Parameter("arguments", inspect.Parameter.VAR_POSITIONAL)]
 

@@ -9,8 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from .builder import Builder
 from .program import Value
 
@@ -22,7 +20,7 @@ _GELU_TANH = 1.5957691216057308  # 2 sqrt(2 / pi)
 _GELU_CUBE = 0.044715
 _NAMES = (
     *("neg", "abs", "exp", "expm1", "log", "log1p", "sqrt", "rsqrt", "sigmoid", "tanh", "erf", "sin", "cos", "atan"),
-    *("round", "floor", "reciprocal", "mul", "pow", "maximum", "minimum", "lt", "le", "eq", "where"),
+    *("round", "floor", "reciprocal", "mul", "div", "pow", "maximum", "minimum", "lt", "le", "eq", "where"),
 )
 
 
@@ -80,17 +78,8 @@ def _sign(e: Builder, x: Value) -> Value:
     return e("where", e("lt", 0.0, x), 1.0, e("where", e("lt", x, 0.0), -1.0, 0.0))
 
 
-def _cast(e: Builder, x: Value, *_: Any, dtype: Any = None, **__: Any) -> Value:
-    return e("where", x, 1.0, 0.0) if dtype == torch.float32 and e.is_boolean(x) else x
-
-
-def _divided(e: Builder, x: Value, y: Value, rounding_mode: str | None = None) -> Value:
-    quotient = e("div", x, y)
-    if rounding_mode == "floor":
-        return e("floor", quotient)
-    if rounding_mode is not None:
-        raise TypeError(f"rounding_mode={rounding_mode!r}")
-    return quotient
+def _shrunk_backward(e: Builder, dy: Value, x: Value, limit: float) -> Value:
+    return e("where", e("and", e("le", -limit, x), e("le", x, limit)), 0.0, dy)
 
 
 RULES: dict[str, Rule] = {
@@ -99,7 +88,6 @@ RULES: dict[str, Rule] = {
     "add": lambda e, a, b, alpha=1.0: e("add", a, e("mul", b, alpha)),
     "sub": lambda e, a, b, alpha=1.0: e("sub", a, e("mul", b, alpha)),
     "rsub": lambda e, a, b, alpha=1.0: e("sub", b, e("mul", a, alpha)),
-    "div": _divided,
     "gt": lambda e, a, b: e("lt", b, a),
     "ge": lambda e, a, b: e("le", b, a),
     "ne": lambda e, a, b: e("not", e("eq", a, b)),
@@ -123,11 +111,12 @@ RULES: dict[str, Rule] = {
     "softplus_backward": _softplus_backward,
     "sigmoid_backward": lambda e, dy, y: e("mul", dy, e("mul", y, e("sub", 1.0, y))),
     "tanh_backward": lambda e, dy, y: e("mul", dy, e("sub", 1.0, e("mul", y, y))),
+    **dict.fromkeys(["hardshrink_backward", "softshrink_backward"], _shrunk_backward),
     "threshold_backward": lambda e, dy, x, at: e("where", e("le", x, at), 0.0, dy),
-    "_to_copy": _cast,
     "copy": lambda e, to, source, *_: source,
     "new_full": lambda e, x, size, fill, **_: fill,
-    **dict.fromkeys(["alias", "detach", "view", "view_of", "expand", "clone", "lift_fresh", "scalar_tensor"], _first),
+    **dict.fromkeys(["alias", "detach", "view", "view_of", "expand", "clone", "lift_fresh"], _first),
+    **dict.fromkeys(["scalar_tensor", "_to_copy"], _first),  # the tracer makes truth values of numbers, and back
     **dict.fromkeys(["full", "full_like", "fill"], _filled),
     **dict.fromkeys(["empty_like", "new_empty", "empty_permuted"], _constant(math.nan)),  # to be written to
     **dict.fromkeys(["zeros", "zeros_like", "new_zeros", "zero"], _constant(0.0)),

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,13 +24,13 @@ from .program import Program, Value, with_constants
 from .rules import RULES
 
 Function = Callable[..., Tensor]
+R = TypeVar("R")
 
 _SHAPE = (5, 7)
 _TRIAL = (8, 48)
 _OF_WHOLE_NUMBERS = frozenset({"where", "full", "full_like", "zeros_like", "ones_like"})
 """What may have an integer dtype: a choice among constants, which becomes float32 where it meets x."""
 _NUMBERS_OF_PYTHON = {"_local_scalar_dense": "numbers that Python reads from a tensor or a constant"}
-_READ_BY_NAME = frozenset({"alpha", "rounding_mode", "approximate", "min", "max", "dtype"})
 
 
 class UnknownFunctionError(ValueError):
@@ -56,8 +57,7 @@ def trace(function: Function, inputs: tuple[str, ...], constants: Sequence[float
         UnknownFunctionError: an operation that kernels do not know.
         NotPointwiseError: an element depends on more than its own inputs.
     """
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_trace, function, inputs, constants).result()
+    return outside_of_modes(_trace, function, inputs, constants)
 
 
 def check_pointwise(function: Function, inputs: tuple[str, ...], constants: Sequence[float] = ()) -> None:
@@ -66,8 +66,13 @@ def check_pointwise(function: Function, inputs: tuple[str, ...], constants: Sequ
     Raises:
         NotPointwiseError: they do not.
     """
+    outside_of_modes(_check_pointwise, function, inputs, constants)
+
+
+def outside_of_modes(function: Callable[..., R], *arguments: Any) -> R:
+    """Calls a function in a thread of its own: under no mode of the caller, such as inference or another trace."""
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(_check_pointwise, function, inputs, constants).result()
+        return thread.submit(function, *arguments).result()
 
 
 def _trace(function: Function, inputs: tuple[str, ...], constants: Sequence[float]) -> Program:
@@ -78,12 +83,12 @@ def _trace(function: Function, inputs: tuple[str, ...], constants: Sequence[floa
     numbers = [torch.tensor(constant, dtype=torch.float32, device="cpu") for constant in constants]
     for name, leaf in zip(names, [*leaves, *numbers, dy], strict=True):
         tracer.values[storage_id(leaf)] = name
-    with tracer:
+    with tracer, torch.autograd.set_detect_anomaly(False):  # which would add operations to the backward
         y = _call(function, leaves, numbers)
         if y.dtype != torch.float32 or y.shape != _SHAPE:
             raise NotPointwiseError(_expected_result(function, y))
         outputs = {"y": tracer.value(y)}
-        for name, grad in zip(inputs, _gradients(y, leaves, dy), strict=True):
+        for name, grad in zip(inputs, gradients(function, y, leaves, dy), strict=True):
             outputs[f"d{name}"] = 0.0 if grad is None else tracer.value(grad)
     program = tracer.builder.program(outputs)
     _try_out(function, program, inputs, tuple(constants))
@@ -98,19 +103,15 @@ def _try_out(function: Function, program: Program, inputs: tuple[str, ...], cons
     tensors = {**{name: t.detach() for name, t in zip(inputs, leaves, strict=True)}, "dy": dy}
     computed = with_constants(program, constants).run(tensors)
     same = y.shape == _TRIAL and _close(y, computed["y"].expand(_TRIAL), 1e-4)
-    for name, leaf, grad in zip(inputs, leaves, _gradients(y, leaves, dy), strict=True):
+    for name, leaf, grad in zip(inputs, leaves, gradients(function, y, leaves, dy), strict=True):
         summed = computed[f"d{name}"].expand(_TRIAL).sum_to_size(leaf.shape)
         same = same and _close(torch.zeros_like(leaf) if grad is None else grad, summed, 1e-3)
     if not same:
         raise NotPointwiseError(_depends_on_more(function))
 
 
+@torch.random.fork_rng(devices=())  # the function may draw random numbers
 def _check_pointwise(function: Function, inputs: tuple[str, ...], constants: Sequence[float]) -> None:
-    with torch.random.fork_rng(devices=()):  # it may draw random numbers
-        _compare_parts(function, inputs, constants)
-
-
-def _compare_parts(function: Function, inputs: tuple[str, ...], constants: Sequence[float]) -> None:
     leaves = [leaf.detach() for leaf in _trial_inputs(inputs)]
     y, repeated = _call(function, leaves, constants), _call(function, leaves, constants)
     if y.shape != _TRIAL or not y.dtype.is_floating_point:
@@ -125,28 +126,33 @@ def _compare_parts(function: Function, inputs: tuple[str, ...], constants: Seque
 
 
 def _call(function: Function, leaves: Sequence[Tensor], constants: Sequence[Tensor | float]) -> Tensor:
-    try:
+    with _named_in_errors(function, leaves):
         y = function(*[leaf * 1.0 for leaf in leaves], *constants)  # not the leaves themselves: it may write in place
-    except (NotPointwiseError, UnknownFunctionError):
-        raise
-    except Exception as error:
-        error.add_note(_note_of_error(function, leaves))
-        raise
     if not isinstance(y, Tensor):
         raise NotPointwiseError(f"{name_of(function)}: must return one tensor, returned a {type(y).__name__}")
     return y
 
 
-def _note_of_error(function: Function, leaves: Sequence[Tensor]) -> str:
-    """Which function raised it, on which tensors."""
-    shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
-    return f"{name_of(function)} raised this on tensors {shapes}; a function of one element takes any shape"
+@contextmanager
+def _named_in_errors(function: Function, leaves: Sequence[Tensor], part: str = "") -> Iterator[None]:
+    """An error of the user's code says which function, or which part of it, raised it on which tensors."""
+    try:
+        yield
+    except (NotPointwiseError, UnknownFunctionError):
+        raise
+    except Exception as error:
+        shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
+        subject = f"{part}{name_of(function)}"
+        error.add_note(f"{subject} raised this on tensors {shapes}; a function of one element takes any shape")
+        raise
 
 
-def _gradients(y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> Sequence[Tensor | None]:
+def gradients(function: Function, y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> Sequence[Tensor | None]:
+    """Those of a function's value by autograd; None of what it does not depend on."""
     if not y.requires_grad:
         return [None] * len(leaves)
-    return torch.autograd.grad(y, leaves, dy, allow_unused=True)
+    with _named_in_errors(function, leaves, "the backward of "):
+        return torch.autograd.grad(y, leaves, dy, allow_unused=True)
 
 
 def _trial_inputs(inputs: tuple[str, ...]) -> list[Tensor]:
@@ -196,13 +202,15 @@ class _Tracer(TorchDispatchMode):
         rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
         if rule is None:
             return self._decomposed(func, name, args, kwargs)
-        values = [*map(self.value, args)], {k: self.value(v) for k, v in kwargs.items() if k in _READ_BY_NAME}
+        values = [*map(self.value, args)], {k: self.value(v) for k, v in kwargs.items() if k != "out"}
         result = func(*args, **kwargs)
         self._check_result(name, result)
         try:
-            self.values[storage_id(result)] = rule(self.builder, *values[0], **values[1])
+            value = rule(self.builder, *values[0], **values[1])
         except TypeError:  # the rule has no such argument
             raise self._unknown(f"{name} with {values[1] or args}") from None
+        as_type = self.builder.as_boolean if result.dtype == torch.bool else self.builder.as_number
+        self.values[storage_id(result)] = as_type(value)
         self._alive.append(result)  # so that no other tensor gets its memory
         return result
 

@@ -1,4 +1,4 @@
-"""The numbers of columns that a user's function reads, as kernels take them, and where their gradients go."""
+"""What a user's function reads of columns and elements, as kernels take it, and where the gradients of columns go."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .extension import TYPE_CODES
 
 
 class ColumnOperands(NamedTuple):
-    """Those of one call.
+    """The numbers of columns of one call, and then the matrices.
 
     Attributes:
         tensors: of each operand of the program; none where it reads none.
@@ -28,36 +28,38 @@ class ColumnOperands(NamedTuple):
     block: int
 
     @classmethod
-    def of(cls, spec: ActivationSpec, vectors: Operands, columns: int) -> ColumnOperands | None:
+    def of(
+        cls, spec: ActivationSpec, vectors: Operands, columns: int, matrices: Operands = None
+    ) -> ColumnOperands | None:
         """None of what is no user's function. ``columns``: of the activation."""
-        if spec.program is None:
+        program = spec.program
+        if program is None:
             return None
-        tensors = tensors_of(spec.program.column_operands, vectors, columns)
-        return cls(spec.program, tensors, spec.block or columns)
+        of_columns = tensors_of(program.column_operands, vectors, columns)
+        of_elements = tensors_of(program.matrix_operands, matrices, columns)
+        return cls(program, of_columns + of_elements, spec.block or columns)
 
     def refusal(self) -> str | None:
         """Why kernels do not read them, in pieces of 16 bytes; None: they do."""
-        if (count := len(self.program.columns)) > MOST_OPERANDS:
-            return f"takes at most {MOST_OPERANDS} numbers of a column, got {count}"
-        if self.program.matrices:
-            return "reads no matrix"
+        if (count := len(self.program.columns + self.program.matrices)) > MOST_OPERANDS:
+            return f"takes at most {MOST_OPERANDS} numbers of a column or an element, got {count}"
         for tensor in self.tensors:
             if tensor is None or tensor.dtype not in TYPE_CODES:
-                return "needs numbers of columns of 16 or 32 bits"
+                return "needs numbers of columns and matrices of 16 or 32 bits"
             if not tensor.is_contiguous() or addresses(tensor)[0] % 16:
-                return "needs numbers of columns that are dense and aligned to 16 bytes"
+                return "needs numbers of columns and matrices that are dense and aligned to 16 bytes"
         return None
 
     @property
     def types(self) -> tuple[torch.dtype, ...]:
         """Of the inputs of the program."""
-        of_operands = zip(self.program.column_operands.values(), self.tensors, strict=True)
+        of_operands = zip(self.program.tensor_operands.values(), self.tensors, strict=False)
         return tuple([tensor.dtype for names, tensor in of_operands if tensor is not None for _ in names])
 
     @property
     def addresses(self) -> list[int]:
         """Of the inputs of the program."""
-        return [each.address for each in inputs_of(self.program.column_operands, self.tensors, self.block)]
+        return [each.address for each in inputs_of(self.program.tensor_operands, self.tensors, self.block)]
 
 
 class ColumnGradients(NamedTuple):

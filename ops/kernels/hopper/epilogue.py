@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 
 from ...activation_spec import ActivationSpec
-from ...programs.columns import tensors_of
-from ...programs.program import Program
 from ..architecture import assumed
 from ..jit import epilogue as functions
-from ..jit.operands import inputs_of
-from ..jit.pointwise_driver import MOST_OPERANDS
-from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, addresses, first
+from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, first
 from . import arrivals
-from .column_operands import ColumnGradients
+from .column_operands import ColumnGradients, ColumnOperands
 from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
 from .rows import ActivationFields, activation, scale_arguments
 
@@ -73,14 +69,20 @@ def slower(problem: GroupedGemm) -> str | None:
 
 def _forward_refusal(problem: GroupedGemm, epilogue: Activate) -> str | None:
     postact, block, preact = first(problem.out), epilogue.spec.block, epilogue.preact
-    if block is not None and block not in (*_NARROW, postact.shape[-1]) and (block % 8 or _TILE % (2 * block)):
-        return f"has no tile for blocks of {block} columns"
+    if (why := tile_refusal(block, postact.shape[-1])) is not None:
+        return why
     if problem.alpha is not None or problem.row_scale is not None or problem.beta is not None:
         return "takes no factor but the scales of the bias"
     rows = (postact,) if preact is None else (postact, preact)
     why = _scales_refusal(epilogue.scales) or _rows_refusal(problem, rows)
     why = why or _operands_refusal(problem, epilogue.spec, postact.shape[-1])
     return why or _function_refusal(problem, epilogue.spec, postact.shape[-1])
+
+
+def tile_refusal(block: int | None, features: int) -> str | None:
+    """Why no tile of the forward has the columns of gate and of up of these features; None: one has."""
+    fits = block is None or block in (*_NARROW, features) or (block % 8 == 0 and _TILE % (2 * block) == 0)
+    return None if fits else f"has no tile for blocks of {block} columns"
 
 
 def _backward_refusal(problem: GroupedGemm, epilogue: ActivateBackward) -> str | None:
@@ -102,9 +104,10 @@ def _function_refusal(problem: GroupedGemm, spec: ActivationSpec, columns: int) 
 
     The problem keeps them for its launch.
     """
-    if spec.program is None or assumed() is not None or problem.epilogue is None:
+    operands = _operands(problem, spec, columns)
+    if operands is None or assumed() is not None or problem.epilogue is None:
         return None
-    form = _form(problem, spec.program, spec.block, columns)
+    form = _form(problem, operands, columns)
     problem.epilogue.kernels = _handles(form)
     return functions.refusal(form) if problem.epilogue.kernels is None else None
 
@@ -114,53 +117,43 @@ def _handles(form: functions.EpilogueForm) -> tuple[int, ...] | None:
     return handles if isinstance(handles, tuple) else None
 
 
-def _form(problem: GroupedGemm, program: Program, block: int | None, columns: int) -> functions.EpilogueForm:
+def _form(problem: GroupedGemm, operands: ColumnOperands, columns: int) -> functions.EpilogueForm:
     ending, extras = problem.epilogue, (problem.bias is not None, problem.second is not None)
-    backward = isinstance(ending, ActivateBackward)
-    of_operands = zip(program.tensor_operands.values(), _operands(problem, program, columns), strict=False)
-    dtypes = tuple([tensor.dtype for names, tensor in of_operands if tensor is not None for _ in names])
-    types, of_elements = dtypes[: len(program.columns)], dtypes[len(program.columns) :]
+    backward, program = isinstance(ending, ActivateBackward), operands.program
+    types, of_elements = operands.types[: len(program.columns)], operands.types[len(program.columns) :]
     sums = isinstance(ending, ActivateBackward) and ending.grads.vectors is not None
-    layout = problem.layout, problem.a.dtype, block, columns
+    layout = problem.layout, problem.a.dtype, operands.block, columns
     scales = ending is not None and ending.scales is not None
     return functions.form_of(program, backward, *layout, *extras, types, sums, scales, of_elements)
 
 
 def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ActivationFields:
     """The activation of the epilogue as the extension wants it, with the kernels of a user's function."""
-    if spec.program is None:
+    operands = _operands(problem, spec, columns)
+    if operands is None:
         return activation(spec, columns)
     kept = None if problem.epilogue is None else problem.epilogue.kernels
-    handles = kept or _handles(_form(problem, spec.program, spec.block, columns))
+    handles = kept or _handles(_form(problem, operands, columns))
     assert handles is not None
     kernel, other, deep = (*handles, 0, 0)[:3]
     return activation(spec, columns)._replace(kernel=kernel, other_kernel=other, deep_kernel=deep)
 
 
 def _operands_refusal(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> str | None:
-    """Numbers of columns and matrices are read in pieces of 16 bytes."""
-    program = spec.program
-    if program is None or problem.of_groups is None:
+    operands = _operands(problem, spec, columns)
+    if operands is None:
         return None
-    if (count := len(program.columns + program.matrices)) > MOST_OPERANDS:
-        return f"takes at most {MOST_OPERANDS} numbers of a column or an element, got {count}"
-    if spec.block in _NARROW and any(len(names) == 2 for names in program.matrix_operands.values()):
+    if spec.block in _NARROW and any(len(names) == 2 for names in operands.program.matrix_operands.values()):
         return f"has no loads of matrices of gate and up for blocks of {spec.block} columns"
-    for tensor in _operands(problem, program, columns):
-        if tensor is None or tensor.dtype not in TYPE_CODES:
-            return "needs numbers of columns and matrices of 16 or 32 bits"
-        if not tensor.is_contiguous() or addresses(tensor)[0] % 16:
-            return "needs numbers of columns and matrices that are dense and aligned to 16 bytes"
-    return None
+    return operands.refusal()
 
 
-def _operands(problem: GroupedGemm, program: Program, columns: int) -> list[Tensor | None]:
-    """The numbers of columns that a program reads, and the matrices."""
+def _operands(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ColumnOperands | None:
+    """What a user's function reads beside the product and the scales; None: the activation is a built-in one."""
     of_groups = problem.of_groups
     if of_groups is None:
-        return []
-    vectors = tensors_of(program.column_operands, of_groups.vectors, columns)
-    return vectors + tensors_of(program.matrix_operands, of_groups.matrices, columns)
+        return ColumnOperands.of(spec, None, columns)
+    return ColumnOperands.of(spec, of_groups.vectors, columns, of_groups.matrices)
 
 
 def _scales_refusal(scales: Tensor | None) -> str | None:
@@ -210,7 +203,7 @@ def forward(
         bias_scale=address(bias_scale),
         scales=scales,
         scales_type=scales_type,
-        vectors=_input_addresses(p, postact.shape[-1]),
+        vectors=_input_addresses(p, epilogue.spec, postact.shape[-1]),
         variant=variant,
         **launch,
         **second_fields(p.second),
@@ -246,7 +239,7 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
         postact=address(grads.postact),
         dbias=address(grads.bias),
         dbias_type=bias_type,
-        vectors=_input_addresses(p, columns),
+        vectors=_input_addresses(p, epilogue.spec, columns),
         **({} if program is None or dvectors is None else dvectors.fields(program, epilogue.spec.block or columns)),
         workspace=workspace.data_ptr(),
         variant=variant,
@@ -256,12 +249,9 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
         dvectors.finish()
 
 
-def _input_addresses(problem: GroupedGemm, columns: int) -> list[int]:
-    spec = None if problem.epilogue is None else problem.epilogue.spec
-    if spec is None or spec.program is None or problem.of_groups is None:
-        return []
-    operands = _operands(problem, spec.program, columns)
-    return [each.address for each in inputs_of(spec.program.tensor_operands, operands, spec.block or columns)]
+def _input_addresses(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> list[int]:
+    operands = _operands(problem, spec, columns)
+    return [] if operands is None else operands.addresses
 
 
 def second_depth(problem: GroupedGemm) -> int:

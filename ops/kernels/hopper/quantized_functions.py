@@ -6,6 +6,7 @@ from typing import Any
 
 from ..architecture import assumed
 from ..jit import quantized
+from ..jit.operands import is_concat, is_narrow
 from ..quantized_problem import ActivatedScaledGemm, QuantizeActivation, QuantizeActivationBackward
 from .column_operands import ColumnGradients, ColumnOperands
 from .rows import activation
@@ -22,6 +23,8 @@ def refusal(problem: FunctionProblem) -> str | None:
     operands = _operands(problem)
     if operands is None or (why := operands.refusal()) is not None:
         return None if operands is None else why
+    if operands.program.matrices:
+        return "reads no matrix"
     if assumed() is not None:
         return None
     form = _form(problem, operands)
@@ -69,9 +72,9 @@ def _features(problem: FunctionProblem) -> int:
 
 def _form(problem: FunctionProblem, operands: ColumnOperands) -> quantized.QuantizingForm:
     lies = operands.program, problem.activation.block, _features(problem)
-    narrow, scales = quantized.is_narrow(*lies), problem.scales is not None
+    narrow, scales = is_narrow(*lies), problem.scales is not None
     if isinstance(problem, ActivatedScaledGemm):
-        product, concat = problem.product, quantized.is_concat(*lies)
+        product, concat = problem.product, is_concat(*lies)
         biased = product.bias is not None or product.bias_scale is not None
         of_product = operands.program, product.out.dtype, concat, narrow, biased
         return quantized.ScaledForm(*of_product, operands.types, scales)

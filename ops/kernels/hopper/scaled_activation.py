@@ -7,13 +7,12 @@ import torch
 from ...quantized.copies import BLOCK
 from ..quantized_problem import ActivatedScaledGemm
 from . import quantized_functions, scaled_gemm
+from .epilogue import tile_refusal
 from .extension import TYPE_CODES, compiled
 from .gemm import as_float32, bias_fields
 from .rows import scale_arguments
 
 NAME = "hopper (e4m3, activation in the epilogue)"
-_TILE = 256  # columns: a block of gate and as much of up must fit in
-_NARROW = (1, 2, 4)  # blocks that are told apart within sixteen columns
 
 
 def refusal(problem: ActivatedScaledGemm) -> str | None:
@@ -35,9 +34,7 @@ def _block_refusal(block: int | None, features: int) -> str | None:
     """Of the columns of gate before as many of up; None: all of them."""
     if block is None or block == features:
         return None if features % BLOCK == 0 else f"needs halves that are multiples of {BLOCK} columns, got {features}"
-    if block in _NARROW or (block % 8 == 0 and _TILE % (2 * block) == 0):
-        return None
-    return f"has no tile for blocks of {block} columns"
+    return tile_refusal(block, features)
 
 
 def run(problem: ActivatedScaledGemm) -> None:

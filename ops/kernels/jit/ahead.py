@@ -14,6 +14,7 @@ from . import epilogue
 from . import quantized as quantized_kernels
 from .compilation import compiled
 from .epilogue import EpilogueForm, form_of
+from .operands import is_concat, is_narrow
 from .pointwise import KernelForm
 from .quantized import QuantizerForm, QuantizingForm, ScaledForm
 
@@ -71,7 +72,7 @@ def _quantized_forms(
     program: Program, block: int | None, dtype: torch.dtype, vectors: tuple[torch.dtype, ...], scales: bool
 ) -> list[QuantizingForm]:
     lies = program, block, _WIDER_THAN_BLOCKS
-    concat, narrow = quantized_kernels.is_concat(*lies), quantized_kernels.is_narrow(*lies)
+    concat, narrow = is_concat(*lies), is_narrow(*lies)
     forms: list[QuantizingForm] = [
         ScaledForm(program, dtype, concat, narrow, bias, vectors, scales) for bias in (False, True)
     ]

@@ -18,10 +18,9 @@ from ..problem import Layout
 from .compilation import ELEMENTS, compiled
 from .compiler import CompileError, SpillError
 from .driver import LoadedKernel
-from .operands import column_types, matrix_types
+from .operands import is_concat, is_narrow, one_function
 
 ARCHITECTURE = "sm_90a"
-_VECTOR = 8  # columns of a vector
 _log = logging.getLogger("fusible")
 
 
@@ -69,9 +68,8 @@ def form_of(
     matrices: tuple[torch.dtype, ...] = (),
 ) -> EpilogueForm:
     """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
-    gated, width = len(program.arguments) == 2, block or columns
-    concat, narrow = gated and not backward and width == columns, gated and width < _VECTOR
-    operands = vectors, sums_vectors, scales, matrices
+    lies, operands = (program, block, columns), (vectors, sums_vectors, scales, matrices)
+    concat, narrow = not backward and is_concat(*lies), is_narrow(*lies)
     return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second, *operands)
 
 
@@ -115,18 +113,24 @@ def source(form: EpilogueForm, variant: int, vectors: int) -> str:
     """The CUDA source of the kernel of a tile variant; ``vectors``: how many a lane differentiates at a time."""
     direction = "_backward" if form.backward else ""
     parameters = library().PAIR_ACTIVATION_PARAMS_BYTES if form.second else library().ACTIVATION_PARAMS_BYTES
-    return f"""#define TENSOR_MAP_ALIGNMENT {library().TENSOR_MAP_ALIGNMENT}
-#include "device/epilogue_activation{direction}.cuh"
-#include "kernels/operand_types.cuh"
-namespace fusible {{
-{function_type(form.program, vectors=vectors)}
+    definitions = f"""{function_type(form.program, vectors=vectors)}
 using T = {ELEMENTS[form.dtype]};
 inline constexpr TileVariant kVariant = kTileVariants[{variant}];
 using Pair = Operands<Layout::k{form.layout.value}, T, kVariant>;
 using Epilogue = {_epilogue(form)};
 using Groups = {"TokenGroupsOfPairs" if form.second else "TokenGroups"};
 using Kernel = GroupedGemmKernel<Pair::A, {_weights(form)}, T, {boolean(form.scale_bias)}, kVariant, Epilogue, Groups>;
-static_assert(sizeof(Kernel::Params) == {parameters}, "the headers of the extension");
+"""
+    return gemm_source(f"epilogue_activation{direction}", definitions, parameters)
+
+
+def gemm_source(header: str, definitions: str, parameters: int) -> str:
+    """The CUDA source of a grouped GEMM, from its epilogue's header, its type ``Kernel`` and its parameters' bytes."""
+    return f"""#define TENSOR_MAP_ALIGNMENT {library().TENSOR_MAP_ALIGNMENT}
+#include "device/{header}.cuh"
+#include "kernels/operand_types.cuh"
+namespace fusible {{
+{definitions}static_assert(sizeof(Kernel::Params) == {parameters}, "the headers of the extension");
 }}  // namespace fusible
 extern "C" __global__ void __launch_bounds__(fusible::Kernel::kThreads, 1)
     kernel(const __grid_constant__ fusible::Kernel::Params p) {{
@@ -179,11 +183,8 @@ def _load_variant(form: EpilogueForm, variant: int) -> int:
 
 
 def _epilogue(form: EpilogueForm) -> str:
-    types = column_types(form.program.columns, form.vectors)
-    vectors = (types, boolean(form.sums_vectors)) if form.vectors or form.matrices else ()
-    matrices = (matrix_types(form.program.matrices, form.matrices),) if form.matrices else ()
-    arguments = "Function", boolean(form.narrow), boolean(form.scales), *vectors, *matrices
-    functions = f"OneFunction<{', '.join(arguments)}>"
+    operands = form.vectors, form.sums_vectors, form.matrices
+    functions = one_function(form.program, form.narrow, form.scales, *operands)
     if form.backward:
         return f"ActivationBackwardEpilogue<{functions}>"
     return f"ActivationEpilogue<{boolean(form.concat)}, {functions}>"

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from ...programs.cpp import boolean
+from ...programs.program import Program
 from ..hopper.extension import address
 from .compilation import ELEMENTS
+
+_VECTOR = 8  # columns of a vector
 
 
 class Input(NamedTuple):
@@ -48,6 +51,29 @@ def matrix_types(inputs: Sequence[str], dtypes: Sequence[torch.dtype]) -> str:
         f"MatrixOperand<{ELEMENTS[dtype]}, {_is_of_both(name)}>" for name, dtype in zip(inputs, dtypes, strict=True)
     ]
     return f"Types<{', '.join(types)}>"
+
+
+def is_concat(program: Program, block: int | None, columns: int) -> bool:
+    """Whether gate and up are two halves of a row."""
+    return len(program.arguments) == 2 and (block or columns) == columns
+
+
+def is_narrow(program: Program, block: int | None, columns: int) -> bool:
+    """Whether they alternate in blocks narrower than a vector."""
+    return len(program.arguments) == 2 and (block or columns) < _VECTOR
+
+
+def one_function(
+    program: Program,
+    narrow: bool,
+    scales: bool,
+    vectors: Sequence[torch.dtype],
+    sums_vectors: bool,
+    matrices: Sequence[torch.dtype] = (),
+) -> str:
+    """What ``device/epilogue_functions.cuh`` calls the family of a program; see :class:`EpilogueForm`."""
+    flags = boolean(narrow), boolean(scales), column_types(program.columns, vectors), boolean(sums_vectors)
+    return f"OneFunction<Function, {', '.join(flags)}, {matrix_types(program.matrices, matrices)}>"
 
 
 def _is_of_both(name: str) -> str:

@@ -14,9 +14,8 @@ from ...programs.program import Program
 from ..hopper.extension import library
 from . import epilogue
 from .compilation import ELEMENTS, compiled
-from .operands import column_types
+from .operands import one_function
 
-_VECTOR = 8  # columns of a vector
 _STORE_REGISTERS = 72, 88
 """Of a thread that computes an epilogue: one function takes fewer than a choice among all that are built in, and what
 is left for the threads that multiply decides whether these spill."""
@@ -46,24 +45,16 @@ class ScaledForm(NamedTuple):
 
     def source(self, registers: int) -> str:
         weights = "GateUpRows" if self.concat else "WeightRows"
-        return f"""#define TENSOR_MAP_ALIGNMENT {library().TENSOR_MAP_ALIGNMENT}
-#include "device/epilogue_quantized_activation.cuh"
-#include "kernels/operand_types.cuh"
-namespace fusible {{
-{function_type(self.program)}
+        functions = one_function(self.program, self.narrow, self.scales, self.vectors, sums_vectors=False)
+        definitions = f"""{function_type(self.program)}
 using T = {ELEMENTS[self.dtype]};
-using Epilogue = QuantizedActivationEpilogue<{boolean(self.concat)}, {_functions(self, False)}, {registers}>;
+using Epilogue = QuantizedActivationEpilogue<{boolean(self.concat)}, {functions}, {registers}>;
 using Weights = {weights}<E4M3, kScaledVariant.tile_n>;
 using Kernel = GroupedGemmKernel<TokenRows<E4M3>, Weights, T, {boolean(self.scale_bias)}, kScaledVariant, Epilogue,
                                  TokenGroups, Scaling1D2D>;
-static_assert(sizeof(Kernel::Params) == {library().SCALED_ACTIVATION_PARAMS_BYTES}, "the headers of the extension");
-}}  // namespace fusible
-extern "C" __global__ void __launch_bounds__(fusible::Kernel::kThreads, 1)
-    kernel(const __grid_constant__ fusible::Kernel::Params p) {{
-  extern __shared__ __align__(1024) uint8_t shared[];
-  fusible::Kernel::run(shared, p);
-}}
 """
+        parameters = library().SCALED_ACTIVATION_PARAMS_BYTES
+        return epilogue.gemm_source("epilogue_quantized_activation", definitions, parameters)
 
 
 class QuantizerForm(NamedTuple):
@@ -88,7 +79,8 @@ class QuantizerForm(NamedTuple):
         return [self.source(blocks) for blocks in _BLOCKS[self.backward]]
 
     def source(self, blocks: int) -> str:
-        gated = len(self.program.arguments) == 2
+        gated, operands = len(self.program.arguments) == 2, (self.vectors, self.sums_vectors)
+        functions = one_function(self.program, self.narrow, self.scales, *operands)
         form = "kNone" if not gated else "kNarrow" if self.narrow else "kWide"
         direction, size = ("Backward", "_BACKWARD") if self.backward else ("", "")
         memory = "extern __shared__ __align__(16) char memory[];" if self.backward else ""
@@ -98,7 +90,7 @@ class QuantizerForm(NamedTuple):
 #include "device/quantize_activation.cuh"
 namespace fusible {{
 {function_type(self.program)}
-using Functions = {_functions(self, self.sums_vectors)};
+using Functions = {functions};
 using Call = QuantizeFunction<QuantizeActivation{direction}>;
 static_assert(sizeof(Call) == {getattr(library(), f"QUANTIZE_FUNCTION{size}_BYTES")}, "the headers of the extension");
 }}  // namespace fusible
@@ -111,16 +103,6 @@ extern "C" __global__ void __launch_bounds__(fusible::kQuantizeThreads, {blocks}
 
 
 QuantizingForm = ScaledForm | QuantizerForm
-
-
-def is_concat(program: Program, block: int | None, columns: int) -> bool:
-    """Whether gate and up are two halves of a row."""
-    return len(program.arguments) == 2 and (block or columns) == columns
-
-
-def is_narrow(program: Program, block: int | None, columns: int) -> bool:
-    """Whether they alternate in blocks narrower than a vector."""
-    return len(program.arguments) == 2 and (block or columns) < _VECTOR
 
 
 def refusal(form: QuantizingForm) -> str | None:
@@ -145,10 +127,3 @@ def compile_ahead(form: QuantizingForm) -> int:
     """
     compiled(form.sources(), epilogue.ARCHITECTURE)
     return 1
-
-
-def _functions(form: QuantizingForm, sums_vectors: bool) -> str:
-    arguments = ["Function", boolean(form.narrow), boolean(form.scales)]
-    if form.vectors:
-        arguments += [column_types(form.program.columns, form.vectors), boolean(sums_vectors)]
-    return f"OneFunction<{', '.join(arguments)}>"
