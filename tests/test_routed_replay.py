@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fusible import Combine, Dispatch, GroupedLinear, GroupedLoRA, Scale, Sequential, SwiGLU
 from fusible.ops import low_rank
-from fusible.ops.fused import routed_forward
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 __all__ = ["runs"]
@@ -174,17 +173,3 @@ def test_main_grads_are_added_to_by_replays(runs: Runs) -> None:
     assert count == (0, 2)
     for once, four in zip(sums[0], sums[3], strict=True):
         torch.testing.assert_close(four, 4 * once)
-
-
-def test_large_rows_are_launched_one_by_one(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay has all memory at once, and could not let go of any before its end."""
-    layer = Layer()
-    first = layer.step()
-    monkeypatch.setattr(routed_forward, "REPLAYED_UP_TO", 1)
-    layer = Layer()
-    for _ in range(4):
-        assert same(layer.step(), first)
-    launched, replayed = runs.of(lambda: layer.step())
-
-    assert replayed == 0
-    assert launched > 0
