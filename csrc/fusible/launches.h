@@ -283,9 +283,9 @@ void launch_now(Launch& launch) {
 // Captured launches. Those of one capture are made again for its number of rows; those of two captures whose calls
 // differ in the number of rows alone, for any number.
 //
-// All memory is allocated first, then all launches are made. A run that need not hold `large` bytes until its last launch
-// lets go of memory in between: each launch allocates what it is the first to need, and lets go of what it is the last
-// to read, as if an op made them one by one.
+// All memory is allocated first, then all launches are made. A run that need not hold `large` bytes until its last
+// launch lets go of memory in between: each launch allocates what it is the first to need, and lets go of what it is
+// the last to read, as if an op made them one by one.
 class Launches {
  public:
   // Of two captures if they fit together, else of the one.
