@@ -13,6 +13,7 @@ from test_replay import Runs, runs, same
 from torch import Tensor
 
 from fusible import Combine, Dispatch, GroupedLinear, GroupedLoRA, Scale, Sequential, SwiGLU
+from fusible.fuser.replay import guards
 from fusible.ops import low_rank
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -126,6 +127,19 @@ def test_other_tokens_are_read(runs: Runs) -> None:
 def test_each_number_of_tokens_is_replayed(runs: Runs) -> None:
     layer = Layer()
     for tokens in (T, T + 3, 1, 40, T + 3, T, 40, 1) * 2:
+        layer.give(tokens)
+        expected, got = layer.anew(), list[Tensor]()
+        count = runs.of(lambda got=got: got.extend(layer.step()))
+        assert same(got, expected)
+
+    assert count == (0, 2)
+
+
+def test_a_number_of_tokens_that_is_new_is_replayed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts have more rows than there are tokens; of few tokens, their number could be a multiple by chance."""
+    monkeypatch.setattr(guards, "_MULTIPLES_FROM", T)
+    layer = Layer()
+    for tokens in (T, T + 3, T + 5, 40):
         layer.give(tokens)
         expected, got = layer.anew(), list[Tensor]()
         count = runs.of(lambda got=got: got.extend(layer.step()))
