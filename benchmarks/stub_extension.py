@@ -16,6 +16,7 @@ import torch
 
 import fusible.ops
 from fusible.fuser import replay
+from fusible.fuser.replay.capture import Allocation
 from fusible.ops import kernels
 
 _form = attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
@@ -24,7 +25,7 @@ _form = attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
 class NothingLaunched:
     """Takes every launch, and does nothing."""
 
-    def Capture(self, spans: list[tuple[int, int]], rows: int) -> NothingCaptured:
+    def Capture(self, spans: list[tuple[int, int]], rows: int, owned: Sequence[int]) -> NothingCaptured:
         return NothingCaptured(spans, rows)
 
     def has_objects(self, values: dict[str, Any], names: tuple[str, ...], objects: tuple[Any, ...]) -> bool:
@@ -81,18 +82,17 @@ class NothingCaptured:
 
 
 class NothingReplayed:
-    """What two captures leave of a run: the sizes of its results, and that of a small piece of scratch memory."""
+    """What two captures leave of a run: the sizes of its results, and a small piece of scratch memory."""
 
     def __init__(self, first: NothingCaptured, second: NothingCaptured) -> None:
         sizes = zip(first.first_sizes, second.first_sizes, strict=True)
         self._counts = [(a, 0) if a == b else (0, a // first.rows) for a, b in sizes]
         self.for_any_rows = first.rows != second.rows
 
-    def sizes(self, rows: int) -> list[int]:
-        return [*[fixed + per_row * rows for fixed, per_row in self._counts], 16]
-
-    def run(self, tensors: Sequence[torch.Tensor], function: int, rows: int, stream: int) -> None:
-        pass
+    def run(self, tensors: list[Any], memory: list[Allocation], function: int, rows: int, stream: int) -> None:
+        sizes = [*[fixed + per_row * rows for fixed, per_row in self._counts], 16]
+        for size, (allocate, rest) in zip(sizes, memory, strict=True):
+            tensors += (allocate(size, *rest),)
 
 
 @contextmanager

@@ -106,18 +106,19 @@ void def_capture(py::module_& module) {
   // Local to this module: the emulation of the tests, which has the same types, may be in the same process.
   py::class_<Launches, std::shared_ptr<Launches>>(module, "Launches", py::module_local(),
                                                   "Captured launches, to be made again.")
-      .def("sizes", &Launches::sizes, "rows"_a,
-           "What a run has to allocate: the first sizes of results, then bytes of other memory.")
       .def_property_readonly("for_any_rows", &Launches::for_any_rows)
       .def(
           "run",
-          [](Launches& launches, const py::sequence& tensors, Address function, int64_t rows, int64_t stream) {
-            launches.run(fusible::python::addresses_of(tensors, function), rows, stream);
-          },
-          "tensors"_a, "function"_a, "rows"_a, "stream"_a,
-          "Makes all launches, in order, on tensors whose addresses a function of torch at this address tells.");
+          [](Launches& launches, const py::list& tensors, const py::list& memory, Address function, int64_t rows,
+             int64_t stream) { launches.run(fusible::python::ReplayTensors(tensors, memory, function), rows, stream); },
+          "tensors"_a, "memory"_a, "function"_a, "rows"_a, "stream"_a,
+          "Makes all launches, in order, on tensors whose addresses a function of torch at this address tells. Adds "
+          "the "
+          "results to them; `memory` says for each, and then for bytes, what allocates it and its sizes but the "
+          "first.");
   py::class_<Capture>(module, "Capture", py::module_local(), "Notes the launches of this thread while it is entered.")
-      .def(py::init<std::vector<std::array<Address, 2>>, int64_t>(), "spans"_a, "rows"_a)
+      .def(py::init<std::vector<std::array<Address, 2>>, int64_t, fusible::Numbers>(), "spans"_a, "rows"_a,
+           "owned"_a = fusible::Numbers{})
       .def("__enter__", [](Capture& capture) { Capture::active() = &capture; })
       .def("__exit__", [](Capture&, const py::args&) { Capture::active() = nullptr; })
       .def_property_readonly("refusal", &Capture::refusal)
@@ -128,8 +129,8 @@ void def_capture(py::module_& module) {
            "Tells of what the run returns; returns the number of the tensor with this address or, behind those, of the "
            "result; -1 if none.")
       .def("launches", &Launches::of, "first"_a, "large"_a,
-           "What is captured here, for its number of rows; for any number, if it fits another capture. What has "
-           "`large` bytes is memory of its own.");
+           "What is captured here, for its number of rows; for any number, if it fits another capture. Memory of "
+           "`large` bytes is let go of between launches.");
   module.def(
       "refuse",
       [](const std::string& reason) {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 #include "fusible/launches.h"
 
@@ -91,6 +92,31 @@ inline Addresses addresses_of(const py::sequence& tensors, Address function) {
     addresses[i] = reinterpret_cast<Address>(address_of(PySequence_Fast_GET_ITEM(fast.ptr(), i)));
   return addresses;
 }
+
+// The tensors of a replay: a list of those that are given, to which it adds what it allocates.
+class ReplayTensors {
+ public:
+  // `memory` says of each result, and then of bytes, what allocates it and its sizes but the first.
+  ReplayTensors(py::list tensors, py::list memory, Address function)
+      : tensors_(std::move(tensors)), memory_(std::move(memory)), function_(function), inputs_(tensors_.size()) {}
+
+  Addresses addresses() const { return addresses_of(tensors_, function_); }
+
+  Address allocate(int64_t number, int64_t size) {
+    const py::tuple entry = memory_[std::min<size_t>(number - inputs_, memory_.size() - 1)];
+    const py::object tensor = entry[0](size, *entry[1]);
+    while (static_cast<int64_t>(tensors_.size()) <= number) tensors_.append(py::none());
+    tensors_[number] = tensor;
+    return reinterpret_cast<Address>(reinterpret_cast<void* (*)(PyObject*)>(function_)(tensor.ptr()));
+  }
+
+  void release(int64_t number) { tensors_[number] = py::none(); }
+
+ private:
+  py::list tensors_, memory_;
+  Address function_;
+  size_t inputs_;
+};
 
 // The same one after the other, to be compared.
 inline py::bytes tensor_addresses(const py::sequence& tensors, Address function) {

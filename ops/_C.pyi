@@ -1,6 +1,6 @@
 """The compiled extension: CUDA kernels behind plain integers. `ops/kernels/hopper` calls it, and jax its handlers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NotRequired, TypedDict, Unpack
 
 from torch import Tensor
@@ -27,7 +27,7 @@ class Capture:
     """Notes the launches of this thread while it is entered; ``fuser/replay`` says what its methods do."""
 
     refusal: str | None
-    def __init__(self, spans: list[tuple[int, int]], rows: int) -> None: ...
+    def __init__(self, spans: list[tuple[int, int]], rows: int, owned: list[int] = ...) -> None: ...
     def __enter__(self) -> None: ...
     def __exit__(self, *error: object) -> None: ...
     def allocated(self, address: int, bytes: int, per_row: bool) -> bool: ...
@@ -39,8 +39,14 @@ class Launches:
     """Captured launches, to be made again."""
 
     for_any_rows: bool
-    def sizes(self, rows: int) -> list[int]: ...
-    def run(self, tensors: Sequence[Tensor], function: int, rows: int, stream: int) -> None: ...
+    def run(
+        self,
+        tensors: list[Tensor | None],
+        memory: list[tuple[Callable[..., Tensor], tuple[int, ...]]],
+        function: int,
+        rows: int,
+        stream: int,
+    ) -> None: ...
 
 class DeviceProperties(TypedDict):
     name: str

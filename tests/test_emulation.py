@@ -200,7 +200,7 @@ def test_tails_of_more_calls_than_one_clearing_takes(emulation: harness.Emulatio
             hopper.launch(Layout.NT, a, b, out, size, dynamic=False, fresh=True)
     for out in outs:
         out.fill_(math.nan)
-    capture.launches(capture, 2**20).run(given, address_function, 12, 0)
+    capture.launches(capture, 2**20).run(given, [], address_function, 12, 0)
     for out, size in zip(outs, sizes, strict=True):
         assert torch.equal(out, torch.where(torch.arange(12).unsqueeze(1) < size, 8.0, 0.0).expand(12, 8).bfloat16())
 

@@ -13,7 +13,7 @@ from models import mlp
 from torch import Tensor
 
 from fusible.fuser import replay
-from fusible.ops.fused import grouped_mlp
+from fusible.fuser.replay import capture
 
 pytestmark = [pytest.mark.cuda, needs_hopper]
 
@@ -46,15 +46,14 @@ def test_what_comes_behind_the_last_sees_what_the_first_wrote(
 
 
 @pytest.mark.parametrize("main_grad", [False, True])
-@pytest.mark.parametrize("replayed", [False, True])
-def test_the_backward_of_experts(main_grad: bool, replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launched one by one, where memory is given back meanwhile, and replayed."""
-    if not replayed:
-        monkeypatch.setattr(grouped_mlp, "REPLAYED_UP_TO", 0)
+@pytest.mark.parametrize("large", [1, 2**30])
+def test_the_backward_of_experts(main_grad: bool, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replayed with all memory at once, and letting go of it between launches."""
+    monkeypatch.setattr(capture, "LARGE", large)
     model = mlp(len(SHORT), 512, 384, bias=False, device="cuda", dtype=torch.bfloat16)
     before = replay.stats().replayed
     checks.check_experts(checks.with_main_grad(model) if main_grad else model, "cuda", SHORT, 512, 60)
-    assert replay.stats().replayed - before > (100 if replayed else 50)
+    assert replay.stats().replayed - before > 100
 
 
 def test_the_backward_of_experts_in_a_graph() -> None:

@@ -14,6 +14,7 @@ from reference import unit
 from torch import Tensor
 
 from fusible import config
+from fusible.fuser import replay
 
 pytestmark = [
     pytest.mark.cuda,
@@ -131,7 +132,7 @@ def test_buffers_of_the_caller_take_nothing_more() -> None:
 
 
 def test_a_long_backward_frees_each_buffer_after_its_last_reader() -> None:
-    """At its activation: the pre-activation's gradient and the hidden rows; the results come when these have gone."""
+    """Replayed too. At its activation: the pre-activation's gradient, the hidden rows; the results come afterwards."""
     features, hidden, rows = 1024, 2048, 32768
     model = mlp(E, features, hidden, bias=False, device="cuda", dtype=BF16)
     x, scales, dy = tensor(rows, features), tensor(rows, dtype=torch.float32), tensor(rows, features, grad=False)
@@ -143,10 +144,12 @@ def test_a_long_backward_frees_each_buffer_after_its_last_reader() -> None:
         torch.autograd.grad(y, [x, scales, *model.parameters()], dy)
         return watch.peak
 
-    peaks = [step() for _ in range(4)]  # the second tries to capture the backward, and holds what it reads
+    before = replay.stats().replayed
+    peaks = [step() for _ in range(4)]  # the second captures the backward, and holds what it reads
 
     partial_sums = scales.nbytes * hidden // 64  # of the scales' gradient: one number a row of each 64 columns
     of_weights = x.nbytes + model[0].weight.nbytes + 2 * hidden * rows  # dx, and the first weight's with its operands
+    assert replay.stats().replayed - before == 4
     assert max(peaks[2:]) <= max(6 * hidden * rows + partial_sums, of_weights) + SMALL
 
 

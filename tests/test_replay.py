@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from fusible import GLU, Activation, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
 from fusible.fuser import DoubleBackwardError, replay
 from fusible.fuser.replay import capture, guards
+from fusible.fuser.torch_private import address_function
 from fusible.ops.kernels.hopper import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -324,7 +325,7 @@ def test_a_third_call_is_replayed_bit_by_bit(runs: Runs, how: dict[str, Any]) ->
     assert len(first) == 3 + len(list(experts.model.parameters()))
 
 
-def test_large_scratch_stays_apart(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_memory_is_let_go_of_between_launches(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture, "LARGE", 512)
     experts = Experts()
     first = experts.step()
@@ -512,7 +513,10 @@ def test_workspaces_are_asked_for_at_every_number_of_rows(emulation: harness.Emu
             assert each.allocated(2**30, asked(slots=2 * rows, groups=4), False)
     launches = captures[1].launches(captures[0], 2**20)
     assert launches.for_any_rows
-    assert [launches.sizes(rows) for rows in range(1, 4000)] == [[size] for size in sizes]
+    memory = [(torch.ones(0, dtype=torch.uint8).new_empty, ())]
+    for rows, size in enumerate(sizes, 1):
+        launches.run(scratch := [], memory, address_function, rows, 0)
+        assert sum(tensor.nbytes for tensor in scratch if tensor is not None) == size
 
 
 @pytest.mark.parametrize(("rows", "fits"), [(600, False), (1300, True)])

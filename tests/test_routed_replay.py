@@ -13,8 +13,8 @@ from test_replay import Runs, runs, same
 from torch import Tensor
 
 from fusible import Combine, Dispatch, GroupedLinear, GroupedLoRA, Scale, Sequential, SwiGLU
+from fusible.fuser.replay import guards
 from fusible.ops import low_rank
-from fusible.ops.fused import routed_forward
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 __all__ = ["runs"]
@@ -135,6 +135,19 @@ def test_each_number_of_tokens_is_replayed(runs: Runs) -> None:
     assert count == (0, 2)
 
 
+def test_a_number_of_tokens_that_is_new_is_replayed(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts have more rows than there are tokens; of few tokens, their number could be a multiple by chance."""
+    monkeypatch.setattr(guards, "_MULTIPLES_FROM", T)
+    layer = Layer()
+    for tokens in (T, T + 3, T + 5, 40):
+        layer.give(tokens)
+        expected, got = layer.anew(), list[Tensor]()
+        count = runs.of(lambda got=got: got.extend(layer.step()))
+        assert same(got, expected)
+
+    assert count == (0, 2)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_call_without_gradients_is_one_launch_and_replayed(runs: Runs, bias: bool) -> None:
     layer = Layer(bias=bias)
@@ -174,17 +187,3 @@ def test_main_grads_are_added_to_by_replays(runs: Runs) -> None:
     assert count == (0, 2)
     for once, four in zip(sums[0], sums[3], strict=True):
         torch.testing.assert_close(four, 4 * once)
-
-
-def test_large_rows_are_launched_one_by_one(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay has all memory at once, and could not let go of any before its end."""
-    layer = Layer()
-    first = layer.step()
-    monkeypatch.setattr(routed_forward, "REPLAYED_UP_TO", 1)
-    layer = Layer()
-    for _ in range(4):
-        assert same(layer.step(), first)
-    launched, replayed = runs.of(lambda: layer.step())
-
-    assert replayed == 0
-    assert launched > 0

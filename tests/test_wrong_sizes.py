@@ -73,7 +73,7 @@ def test_captured_launches(emulation: harness.Emulation) -> None:
     replay = capture.launches(capture, 2**20)
 
     def run() -> None:
-        replay.run(tensors, address_function, wrong_sizes.ROWS, 0)
+        replay.run(tensors, [], address_function, wrong_sizes.ROWS, 0)
 
     given.copy_(torch.tensor(sizes))
     run()

@@ -20,6 +20,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -85,7 +86,8 @@ struct CapturedFields {
 struct CapturedLaunch {
   CapturedFields fields;
   virtual ~CapturedLaunch() = default;
-  virtual const OnStream& prepare(Zeroing& zeroing) = 0;
+  // Null: it zeroes by itself what it must find zeroed.
+  virtual const OnStream& prepare(Zeroing* zeroing) = 0;
   virtual void run() = 0;
 };
 
@@ -111,8 +113,10 @@ struct CapturedResult {
 // What launches while a capture is active in its thread is also noted by it.
 class Capture {
  public:
-  // The first addresses and the sizes in bytes of all tensors that are given.
-  Capture(std::vector<std::array<Address, 2>> spans, int64_t rows) : rows_(rows), spans_(std::move(spans)) {}
+  // The first addresses and the sizes in bytes of all tensors that are given, and the numbers of those that are
+  // `owned`: a replay holds them alone, and they grow with the rows.
+  Capture(std::vector<std::array<Address, 2>> spans, int64_t rows, Numbers owned = {})
+      : rows_(rows), spans_(std::move(spans)), owned_(std::move(owned)) {}
 
   static Capture*& active() {
     static thread_local Capture* capture = nullptr;
@@ -179,6 +183,7 @@ class Capture {
 
   int64_t rows_;
   std::vector<std::array<Address, 2>> spans_;
+  Numbers owned_;
   std::vector<CapturedAllocation> allocations_;
   std::vector<CapturedResult> results_;
   std::vector<std::shared_ptr<CapturedLaunch>> launches_;
@@ -236,9 +241,10 @@ void Capture::launched(const Launch& launch) {
   struct Captured final : CapturedLaunch {
     Launch launch;
     explicit Captured(const Launch& value) : launch(value) {}
-    const OnStream& prepare(Zeroing& zeroing) override {
+    const OnStream& prepare(Zeroing* zeroing) override {
       launch.complete();
-      if constexpr (requires { launch.zero_before(zeroing); }) launch.zero_before(zeroing);
+      if constexpr (requires { launch.zero_before(*zeroing); })
+        if (zeroing) launch.zero_before(*zeroing);
       return launch;
     }
     void run() override { count_launch(), launch.run(); }
@@ -276,10 +282,13 @@ void launch_now(Launch& launch) {
 
 // Captured launches. Those of one capture are made again for its number of rows; those of two captures whose calls
 // differ in the number of rows alone, for any number.
+//
+// All memory is allocated first, then all launches are made. A run that need not hold `large` bytes until its last
+// launch lets go of memory in between: each launch allocates what it is the first to need, and lets go of what it is
+// the last to read, as if an op made them one by one.
 class Launches {
  public:
-  // Of two captures if they fit together, else of the one. What has at least `large` bytes is memory of its own: an
-  // allocator finds that of earlier calls. Everything else but the results are pieces of one scratch memory.
+  // Of two captures if they fit together, else of the one.
   static std::shared_ptr<Launches> of(const Capture& capture, const Capture* first, int64_t large) {
     const bool differ = first && first->rows_ != capture.rows_;
     const std::shared_ptr<Launches> joined = differ ? of_both(*first, capture, large) : nullptr;
@@ -289,41 +298,30 @@ class Launches {
 
   bool for_any_rows() const { return for_any_rows_; }
 
-  // What a run has to allocate: the first sizes of the results, then bytes: of large pieces, and of scratch memory.
-  Numbers sizes(int64_t rows) const {
-    Numbers sizes;
-    for (const Count& count : results_) sizes.push_back(count.at(rows));
-    int64_t scratch = 0;
-    for (const Piece& piece : pieces_) {
-      if (piece.apart) sizes.push_back(piece.bytes(rows));
-      else scratch += piece.bytes(rows);
+  // Tensors have
+  //   addresses()             of those that are given
+  //   allocate(number, size)  returns the address; the number is behind those. Of a result, the size is its first one;
+  //                           behind the results, bytes.
+  //   release(number)
+  // While memory is allocated or let go of, another thread may run the same launches.
+  template <class Tensors>
+  void run(Tensors&& tensors, int64_t rows, int64_t stream) {
+    Addresses addresses = tensors.addresses();
+    FUSIBLE_CHECK(std::ssize(addresses) == inputs_, "launches of ", inputs_, " tensors got ", addresses.size());
+    const Numbers sizes = sizes_at(rows);
+    addresses.resize(inputs_ + sizes.size());
+    if (released_early(sizes, rows) >= large_) {
+      for (int64_t i = 0; i < std::ssize(launches_); ++i) {
+        for (int64_t number = inputs_; number < std::ssize(addresses); ++number)
+          if (uses_[number].first == i) addresses[number] = tensors.allocate(number, sizes[number - inputs_]);
+        launch({&launches_[i], 1}, false, addresses, rows, stream);
+        for (int64_t number = 0; number < std::ssize(addresses); ++number)
+          if (uses_[number].last == i && is_released(number)) tensors.release(number);
+      }
+    } else {
+      allocate_all(tensors, sizes, addresses);
+      launch(launches_, true, addresses, rows, stream);
     }
-    if (has_scratch_) sizes.push_back(scratch);
-    return sizes;
-  }
-
-  // The addresses of the tensors, then of what `sizes` says. Not from two threads at once.
-  void run(const Addresses& addresses, int64_t rows, int64_t stream) {
-    const int64_t least = first_piece_ + std::ranges::count(pieces_, true, &Piece::apart) + has_scratch_;
-    FUSIBLE_CHECK(std::ssize(addresses) >= least, "launches of ", least, " tensors got ", addresses.size());
-    Address scratch = has_scratch_ ? addresses[least - 1] : 0;
-    int64_t next = first_piece_;
-    for (Piece& piece : pieces_) {
-      piece.first = piece.apart ? addresses[next++] : scratch;
-      if (!piece.apart) scratch += piece.bytes(rows);
-    }
-    for (const auto& [target, memory, offset] : addresses_) {
-      const Address address = (memory.piece < 0 ? addresses[memory.address] : pieces_[memory.piece].first) + offset;
-      std::memcpy(target, &address, sizeof address);
-    }
-    for (const auto& [target, count] : rows_) *target = count.at(rows);
-    for (const auto& launch : launches_) *launch->fields.stream = reinterpret_cast<cudaStream_t>(stream);
-    zeroing_.counters.clear(), zeroing_.tails.clear();
-    OnStream last;
-    for (const auto& launch : launches_) last = launch->prepare(zeroing_);
-    raise_wrong_sizes(last.device);
-    zero(zeroing_, last.device, last.stream);
-    for (const auto& launch : launches_) launch->run();
   }
 
  private:
@@ -333,21 +331,20 @@ class Launches {
     int64_t* target;
     Count count;
   };
-  // Which of the addresses that a run is given, or which piece of scratch memory.
-  struct Memory {
-    int64_t address = -1, piece = -1;
-  };
   struct AddressTarget {
     void* target;
-    Memory memory;
-    int64_t offset;
+    int64_t number, offset;  // of the tensor
   };
+  struct Replayed {
+    std::shared_ptr<CapturedLaunch> captured;
+    std::vector<AddressTarget> addresses;
+    std::vector<RowTarget> rows;
+  };
+  // Memory that is neither given nor returned.
   struct Piece {
     Count count;
     std::shared_ptr<CapturedWorkspace> workspace;  // or what tells the size
     std::vector<RowTarget> rows;                   // of it
-    bool apart = false;
-    Address first = 0;  // in a run
 
     int64_t bytes(int64_t number) const {
       for (const auto& [target, rows_of_workspace] : rows) *target = rows_of_workspace.at(number);
@@ -355,13 +352,24 @@ class Launches {
       return (size + kAlignment - 1) / kAlignment * kAlignment;
     }
   };
+  // An input that nobody else holds.
+  struct Owned {
+    int64_t number;
+    Count bytes;
+  };
+  // The first and the last launch that is told of a tensor, -1 if none.
+  struct Uses {
+    int64_t first = -1, last = -1;
+  };
 
   // Null if the captures do not fit together.
   static std::shared_ptr<Launches> of_both(const Capture& first, const Capture& second, int64_t large) {
     auto launches = std::make_shared<Launches>();
+    launches->inputs_ = std::ssize(first.spans_), launches->large_ = large;
     const bool fits = first.spans_.size() == second.spans_.size() &&
                       first.allocations_.size() == second.allocations_.size() && launches->add_results(first, second) &&
-                      launches->add_memory(first, second, large) && launches->add_launches(first, second);
+                      launches->add_memory(first, second) && launches->add_launches(first, second);
+    if (fits) launches->add_uses(first);
     return fits ? launches : nullptr;
   }
 
@@ -392,23 +400,16 @@ class Launches {
     return true;
   }
 
-  bool add_memory(const Capture& first, const Capture& second, int64_t large) {
-    const int64_t tensors = std::ssize(first.spans_);
-    for (int64_t i = 0; i < tensors; ++i) memory_.push_back({.address = i});
+  bool add_memory(const Capture& first, const Capture& second) {
+    const int64_t results = std::ssize(results_);
+    for (int64_t i = 0; i < inputs_; ++i) numbers_.push_back(i);
     for (int64_t i = 0; i < std::ssize(first.allocations_); ++i) {
       const CapturedAllocation &a = first.allocations_[i], &b = second.allocations_[i];
       if (a.per_row != b.per_row || !a.workspace != !b.workspace) return false;
-      const auto result = std::ranges::find(first.results_, i, &CapturedResult::allocation);
-      if (result != first.results_.end()) {
-        memory_.push_back({.address = tensors + (result - first.results_.begin())});
-      } else {
-        memory_.push_back({.piece = std::ssize(pieces_)});
-        if (!add_piece(a, b, first, second)) return false;
-        pieces_.back().apart = a.bytes >= large;
-      }
+      const auto result = std::ranges::find(first.results_, i, &CapturedResult::allocation) - first.results_.begin();
+      numbers_.push_back(inputs_ + (result < results ? result : results + std::ssize(pieces_)));
+      if (result == results && !add_piece(a, b, first, second)) return false;
     }
-    first_piece_ = tensors + std::ssize(results_);
-    has_scratch_ = std::ranges::count(pieces_, false, &Piece::apart) > 0;
     return true;
   }
 
@@ -428,27 +429,95 @@ class Launches {
   }
 
   bool add_launches(const Capture& first, const Capture& second) {
-    launches_ = first.launches_;
     if (first.launches_.size() != second.launches_.size()) return false;
-    for (size_t i = 0; i < launches_.size(); ++i) {
+    for (size_t i = 0; i < first.launches_.size(); ++i) {
       const CapturedFields &a = first.launches_[i]->fields, &b = second.launches_[i]->fields;
-      if (!a.matches(b) || !add_rows(rows_, a, b, first, second)) return false;
+      Replayed& launch = launches_.emplace_back(first.launches_[i]);
+      if (!a.matches(b) || !add_rows(launch.rows, a, b, first, second)) return false;
       for (size_t j = 0; j < a.sources.size(); ++j) {
         const auto [tensor, offset] = a.sources[j];
-        if (tensor != Source::kNull) addresses_.push_back({a.addresses[j], memory_[tensor], offset});
+        if (tensor != Source::kNull) launch.addresses.push_back({a.addresses[j], numbers_[tensor], offset});
       }
     }
     return true;
   }
 
-  std::vector<std::shared_ptr<CapturedLaunch>> launches_;
+  void add_uses(const Capture& capture) {
+    uses_.resize(inputs_ + results_.size() + pieces_.size());
+    for (int64_t i = 0; i < std::ssize(launches_); ++i)
+      for (const AddressTarget& target : launches_[i].addresses) {
+        Uses& uses = uses_[target.number];
+        uses = {uses.first < 0 ? i : uses.first, i};
+      }
+    for (size_t i = 0; i < results_.size(); ++i)
+      uses_[inputs_ + i].first = std::max<int64_t>(0, uses_[inputs_ + i].first);
+    for (const int64_t number : capture.owned_)
+      owned_.push_back({number, {0, static_cast<int64_t>(capture.spans_[number][1]) / capture.rows_}});
+  }
+
+  bool is_released(int64_t number) const {
+    return number >= inputs_ + std::ssize(results_) || std::ranges::count(owned_, number, &Owned::number);
+  }
+
+  // The first sizes of the results, then the bytes of the pieces.
+  Numbers sizes_at(int64_t rows) const {
+    Numbers sizes;
+    for (const Count& count : results_) sizes.push_back(count.at(rows));
+    for (const Piece& piece : pieces_) sizes.push_back(piece.bytes(rows));
+    return sizes;
+  }
+
+  // The bytes that are not needed until the last launch.
+  int64_t released_early(const Numbers& sizes, int64_t rows) const {
+    const auto is_early = [&](int64_t number) { return uses_[number].last + 1 < std::ssize(launches_); };
+    int64_t bytes = 0;
+    for (int64_t i = std::ssize(results_); i < std::ssize(sizes); ++i) bytes += is_early(inputs_ + i) ? sizes[i] : 0;
+    for (const Owned& owned : owned_) bytes += is_early(owned.number) ? owned.bytes.at(rows) : 0;
+    return bytes;
+  }
+
+  // What has `large` bytes is memory of its own: an allocator finds that of earlier calls. All other pieces are parts
+  // of one scratch memory.
+  template <class Tensors>
+  void allocate_all(Tensors& tensors, const Numbers& sizes, Addresses& addresses) const {
+    const auto is_part = [&](int64_t i) { return i >= std::ssize(results_) && sizes[i] < large_; };
+    int64_t scratch_bytes = 0;
+    for (int64_t i = 0; i < std::ssize(sizes); ++i)
+      if (is_part(i)) scratch_bytes += sizes[i];
+      else addresses[inputs_ + i] = tensors.allocate(inputs_ + i, sizes[i]);
+    if (!scratch_bytes) return;
+    Address scratch = tensors.allocate(std::ssize(addresses), scratch_bytes);
+    for (int64_t i = 0; i < std::ssize(sizes); ++i)
+      if (is_part(i)) addresses[inputs_ + i] = std::exchange(scratch, scratch + sizes[i]);
+  }
+
+  // `zero_together`: one kernel zeroes what all of them must find zeroed.
+  void launch(std::span<const Replayed> launches, bool zero_together, const Addresses& addresses, int64_t rows,
+              int64_t stream) {
+    zeroing_.counters.clear(), zeroing_.tails.clear();
+    OnStream last;
+    for (const auto& [captured, address_targets, row_targets] : launches) {
+      for (const auto& [target, number, offset] : address_targets) {
+        const Address address = addresses[number] + offset;
+        std::memcpy(target, &address, sizeof address);
+      }
+      for (const auto& [target, count] : row_targets) *target = count.at(rows);
+      *captured->fields.stream = reinterpret_cast<cudaStream_t>(stream);
+      last = captured->prepare(zero_together ? &zeroing_ : nullptr);
+    }
+    raise_wrong_sizes(last.device);
+    zero(zeroing_, last.device, last.stream);
+    for (const Replayed& each : launches) each.captured->run();
+  }
+
+  std::vector<Replayed> launches_;
   std::vector<Count> results_;  // their first sizes
   std::vector<Piece> pieces_;
-  std::vector<Memory> memory_;  // of the tensors and the allocations
-  std::vector<AddressTarget> addresses_;
-  std::vector<RowTarget> rows_;
-  int64_t first_piece_ = 0;  // of the addresses that a run is given
-  bool has_scratch_ = false, for_any_rows_ = false;
+  Numbers numbers_;  // by that of a source, the number of a tensor: inputs, then results, then pieces
+  std::vector<Uses> uses_;
+  std::vector<Owned> owned_;
+  int64_t inputs_ = 0, large_ = 0;
+  bool for_any_rows_ = false;
   Zeroing zeroing_;
 };
 

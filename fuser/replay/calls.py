@@ -102,6 +102,7 @@ class CapturedContext(BackwardContext):
         key, rows = (len(tensors), facts, *map(_attribute_version, self.ops)), dy.shape[0] if dy.ndim else 0
         form, entry = self.cache.find(key, tensors, rows)
         if isinstance(entry, Replay):
+            inputs.tensors.clear()  # so that the replay alone has them
             grads: list[Tensor | None] = entry.run(tensors, rows, stream_of(dy))
             for each in effects:
                 if each.done is not None:
@@ -110,7 +111,7 @@ class CapturedContext(BackwardContext):
         if entry is not None:
             del tensors  # so that the backward alone has them, and lets go of each
             return BackwardContext.run(self, inputs, wanted, node, requested)
-        with Capture(tensors, rows) as capture:
+        with Capture(tensors, rows, owned=len(inputs.tensors)) as capture:
             grads = BackwardContext.run(self, inputs, wanted, node, requested)
         name, reason = type(self.op).__name__, capture.finish(grads)
         form.file(rows, Refusal(f"{name}.bwd: {reason}") if reason else Replay.of(capture, form.partner))

@@ -19,7 +19,7 @@ _ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.empty_st
 _ALLOCATIONS |= {aten.new_empty.default, aten.new_empty_strided.default}
 TENSOR_TYPES = {Tensor, torch.nn.Parameter}
 Allocation: TypeAlias = tuple[Callable[..., Tensor], tuple[int, ...]]  # what allocates it, and its sizes
-LARGE = 2**20  # bytes of memory that is no piece of the scratch memory: an allocator finds that of the calls before
+LARGE = 2**24  # bytes that a replay does not hold until its end, if it need not
 
 
 class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -34,13 +34,15 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     find_library: Callable[[], Any] = staticmethod(lambda: None)  # set by the library whose launches can be captured
 
-    def __init__(self, inputs: Sequence[Tensor], rows: int) -> None:
+    def __init__(self, inputs: Sequence[Tensor], rows: int, owned: int = 0) -> None:
+        """``owned``: how many of the inputs, the first, are held by nobody else when the run is replayed."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self.device, self._inputs = rows, inputs[0].device, inputs
         self._versions = {i: t._version for i, t in enumerate(inputs) if not t.is_inference()}  # these count none
         self.memory, self.views = list[Allocation](), list[tuple[int, tuple[int, ...] | None]]()
         spans = [(first, last + 1 - first) for first, last in map(extent, inputs)]
-        self.recorder = self.find_library().Capture(spans, rows)
+        long = [i for i, t in enumerate(inputs[:owned]) if type(t) is Tensor and t.dim() and not t.shape[0] % rows]
+        self.recorder = self.find_library().Capture(spans, rows, long)
         self.refuse: Callable[[str], None] = self.recorder.refuse
 
     def __enter__(self) -> Capture:
@@ -100,8 +102,8 @@ class Replay(NamedTuple):
     """Launches, and the tensors that they need."""
 
     capture: Capture
-    launches: Any  # they tell the first sizes of the memory
-    memory: list[Allocation]  # of results, then large pieces, then one piece of scratch memory for all others
+    launches: Any
+    memory: list[Allocation]  # of each result, then of bytes
     is_for_any_rows: bool
 
     @classmethod
@@ -113,22 +115,21 @@ class Replay(NamedTuple):
         """
         partner = first.capture.recorder if first is not None and first.capture.form == capture.form else None
         launches = capture.recorder.launches(partner, LARGE)
-        pieces = len(launches.sizes(capture.rows)) - len(capture.memory)
-        memory = capture.memory + [(allocator(torch.uint8, capture.device), ())] * pieces
+        memory = [*capture.memory, (allocator(torch.uint8, capture.device), ())]
         return cls(capture, launches, memory, launches.for_any_rows)
 
     def run(self, tensors: list[Any], rows: int, stream: int) -> list[Any]:
-        """The results for these inputs, to which is added what is allocated."""
+        """The results for these inputs, a list that is left with what the launches no longer need."""
         counts.replayed += 1
-        for (allocate, rest), size in zip(self.memory, self.launches.sizes(rows)):  # noqa: B905
-            tensors += (allocate(size, *rest),)
-        self.launches.run(tensors, address_function, rows, stream)
-        if self.capture.written:
-            torch.autograd.graph.increment_version([tensors[i] for i in self.capture.written])
+        written = [*map(tensors.__getitem__, self.capture.written)]
+        views = list[Tensor]()
         for source, view in self.capture.views:
             tensor = tensors[source]
-            tensors += (tensor.detach() if view is None else tensor.view(view),)
-        tensors += (None,)
+            views += (tensor.detach() if view is None else tensor.view(view),)
+        self.launches.run(tensors, self.memory, address_function, rows, stream)
+        if written:
+            torch.autograd.graph.increment_version(written)
+        tensors += (*views, None)
         return [*map(tensors.__getitem__, self.capture.results)]
 
 

@@ -14,6 +14,7 @@ from . import counts
 
 _MANY = 256
 _MANY_ROWS = 2**20  # beyond which other kernels might be needed
+_MULTIPLES_FROM = 1024  # rows; of fewer, a size that does not grow with them may be a multiple
 REPLAYED = "replayed"
 
 
@@ -29,7 +30,7 @@ def described(entry: Any) -> str:
 
 
 class Form(dict[int, Any]):
-    """Calls that differ in the number of rows alone: in the first size of those tensors that have as many.
+    """Calls that differ in the number of rows alone: in the first size of tensors that have as many, or a multiple.
 
     By that number, entries: what is replayed, or the refusal to replay anything; None: nobody knows yet.
 
@@ -40,7 +41,9 @@ class Form(dict[int, Any]):
 
     def __init__(self, tensors: Sequence[Tensor], rows: int) -> None:
         super().__init__()
-        self._long = [i for i, t in enumerate(tensors) if t.dim() and t.shape[0] == rows]
+        most = _MANY if rows >= _MULTIPLES_FROM else 1
+        multiples = [t.shape[0] // rows if t.dim() and rows and not t.shape[0] % rows else 0 for t in tensors]
+        self._long = {i: multiple for i, multiple in enumerate(multiples) if 0 < multiple <= most}
         sizes = [[None, *t.shape[1:]] if i in self._long else [*t.shape] for i, t in enumerate(tensors)]
         self._guards = tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
         self.is_new, self.partner = True, None
@@ -52,7 +55,7 @@ class Form(dict[int, Any]):
 
     def fits(self, tensors: Sequence[Tensor], rows: int) -> bool:
         """Whether tensors are of the form, with so many rows."""
-        return self._guards(*tensors) and all([tensors[i].shape[0] == rows for i in self._long])
+        return self._guards(*tensors) and all([tensors[i].shape[0] == n * rows for i, n in self._long.items()])
 
     def file(self, rows: int, entry: Any) -> None:
         """Files a capture or a refusal: for this number of rows, or a capture for any in place of all that is there."""

@@ -75,6 +75,8 @@ class BackwardContext:
             requested, wanted = self.requested(deliveries, node)
             if lent:
                 refuse_overlaps(self.op, requested, [each.side_effects() for each in requested], lent)
+        if node is not None:  # there is none outside of autograd
+            node.maybe_clear_saved_tensors()  # nothing where the graph is retained
         return self.run(BackwardInputs(tensors, lent, joined, douts), wanted, node, requested)
 
     def run(
@@ -85,8 +87,6 @@ class BackwardContext:
         Args:
             requested: the deliveries among what ``bwd`` computes.
         """
-        if node is not None:  # there is none outside of autograd
-            node.maybe_clear_saved_tensors()  # nothing where the graph is retained
         grads = call_bwd(self.op, self._taken(inputs), inputs.douts, wanted)
         for name in grads:
             if name not in self.names:

@@ -17,7 +17,6 @@ from torch import Tensor
 from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, optional, register_fusion
 from ...fuser import tracing as trace
 from ...fuser.config import thread_config
-from ...fuser.replay import capture
 from .. import kernels
 from ..delayed_scales import encode_of_tokens, is_delayed, scales_of_forward
 from ..glu import Activated
@@ -58,7 +57,6 @@ from .activation_role import (
 from .fc1 import FC1, FirstLinear, OpPart, filed, flat, names_of
 from .pointwise_chain import PointwiseChain
 
-REPLAYED_UP_TO = 1 << 39  # operations of a backward: more take the device longer than the host takes to launch them
 _NONE = (None, None, None, None)
 _FC2 = OpPart("fc2", (("fc2_bias_scale", "bias_scale"),))
 _PRODUCTS = frozenset({"x", "fc1.weight", "fc2.weight"})  # of a backward, that do not need one another
@@ -112,11 +110,6 @@ class GroupedMLP(FusedOp):
         out_scales: Tensor | None
         vectors: tuple[Tensor, ...] | None
         hidden_encode: Tensor | None = None
-
-    def __init__(self, *args: Any, **roles: Any) -> None:
-        super().__init__(*args, **roles)
-        values = sum(fc.in_features * fc.out_features for fc in (self.fc1, self.fc2))
-        self._replayed_up_to = REPLAYED_UP_TO // (4 * values)  # rows; both gradients take 2 operations for each value
 
     def takes(self, role: str, keyword: str) -> str | None:
         return keyword_of(role, keyword) or super().takes(role, keyword)
@@ -258,10 +251,6 @@ class GroupedMLP(FusedOp):
             return short_call.gradients(saved, rows, needs_grad)
         if saved.fc1.recipe is not None:
             return self.quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
-        if (
-            type(tokens := rows.shape[0]) is int and tokens > self._replayed_up_to
-        ):  # a replay has all its memory at once
-            capture.refuse("memory is let go of between the launches of a long backward")
         if saved.preact is None and reads_preact(needs_grad):
             assert isinstance(saved.fc1.x, Tensor)
             saved = self.recomputed(saved, saved.fc1.x)

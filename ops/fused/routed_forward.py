@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ...fuser.module_state import with_tensors
-from ...fuser.replay import capture
 from .. import routing as permutation
 from ..activation_spec import ActivationSpec
 from ..delayed_scales import is_delayed
@@ -26,8 +25,6 @@ from ..quantized_linear import GatheredTokens, applied, wgrad_is_quantized
 from ..routing import Routing
 from ..scale import Scale
 from .grouped_mlp import GroupedMLP
-
-REPLAYED_UP_TO = 16 << 20  # bytes of the rows of x; a training step of more takes the device longer than the host
 
 
 class Permuted(NamedTuple):
@@ -130,9 +127,3 @@ def _form_of(
     )
     parts: dict[str, Any] = {"fc1": fc1, "act": Activated(spec), "scale": None, "fc2": fc2, "out_scale": Scale()}
     return GroupedMLP(**parts)
-
-
-def replay_unless_large(tokens: Tensor, rows: int) -> None:
-    """A replay has all its memory at once. Where rows are large, launches one by one need less, and hide the host."""
-    if rows * tokens.shape[1] * tokens.element_size() > REPLAYED_UP_TO:
-        capture.refuse("memory of large rows is let go of between launches")

@@ -36,7 +36,6 @@ from .activation_role import (
     with_activation,
 )
 from .pointwise_chain import PointwiseChain
-from .routed_forward import replay_unless_large
 from .routed_pattern import routed, with_as_many_groups
 
 
@@ -83,7 +82,6 @@ class RoutedLoRA(FusedOp):
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Saved]:
         tokens = x.to(product_dtype(x.dtype, autocast_dtype))
-        replay_unless_large(tokens, top_k_index.numel())
         routing = permutation.route(top_k_index, self.dispatch.num_experts, tokens.dtype, top_k_weights.contiguous())
         scales, sizes = permutation.scales_of(routing, top_k_weights), routing.split_sizes
         needs = _needs(needs_grad)
@@ -140,7 +138,6 @@ class RoutedLoRA(FusedOp):
         needs, routing, sizes = _needs(needs_grad), saved.routing, saved.routing.split_sizes
         fc1, fc2 = (_with_split_sizes(part, sizes) for part in (saved.fc1, saved.fc2))
         saved = saved._replace(fc1=fc1, fc2=fc2)
-        replay_unless_large(dy, routing.row_of_slot.numel())
         of_fc2 = self.fc2.through_lora_b(dy, saved.fc2, routing)
         rows, dlow2, _ = of_fc2
         assert rows is not None

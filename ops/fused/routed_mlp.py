@@ -28,7 +28,7 @@ from . import short_call
 from .activation_role import vector_grads
 from .grouped_mlp import GroupedMLP, reads_preact
 from .inner_mlp import SCALES, InnerMLP, tokens_to_tokens
-from .routed_forward import forward, gathered, replay_unless_large, routed_mlp
+from .routed_forward import forward, gathered, routed_mlp
 from .routed_pattern import with_as_many_groups
 
 _WEIGHT = frozenset({"weight"})
@@ -63,7 +63,6 @@ class RoutedMLP(InnerMLP):
             if once is not None:
                 return once
         tokens = x.to(product_dtype(x.dtype, autocast_dtype))
-        replay_unless_large(tokens, top_k_index.numel())
         needs = self.needs_of_experts(needs_grad)
         y, routing, saved = forward(
             *(self.experts, self.dispatch.num_experts, tokens, top_k_index, top_k_weights),
@@ -120,7 +119,6 @@ class RoutedMLP(InnerMLP):
             return short_call.gradients(saved, dy, needs_grad)
         needs, dy = self.needs_of_experts(needs_grad), dy if dy.stride(-1) == 1 else dy.contiguous()
         experts, routing, mlp = self.experts, saved.routing, _with_split_sizes(saved.mlp, saved.routing.split_sizes)
-        replay_unless_large(dy, routing.row_of_slot.numel())
         if mlp.fc1.recipe is not None:
             return self._quantized_bwd(mlp.fc1.recipe, saved, mlp, dy, needs, needs_grad)
         if mlp.preact is None and reads_preact(needs):

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,14 +43,15 @@ class Emulation:
         self._most = 500
         self.functions: dict[str, int] = {}  # the handles of kernels by their sources
         self.streams: list[int] = []  # of replays
+        self.peak = 0  # the most bytes of tensors that lived when a call was made
         self._library.emulation_add_memory.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._module, name)
         return self._call(value) if callable(value) else value
 
-    def Capture(self, spans: list[tuple[int, int]], rows: int) -> Any:
-        return _Capture(self._module.Capture(spans, rows), self)
+    def Capture(self, spans: list[tuple[int, int]], rows: int, owned: Sequence[int] = ()) -> Any:
+        return _Capture(self._module.Capture(spans, rows, owned), self)
 
     def load_function(self, texts: Sequence[str]) -> int:
         """The handle of the kernel of the last of the sources: in place of NVRTC and the driver."""
@@ -84,9 +86,17 @@ class Emulation:
         self._tensors = [reference for reference, _ in alive]
         self._most = max(self._most, 2 * len(alive))
         self._library.emulation_clear_memory()
-        for address, size in {(s.data_ptr(), s.nbytes()) for s in (tensor.untyped_storage() for _, tensor in alive)}:
+        storages = {(s.data_ptr(), s.nbytes()) for s in (tensor.untyped_storage() for _, tensor in alive)}
+        self.peak = max(self.peak, sum(size for _, size in storages))
+        for address, size in storages:
             if address != self._hidden:
                 self._library.emulation_add_memory(address, size)
+
+    def allocated(self, allocate: Callable[..., torch.Tensor], *sizes: int) -> torch.Tensor:
+        """Between launches of a replay, some of whose tensors may be gone by then."""
+        tensor = allocate(*sizes)
+        self._show_memory()
+        return tensor
 
     def kernels_beside(self) -> int:
         """How many kernels so far have gone on beside the one before them."""
@@ -128,13 +138,15 @@ class _Capture:
         return getattr(self._capture, name)
 
     def launches(self, first: _Capture | None, large: int) -> Any:
-        launches = self._capture.launches(first and first._capture, large)
-        run, streams = self._emulation._call(launches.run), self._emulation.streams
-        return SimpleNamespace(
-            run=lambda *arguments: (streams.append(arguments[-1]), run(*arguments)),
-            sizes=launches.sizes,
-            for_any_rows=launches.for_any_rows,
-        )
+        launches, emulation = self._capture.launches(first and first._capture, large), self._emulation
+
+        def run(tensors: list[Any], memory: list[Any], function: int, rows: int, stream: int) -> None:
+            emulation.streams.append(stream)
+            emulation._show_memory()
+            shown = [(partial(emulation.allocated, allocate), rest) for allocate, rest in memory]
+            launches.run(tensors, shown, function, rows, stream)
+
+        return SimpleNamespace(run=run, for_any_rows=launches.for_any_rows)
 
 
 def freeze() -> None:
