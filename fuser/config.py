@@ -141,8 +141,13 @@ def config(
             these, and quantised ones, keep what they always do.
 
     Raises:
-        ValueError: an unknown backend; a string for ``disable_fusions``; a recipe that is no frozen dataclass.
+        ValueError: a switch that is no bool; an unknown backend; a string for ``disable_fusions``; a recipe that is no
+            frozen dataclass.
     """
+    flags = {"strict": strict, "deterministic": deterministic, "debug": debug, "recompute": recompute}
+    for name, flag in flags.items():
+        if flag is not None and not isinstance(flag, bool):
+            raise ValueError(f"config: {name} must be True or False, got {flag!r}")
     if backend is not None and backend not in BACKENDS:
         raise ValueError(f"config: backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if isinstance(disable_fusions, str):
@@ -150,13 +155,10 @@ def config(
     if recipe is not None and (isinstance(recipe, type) or not is_dataclass(recipe)):
         raise ValueError(f"config: recipe must be one such as fusible.Float8Block(), got {recipe!r}")
     arguments: dict[str, Any] = {
-        "strict": strict,
-        "deterministic": deterministic,
+        **flags,
         "backend": backend,
         "disable_fusions": None if disable_fusions is None else frozenset(disable_fusions),
-        "debug": debug,
         "recipe": recipe,
-        "recompute": recompute,
     }
     changes = {name: value for name, value in arguments.items() if value is not None}
     with changed(**changes) as switches:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .config import constant
 from .edits import children_changed
+from .errors import ArgumentError
 from .module_state import Attributes, attributes
 from .spec import Specs, TensorSpec
 
@@ -294,11 +295,12 @@ class Op(nn.Module, ABC):
     def _traced_plan(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
         return self._standalone.traced_plan(self, call, arguments, names, flags)
 
-    def forward(self, x: Tensor, **keywords: Any) -> Any:
+    def forward(self, x: Tensor, *positional: Any, **keywords: Any) -> Any:
         """Runs the op alone, as a container of one.
 
         Args:
             x: the input.
+            *positional: there are none; an error says so, with the keywords.
             **keywords: the op's keywords; None counts as not given.
 
         Raises:
@@ -307,7 +309,14 @@ class Op(nn.Module, ABC):
         Returns:
             ``y``, or ``(y, *extras)`` where there are extra outputs.
         """
+        if positional:
+            raise ArgumentError(f"{type(self).__name__}: x alone is given by position, {_by_name(self.keywords)}")
         return self._standalone.run(self, x, keywords)
+
+
+def _by_name(keywords: Iterable[str]) -> str:
+    names = ", ".join(sorted(keywords))
+    return f"and by name: {names}" if names else "as there are no keywords"
 
 
 def _declared_keywords(cls: type[Op]) -> dict[str, Keyword]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from numbers import Real
 from typing import Any, SupportsIndex
 
 import torch
@@ -30,6 +31,13 @@ def check_sizes(op: str, dtype: torch.dtype | None, **sizes: Any) -> None:
     is_dtype = isinstance(dtype, torch.dtype)
     if dtype is not None and not (is_dtype and dtype.is_floating_point and dtype.itemsize > 1):
         raise ArgumentError(f"{op}: dtype must be a floating-point dtype of at least 16 bits, got {dtype}")
+
+
+def check_numbers(op: str, **numbers: Any) -> None:
+    """Factors that an op is built with."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise ArgumentError(f"{op}: {name} must be a number, got {number!r}")
 
 
 def check_split_sizes(split_sizes: Any, groups: int, x: TensorSpec | None) -> None:

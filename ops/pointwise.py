@@ -91,6 +91,8 @@ class Pointwise(Op):
         columns: Mapping[str, Sequence[int] | Tensor] = MappingProxyType({}),
         constants: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
+        if not callable(function):
+            raise TypeError(f"Pointwise: expected a function of tensors, got {function!r}")
         super().__init__()
         self.name, self.halves = name_of(function), _checked(halves)
         self._x_inputs = ("x",) if halves is None else ("x", "u")

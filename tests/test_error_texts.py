@@ -12,7 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fusible import ArgumentError, GroupedLinear, GroupedMLP, Linear, Op, Pattern, Sequential
+from fusible import (
+    ArgumentError,
+    FusedOp,
+    GroupedLinear,
+    GroupedMLP,
+    Linear,
+    Op,
+    Pattern,
+    Pointwise,
+    RoutedLoRA,
+    RoutedMLP,
+    Sequential,
+    SwiGLU,
+)
 from fusible.fuser.errors import did_you_mean
 
 X = torch.randn(4, 3, requires_grad=True)
@@ -73,9 +86,24 @@ def test_a_condition_whose_arguments_are_swapped() -> None:
         Pattern.path(linear=Linear).where(lambda m: True, "the linear has a bias")  # type: ignore[arg-type]
 
 
-def test_a_fused_op_that_is_built_by_hand() -> None:
-    with pytest.raises(TypeError, match=r"GroupedMLP is a fused op, which a container builds .* fusible\.Sequential"):
-        GroupedMLP(4, 32, 64)
+@pytest.mark.parametrize("fused", [GroupedMLP, RoutedMLP, RoutedLoRA])
+def test_a_fused_op_that_is_built_by_hand(fused: type[FusedOp]) -> None:
+    words = rf"{fused.__name__} is a fused op, which a container builds .* fusible\.Sequential"
+    with pytest.raises(TypeError, match=words):
+        fused(4, 32, 64)
+
+
+def test_keywords_by_position() -> None:
+    words = "GroupedLinear: x alone is given by position, and by name: grad_input, output, split_sizes"
+    with pytest.raises(ArgumentError, match=words):
+        GroupedLinear(2, 3, 4)(X, [2, 2])
+    with pytest.raises(ArgumentError, match="SwiGLU: x alone is given by position, as there are no keywords"):
+        SwiGLU()(X, X)
+
+
+def test_a_pointwise_of_no_function() -> None:
+    with pytest.raises(TypeError, match="Pointwise: expected a function of tensors, got 3"):
+        Pointwise(3)  # type: ignore[arg-type]
 
 
 def test_a_keyword_with_a_slip() -> None:

@@ -237,6 +237,12 @@ def test_one_string_of_disabled_fusions_raises():
         pass
 
 
+@pytest.mark.parametrize("switch", ["strict", "deterministic", "debug", "recompute"])
+def test_a_switch_is_true_or_false(switch: str) -> None:
+    with pytest.raises(ValueError, match=f"config: {switch} must be True or False, got 'no'"), config(**{switch: "no"}):
+        pass
+
+
 def test_unknown_backend_raises():
     with pytest.raises(ValueError, match=r"backend must be one of auto, .*, got 'cuda'"), config(backend="cuda"):
         pass

@@ -52,3 +52,15 @@ def test_tails_that_only_grouped_products_read_are_not_cleared(
     )
 
     assert len(calls) == cleared
+
+
+@pytest.mark.parametrize("sizes", [{0: 2, 5: 1}, {1: 1, 2: 2}, {4: 3}, {0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, {}])
+def test_weight_gradients_of_few_groups_are_zero_everywhere_else(sizes: dict[int, int]) -> None:
+    rows, groups = sum(sizes.values()), 6
+    left, right = torch.randn(rows + 1, K), torch.randn(rows + 1, N)  # the last row is of no group
+    out = torch.full((groups, K, N), torch.nan)
+    loop.multiply_weights_of_runs(left, right, sizes, out)
+
+    expert = torch.tensor([g for g, size in sizes.items() for _ in range(size)], dtype=torch.int64)
+    of_group = torch.nn.functional.one_hot(expert, groups).float()
+    torch.testing.assert_close(out, torch.einsum("tg,tk,tn->gkn", of_group, left[:rows], right[:rows]))

@@ -50,8 +50,8 @@ class InnerMLP(FusedOp):
     out_scale: Scale | None
     untraced = frozenset({"_experts"})
 
-    def __init__(self, **roles: Any) -> None:
-        super().__init__(**roles)
+    def __init__(self, *args: Any, **roles: Any) -> None:
+        super().__init__(*args, **roles)
         self._experts: list[GroupedMLP] = []  # no child of this op: its parameters are those of the roles
 
     def fwd(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...fuser import ArgumentError, Sequential
 from ..activation_spec import ActivationSpec, Interleaved
-from ..checks import check_sizes
+from ..checks import check_numbers, check_sizes
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear
 from ..moe import Combine, Dispatch
@@ -61,7 +61,8 @@ class MoE(nn.Module):
         shared_gate: the shared experts are multiplied by ``sigmoid(gate @ x)``.
 
     Raises:
-        ArgumentError: sizes that are not positive ints; in a call, tokens that are not [..., H].
+        ArgumentError: sizes that are not positive ints; factors that are no numbers; in a call, tokens that are not
+            [..., H].
         ValueError: an unknown activation, layout or scores; more choices than there are experts.
 
     >>> import torch, fusible
@@ -96,7 +97,9 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes("MoE", dtype, hidden=hidden, ffn=ffn, experts=experts, top_k=top_k)
+        sizes = {"hidden": hidden, "ffn": ffn, "experts": experts, "top_k": top_k}
+        check_sizes("MoE", dtype, **sizes, **_without_none(shared_ffn=shared_ffn))
+        check_numbers("MoE", **_without_none(balance_loss=balance_loss, bias_update_rate=bias_update_rate))
         if shared_gate and shared_ffn is None:
             raise ValueError("MoE: shared_gate is the gate of shared experts; give shared_ffn, their width")
         self.hidden, self.balance_loss, self.bias_update_rate = hidden, balance_loss, bias_update_rate
@@ -162,6 +165,10 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         options = {"balance_loss": self.balance_loss, "bias_update_rate": self.bias_update_rate}
         return ", ".join([f"{name}={value}" for name, value in options.items() if value is not None])
+
+
+def _without_none(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _experts(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..checks import check_sizes
+from ..checks import check_numbers, check_sizes
 from ..wide_buffers import wide_buffers
 
 SCORES = ("softmax", "sigmoid")
@@ -48,7 +48,7 @@ class Router(nn.Module):
             experts are chosen, but is not part of the weights.
 
     Raises:
-        ArgumentError: sizes that are not positive ints.
+        ArgumentError: sizes that are not positive ints, a scale that is no number.
         ValueError: other scores; more choices than experts; groups that do not divide the experts, or hold too few.
     """
 
@@ -72,6 +72,7 @@ class Router(nn.Module):
         super().__init__()
         sizes = {"features": features, "num_experts": num_experts, "top_k": top_k}
         check_sizes("Router", dtype, **sizes, groups=groups, top_groups=top_groups)
+        check_numbers("Router", scale=scale)
         _check_choice(num_experts, top_k, scores, groups, top_groups)
         self.top_k, self.scores, self.normalize, self.scale = top_k, scores, normalize, scale
         self.groups, self.top_groups = groups, top_groups

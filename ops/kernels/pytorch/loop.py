@@ -83,13 +83,21 @@ def multiply_runs(
 
 
 def multiply_weights_of_runs(left: Tensor, right: Tensor, sizes: Mapping[int, int], out: Tensor) -> None:
-    """``out[g] = left[rows of g].T right[rows of g]``; groups that have no rows are zeroed, all in one go."""
+    """``out[g] = left[rows of g].T right[rows of g]``, and 0 for groups without rows; those with rows are in order."""
     parts = [*sizes.values()]
     parts.append(left.shape[0] - sum(parts))
-    if len(sizes) < out.shape[0]:
-        out.zero_()
+    _zero_between(out, [*sizes])
     groups = [out[g] for g in sizes]
     _multiply_parts(zip(left.mT.split_with_sizes(parts, 1), right.split_with_sizes(parts), groups, strict=False))
+
+
+def _zero_between(out: Tensor, groups: list[int]) -> None:
+    """Neighbours in one go. What products write is not zeroed: memory limits the weight gradients of few rows."""
+    start = 0
+    for g in [*groups, out.shape[0]]:
+        if start < g:
+            out[start:g].zero_()
+        start = g + 1
 
 
 def _activate(problem: GroupedGemm, epilogue: Activate) -> None:

@@ -157,7 +157,8 @@ def run(
 def backward(kept: Kept, dy: Tensor, wanted: WantedGradients) -> Gradients:
     """The gradients, from that of dense rows [S, H].
 
-    Those of weights come first, that of the rows last: it reads the weight that a forward reads first.
+    Those of weights come late, as they take the caches. That of the rows is last: it reads the weight that a forward
+    reads first.
     """
     rows, up, down, down_bias, preact, scales, groups, form, _ = kept
     transposed, after = form.transposed, form.after
@@ -172,10 +173,10 @@ def backward(kept: Kept, dy: Tensor, wanted: WantedGradients) -> Gradients:
             assert groups.expert_of_row is not None
             dots += few_rows.row_dots(dy, down_bias, groups.expert_of_row)
         zero_tail(dots, groups)
-    ddown = None if hidden is None else _weight(hidden, dy, groups, transposed)
-    dup = _weight(rows, dpreact, groups, transposed) if wanted.up and rows is not None else None
     dup_bias = _sums(dpreact, groups) if wanted.up_bias else None
     ddown_bias = _sums(dy, groups, scales if after else None) if wanted.down_bias else None
+    ddown = None if hidden is None else _weight(hidden, dy, groups, transposed)
+    dup = _weight(rows, dpreact, groups, transposed) if wanted.up and rows is not None else None
     drows = None
     if wanted.rows and up is not None:
         drows = _through(dpreact, up, groups, not transposed)
