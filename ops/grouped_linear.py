@@ -276,6 +276,8 @@ class GroupedLinear(WeightGrads):
             encode = delayed_scales.encode_of_tokens(self, recipe, rows, split_sizes)
             wanted = {"rows": True, "wgrad": "weight" in needs_grad}
             rows = quantized.copies_of(recipe, rows, split_sizes, **wanted, encode=encode)
+        if not self.is_quantized:
+            quantized.note_few_rows(rows, self.num_groups, x.device)
         weight, back = self._weight_operands(recipe, "x" in needs_grad)
         assert rows.rows is not None
         y = product(recipe, rows.rows, weight, split_sizes, rows.dtype, **factors)

@@ -73,6 +73,11 @@ class TokenCopies(NamedTuple):
         return self.values if self.columns is None else self.columns
 
 
+ROWS_WORTH_A_WEIGHT = 2048
+"""Rows a group below which quantising the weight may take longer than faster products save: on an H200, Qwen3's experts
+break even with as many, and are slower with 512 (docs/quantised.md, "When it pays")."""
+
+
 EncodeOf = Callable[[Recipe, Tensor, Tensor], Tensor | None]
 """From rows and their split sizes, what the values of each group are multiplied by, where steps before tell: it is a
 step itself. None: nothing has told."""
@@ -95,6 +100,18 @@ def check_recipe(op: str, recipe: Any) -> None:
     """Raises :class:`ArgumentError` for what is no recipe."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise ArgumentError(f"{op}: recipe must be one such as fusible.Float8Block(), or None, got {recipe!r}")
+
+
+def note_few_rows(tokens: TokenCopies, groups: int, device: torch.device) -> None:
+    """Tells a trace where a weight is quantised for so few rows that 16 bits may be faster."""
+    if not trace.active() or device.type == "cpu" or active_config().same_weights:
+        return
+    rows = tokens.number // groups
+    if rows < ROWS_WORTH_A_WEIGHT:
+        trace.note(
+            f"the weight is quantised at every call, for {rows} rows a group on average: below {ROWS_WORTH_A_WEIGHT}, "
+            "16 bits may be faster; same_weights() quantises once for many calls"
+        )
 
 
 def in_force(of_op: Recipe | None) -> Recipe | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -514,6 +515,21 @@ def test_fast_accumulation_is_asked_for_and_changes_nothing_on_a_cpu(recipe):
     assert "fast accumulation" in str(fusible.explain(op, tensor(T, K), split_sizes=sizes))
     assert "fast accumulation" not in str(fusible.explain(linear(recipe()), tensor(T, K), split_sizes=sizes))
     assert_equal(run(op), run(linear(recipe())))
+
+
+def test_explain_says_where_weights_are_quantised_for_few_rows() -> None:
+    """As at a desk, for a GPU: on a CPU there is no faster product to gain from."""
+
+    def notes(rows: int, device: str = "meta", **settings: Any) -> str:
+        op = fusible.GroupedLinear(2, K, 32, dtype=torch.bfloat16, device=device, **settings)
+        x, sizes = torch.empty(rows, K, dtype=torch.bfloat16, device=device), torch.tensor([rows, 0], device=device)
+        return str(fusible.explain(op, x, split_sizes=sizes).steps[0].notes)
+
+    block = fusible.Float8Block()
+    assert "for 512 rows a group on average: below 2048, 16 bits may be faster" in notes(1024, recipe=block)
+    assert "16 bits may be faster" not in notes(4096, recipe=block) + notes(1024) + notes(1024, "cpu", recipe=block)
+    with fusible.same_weights():
+        assert "16 bits may be faster" not in notes(1024, recipe=block)
 
 
 # ---- what has no blocks
