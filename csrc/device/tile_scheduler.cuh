@@ -17,7 +17,7 @@
 //
 // Where few rounds of long tasks are all there is (`highest_first`), tasks are numbered by the height of the groups'
 // tiles: what the last round waits for is then short. Where few groups have most of the tokens, all tiles are as high
-// as one another, so that their order saves nothing: there swap_ab tiles are cut lower if that fills the last round.
+// as one another, so that their order saves nothing: there they are cut lower if that fills the last round.
 #pragma once
 #include "device/groups.cuh"
 #include "device/work_queue.cuh"
@@ -51,7 +51,7 @@ class TileScheduler {
   static constexpr bool kSplits = kVariant.split_k;
   static constexpr bool kHalves = !kRaggedRows && kTileM > kLeastRows && !kSplits;
   static constexpr bool kSorts = kVariant.highest_first || kSplits;
-  static constexpr bool kLowers = kVariant.swap_ab && kTileM > kLeastRows;
+  static constexpr bool kLowers = kVariant.highest_first;
 
  public:
   using Table = std::conditional_t<kSplits, SlicedGroupTable, std::conditional_t<kSorts, SortedGroupTable, GroupTable>>;
@@ -70,7 +70,7 @@ class TileScheduler {
       if (blockIdx.x == 0) report_cut(sizes, group, rows, lane);
       if (group < sizes.groups) table.start[group] = start, table.tokens[group] = size;
       longest = max(longest, size), total += static_cast<float>(size);
-      if constexpr (!kHalves && !kSorts && !kLowers) number(table, shape, group, size, tasks_before, lane);
+      if constexpr (!kHalves && !kSorts) number(table, shape, group, size, tasks_before, lane);
     }
     if constexpr (kSplits || kHalves || kLowers)
       for (int offset = 16; offset > 0; offset /= 2) {
@@ -96,7 +96,7 @@ class TileScheduler {
         number(table, shape, position, size, tasks_before, lane);
       }
     }
-    if constexpr (kHalves || (kLowers && !kSorts)) {
+    if constexpr (kHalves) {
       for (int base = 0; base < sizes.groups; base += 32) {
         const int group = base + lane;
         number(table, shape, group, group < sizes.groups ? table.tokens[group] : 0, tasks_before, lane);
@@ -190,33 +190,30 @@ class TileScheduler {
     return best;
   }
   // The work is that of `groups` groups of the longest's length. A tile of half the height takes 0.65 of the time (0.55
-  // to 0.68 were measured).
+  // to 0.68 were measured); a tenth of a round of short ones finds room beside the others.
   DEVICE static bool halving_pays(float groups, const WorkShape& shape) {
     if (!shape.may_halve) return false;
     const float whole = rounds(groups, shape.fixed_rows, 0, shape);
     return whole < 4.f && rounds(groups, shape.fixed_rows, 1, shape) * 0.65f < whole;
   }
   // By how many blocks tiles are lower with which the rounds of so many groups of the longest's length take least; 0
-  // where groups are more than a few, and where little is saved, as lower tiles read the weights more often. Less than
-  // a tenth of such a group finds room beside the others.
+  // where groups are more than a few.
   DEVICE static int lowering(float groups, int longest, const WorkShape& shape) {
     constexpr float kFew = 4.f;
     if (groups > kFew) return 0;
-    if (const float whole = floorf(groups); groups - whole < 0.1f) groups = whole;
     const auto cost = [&](int lowered) {
       return rounds(groups, longest, lowered, shape) * static_cast<float>(height_of(longest, lowered));
     };
     int best = 0;
-    float least = 0.97f * cost(best);
+    float least = cost(best);
     for (int lowered = 1; kTileM - lowered * kBlock >= kLeastRows; ++lowered)
       if (const float lower = cost(lowered); lower < least) best = lowered, least = lower;
     return best;
   }
-  // Of the tiles of groups that have so many rows each. A tenth of a round of halved tiles finds room beside the
-  // others, where there are whole ones; of tiles that are all as high, one more takes as long as a round.
+  // Of the tiles of groups that have so many rows each.
   DEVICE static float rounds(float groups, int rows, int lowered, const WorkShape& shape) {
     const auto tasks = static_cast<float>(tiles_of(rows, lowered) * column_tasks(shape)) / kClusterM;
-    return ceilf(groups * tasks / static_cast<float>(gridDim.x / kCluster) - (kHalves ? 0.1f : 0.f));
+    return ceilf(groups * tasks / static_cast<float>(gridDim.x / kCluster) - 0.1f);
   }
   // `lowered` counts where the sizes of the groups decide about it.
   DEVICE static int tiles_of(int rows, int lowered) {
