@@ -115,17 +115,16 @@ class Replay(NamedTuple):
         """
         partner = first.capture.recorder if first is not None and first.capture.form == capture.form else None
         launches = capture.recorder.launches(partner, LARGE)
-        memory = [*capture.memory, (allocator(torch.uint8, capture.device), ())]
-        return cls(capture, launches, memory, launches.for_any_rows)
+        scratch = allocator(torch.uint8, capture.device), ()
+        return cls(capture, launches, [*capture.memory, scratch], launches.for_any_rows)
 
     def run(self, tensors: list[Any], rows: int, stream: int) -> list[Any]:
         """The results for these inputs, a list that is left with what the launches no longer need."""
         counts.replayed += 1
         written = [*map(tensors.__getitem__, self.capture.written)]
         views = list[Tensor]()
-        for source, view in self.capture.views:
-            tensor = tensors[source]
-            views += (tensor.detach() if view is None else tensor.view(view),)
+        for i, view in self.capture.views:
+            views += (tensors[i].detach() if view is None else tensors[i].view(view),)
         self.launches.run(tensors, self.memory, address_function, rows, stream)
         if written:
             torch.autograd.graph.increment_version(written)
