@@ -25,6 +25,7 @@ from .checks import (
     check_split_sizes,
     product_dtype,
 )
+from .gathered_weights import GatheredWeight
 from .kernels import Independent, Layout, Matrices
 from .parameters.weight_grads import WeightGrads
 from .quantized import operands
@@ -202,6 +203,8 @@ class GroupedLinear(WeightGrads):
         if self.is_quantized and (why := quantized.dtype_refusal(self.recipe, dtype)) is not None:  # type: ignore[arg-type]
             raise ArgumentError(f"x: {why}; cast it")
         self._check_weights(x.device)
+        if isinstance(weight, GatheredWeight):
+            weight.check_reader(self.recipe, dtype)
         check_split_sizes(split_sizes, self.num_groups, x)
         y = TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)
         if output is not None:
@@ -214,7 +217,10 @@ class GroupedLinear(WeightGrads):
 
     def _check_weights(self, device: torch.device | None) -> None:
         """Of the parameters, and of what decodes those that stay quantised."""
-        self.check_parameters(device, weight=self._matrix_shape(), bias=(self.out_features,))
+        shapes: dict[str, tuple[int, ...]] = {"bias": (self.out_features,)}
+        if not isinstance(self._parameters.get("weight"), GatheredWeight):  # which has the shape of its shards
+            shapes["weight"] = self._matrix_shape()
+        self.check_parameters(device, **shapes)
         if not self.is_quantized:
             return
         recipe: Recipe = self.recipe  # type: ignore[assignment]
