@@ -15,7 +15,7 @@ _TENSOR_TYPES = (Tensor, nn.Parameter)
 
 def stores_values(kind: type[Tensor]) -> bool:
     """Whether the memory of such tensors is their values: no subclass that says itself what operations do."""
-    if kind in _TENSOR_TYPES or issubclass(kind, WITHOUT_DATA) or getattr(kind, "memory_is_values", False):
+    if kind in _TENSOR_TYPES or issubclass(kind, WITHOUT_DATA):
         return True
     function: Any = kind.__torch_function__
     default = getattr(Tensor.__torch_function__, "__func__", None), disabled_torch_function

@@ -6,15 +6,15 @@ quantised after a gather in 16 bits.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..fuser import ArgumentError
-from ..fuser.torch_private import dispatch_disabled, disabled_torch_function
-from .kernels.quantized import quantize_weight
+from ..fuser.torch_private import disabled_torch_function, dispatch_disabled
+from .kernels.quantized import new_weight, quantize_weight
 from .quantized.copies import TransposedWeight, WeightOperand
 from .quantized.operands import WeightOperands
 from .quantized.recipe import Float8Block
@@ -23,8 +23,11 @@ from .quantized_linear import dtype_refusal, is_power_of_two
 
 aten = torch.ops.aten
 _KEPT = {aten.detach.default, aten.clone.default, aten.new_zeros.default, aten.empty_like.default}
-_KEPT |= {aten.slice.Tensor, aten._to_copy.default, aten._pin_memory.default}
+_KEPT |= {aten.new_empty.default, aten.slice.Tensor, aten._to_copy.default, aten._pin_memory.default}
 """Operations by which FSDP2 makes a shard of a parameter, and modules and DTensors a parameter of another."""
+
+
+_ALIGNED = 128  # bytes, as kernels that read scales want them
 
 
 class ShardForm(NamedTuple):
@@ -39,17 +42,17 @@ class MasterWeight(Tensor):
     """The values of a weight [E, N, K], or of a shard of it, in 16 or 32 bits. What is computed of them is a tensor."""
 
     __torch_function__ = disabled_torch_function
-    memory_is_values = True
 
     @staticmethod
     def __new__(cls, values: Tensor) -> MasterWeight:
-        return Tensor._make_subclass(cls, values.detach())  # type: ignore[no-any-return]
+        return Tensor._make_subclass(cls, values)  # type: ignore[no-any-return]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert dispatch_disabled is not None
         with dispatch_disabled():
             result = func(*args, **(kwargs or {}))
-        return cls(result) if func in _KEPT else result
+            return cls(result) if func in _KEPT else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Files have the values, and load without this class."""
@@ -114,7 +117,7 @@ class GatheredWeight(Tensor):
         """The values, rounded as products read them."""
         return scheme_of(self.recipe).weight_values(Copy(self.data_bytes, self.scales), 1).to(self.dtype)
 
-    def operands(self, recipe: Any, both: bool) -> WeightOperands:
+    def operands(self, both: bool) -> WeightOperands:
         """What products read. FSDP2 frees the gathered bytes: what the backward reads is a copy."""
         forward = WeightOperand(self.data_bytes, self.scales)
         if not both:
@@ -130,9 +133,25 @@ class GatheredWeight(Tensor):
             raise ArgumentError(f"x: {why}, and the weight is gathered in e4m3; cast it")
 
 
-def _shard_refusal(
-    recipe: Any, dtype: torch.dtype, shard: torch.Size, whole: torch.Size, ranks: int
-) -> str | None:
+def is_gathered(weight: Tensor | None) -> TypeGuard[GatheredWeight]:
+    """Whether products read gathered bytes.
+
+    Raises:
+        ArgumentError: they would, were the module sharded.
+    """
+    if isinstance(weight, MasterWeight):
+        raise ArgumentError("weight: gather_quantized has prepared it for FSDP2; call fully_shard before the module")
+    return isinstance(weight, GatheredWeight)
+
+
+def expected_operands(weight: Tensor, both: bool) -> WeightOperands:
+    """The form of what products will read of a weight once it is gathered, for a trace."""
+    copies = new_weight(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), 1, both)
+    back = None if copies.transposed is None else TransposedWeight(copies.transposed, copies.scales)
+    return WeightOperands(WeightOperand(copies.data, copies.scales), back)
+
+
+def _shard_refusal(recipe: Any, dtype: torch.dtype, shard: torch.Size, whole: torch.Size, ranks: int) -> str | None:
     """Why the bytes of a shard cannot be gathered; None: they can. The same on all ranks."""
     if not isinstance(recipe, Float8Block):
         return f"Float8Block alone is gathered in e4m3, and the op has now recipe={recipe}"
@@ -147,7 +166,7 @@ def _shard_refusal(
 
 def _packed(data: Tensor, scales: Tensor) -> Tensor:
     """Both in one: of a mesh of one rank, torch takes the first tensor alone."""
-    flat = data.view(torch.uint8).flatten(), data.new_zeros(-data.numel() % 4, dtype=torch.uint8)
+    flat = data.view(torch.uint8).flatten(), data.new_zeros(-data.numel() % _ALIGNED, dtype=torch.uint8)
     return torch.cat([*flat, scales.flatten().view(torch.uint8)])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..fuser import ArgumentError
 from ..fuser.stored_values import stores_values
@@ -21,22 +21,27 @@ def gather_quantized(module: nn.Module) -> nn.Module:
     dicts stay as they are.
 
     Raises:
-        ArgumentError: a linear whose recipe is not a ``Float8Block`` of its own; one parameter an expert; a weight that
-            is stored transposed, is sharded or quantised already, or whose gradient does not go through autograd. In
-            the first call: shards that are not whole experts, as many on each rank; values of another dtype than
-            bfloat16 or float16, after a cast by the policy.
+        ArgumentError: a module without such linears; a linear whose recipe is not a ``Float8Block`` of its own; one
+            parameter an expert; a weight that is stored transposed, is sharded, computed or quantised already, or whose
+            gradient does not go through autograd. In the first call: shards that are not whole experts, as many on each
+            rank; values of another dtype than bfloat16 or float16, after a cast by the policy.
     """
     linears = [each for each in module.modules() if isinstance(each, GroupedLinear)]
+    if not linears:
+        raise ArgumentError(f"gather_quantized: expected a module with a GroupedLinear, got a {type(module).__name__}")
     for linear in linears:
         if (why := _refusal(linear)) is not None:
             raise ArgumentError(f"gather_quantized: {why}")
     masters: dict[int, nn.Parameter] = {}  # those that linears share stay shared
     for linear in linears:
         weight = linear.one_parameter("weight")
+        if isinstance(weight, MasterWeight):
+            continue
         master = masters.get(id(weight))
         if master is None:
             master = masters[id(weight)] = nn.Parameter(MasterWeight(weight), requires_grad=weight.requires_grad)
         linear.register_parameter("weight", master)
+        linear.gathers_bytes = True
     return module
 
 
@@ -54,6 +59,9 @@ def _refusal(linear: GroupedLinear) -> str | None:
         return "the weight is stored transposed; build the op with transposed_weight=False"
     if linear.accumulate_into_main_grad or linear.delay_wgrad_compute:
         return "FSDP2 reduces gradients of autograd; build the op without main_grad and delay_wgrad_compute"
-    if not stores_values(kind := type(linear.one_parameter("weight"))):
+    kind = type(linear._parameters.get("weight"))
+    if not issubclass(kind, Tensor):
+        return "the weight is computed by a parametrization; remove that"
+    if not stores_values(kind) and kind is not MasterWeight:
         return f"weight: expected a plain tensor, got a {kind.__name__}; call it before fully_shard"
     return refusal(linear, linear.recipe)

@@ -76,7 +76,10 @@ class ExpertParameters(Op):
         return parameter
 
     def check_parameters(self, device: torch.device | None, **shapes: tuple[int, ...]) -> None:
-        """Of the parameters, which anybody may have replaced; the shapes are those of one group. One without: nothing."""
+        """Of the parameters, which anybody may have replaced; the shapes are those of one group.
+
+        A name without a shape is not checked.
+        """
         for name, split in self.per_group.items():
             if name not in shapes:
                 continue
