@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from ..fuser import ArgumentError
 from ..fuser.torch_private import disabled_torch_function, dispatch_disabled
@@ -45,10 +44,10 @@ class MasterWeight(Tensor):
 
     @staticmethod
     def __new__(cls, values: Tensor) -> MasterWeight:
-        return Tensor._make_subclass(cls, values)  # type: ignore[no-any-return]
+        return Tensor._make_subclass(cls, values)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         assert dispatch_disabled is not None
         with dispatch_disabled():
             result = func(*args, **(kwargs or {}))
@@ -56,7 +55,7 @@ class MasterWeight(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Files have the values, and load without this class."""
-        return self.values().__reduce_ex__(protocol)
+        return self.values().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def values(self) -> Tensor:
         """The same memory as a tensor."""
@@ -103,15 +102,14 @@ class GatheredWeight(Tensor):
         return weight
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         one, kwargs = args[0], kwargs or {}
         is_same = func is aten.as_strided.default and (tuple(args[1]), tuple(args[2])) == (one.shape, one.stride())
         if func is aten.detach.default or is_same:
             return cls(one.data_bytes, one.scales, one.dtype, one.recipe)
         if func._schema.is_mutable and isinstance(one, cls):
             raise RuntimeError(f"{func}: a weight that was gathered in e4m3 cannot be written; write its shards")
-        args, kwargs = tree_map_only(cls, cls.dequantized, (args, kwargs))
-        return func(*args, **kwargs)
+        return func(*_dequantized(args), **_dequantized(kwargs))
 
     def dequantized(self) -> Tensor:
         """The values, rounded as products read them."""
@@ -131,6 +129,15 @@ class GatheredWeight(Tensor):
             raise ArgumentError(f"weight: it was gathered under {self.recipe}, and the op has now recipe={recipe}")
         if (why := dtype_refusal(recipe, dtype)) is not None:
             raise ArgumentError(f"x: {why}, and the weight is gathered in e4m3; cast it")
+
+
+def _dequantized(arguments: Any) -> Any:
+    """Arguments of an operation, with the values of gathered weights in their stead."""
+    if isinstance(arguments, GatheredWeight):
+        return arguments.dequantized()
+    if isinstance(arguments, dict):
+        return {name: _dequantized(value) for name, value in arguments.items()}
+    return type(arguments)(map(_dequantized, arguments)) if isinstance(arguments, list | tuple) else arguments
 
 
 def is_gathered(weight: Tensor | None) -> TypeGuard[GatheredWeight]:

@@ -66,7 +66,6 @@ def same_weights() -> Iterator[None]:
 def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
     """What products read of a weight [E, N, K]; ``both``: the gradient of rows, too."""
     if isinstance(weight, GatheredWeight):
-        capture.refuse("FSDP2 gathers the weight in e4m3")
         return weight.operands(both)
     one = first(weight)
     if not active_config().same_weights or trace.active() or trace.has_no_data(one):

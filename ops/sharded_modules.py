@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..fuser import ArgumentError
 from ..fuser.stored_values import stores_values
@@ -35,13 +35,10 @@ def gather_quantized(module: nn.Module) -> nn.Module:
     masters: dict[int, nn.Parameter] = {}  # those that linears share stay shared
     for linear in linears:
         weight = linear.one_parameter("weight")
-        if isinstance(weight, MasterWeight):
-            continue
-        master = masters.get(id(weight))
-        if master is None:
-            master = masters[id(weight)] = nn.Parameter(MasterWeight(weight), requires_grad=weight.requires_grad)
-        linear.register_parameter("weight", master)
-        linear.gathers_bytes = True
+        if not isinstance(weight, MasterWeight):
+            master = nn.Parameter(MasterWeight(weight), requires_grad=weight.requires_grad)
+            linear.register_parameter("weight", masters.setdefault(id(weight), master))
+        linear.gathers_bytes, linear.replayable = True, False  # a replay cannot see into the parameter
     return module
 
 
@@ -59,9 +56,9 @@ def _refusal(linear: GroupedLinear) -> str | None:
         return "the weight is stored transposed; build the op with transposed_weight=False"
     if linear.accumulate_into_main_grad or linear.delay_wgrad_compute:
         return "FSDP2 reduces gradients of autograd; build the op without main_grad and delay_wgrad_compute"
-    kind = type(linear._parameters.get("weight"))
-    if not issubclass(kind, Tensor):
+    weight = linear._parameters.get("weight")
+    if weight is None:
         return "the weight is computed by a parametrization; remove that"
-    if not stores_values(kind) and kind is not MasterWeight:
-        return f"weight: expected a plain tensor, got a {kind.__name__}; call it before fully_shard"
+    if not stores_values(type(weight)) and not isinstance(weight, MasterWeight):
+        return f"weight: expected a plain tensor, got a {type(weight).__name__}; call it before fully_shard"
     return refusal(linear, linear.recipe)
