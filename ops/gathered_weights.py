@@ -21,7 +21,7 @@ from .quantized.schemes import Copy, scheme_of
 from .quantized_linear import dtype_refusal, is_power_of_two
 
 aten = torch.ops.aten
-_KEPT = {aten.detach.default, aten.clone.default, aten.new_zeros.default, aten.empty_like.default}
+_KEPT = {aten.detach.default, aten.new_zeros.default, aten.empty_like.default}
 _KEPT |= {aten.new_empty.default, aten.slice.Tensor, aten._to_copy.default, aten._pin_memory.default}
 """Operations by which FSDP2 makes a shard of a parameter, and modules and DTensors a parameter of another."""
 
@@ -123,12 +123,10 @@ class GatheredWeight(Tensor):
         transposed = self.data_bytes.view(torch.uint8).mT.contiguous().view(self.data_bytes.dtype)
         return WeightOperands(forward, TransposedWeight(transposed, self.scales.clone()))
 
-    def check_reader(self, recipe: Any, dtype: torch.dtype) -> None:
-        """Raises :class:`ArgumentError` for products that would not read the bytes."""
+    def check_reader(self, recipe: Any) -> None:
+        """Raises :class:`ArgumentError` for products under another recipe, which would not read the bytes."""
         if recipe != self.recipe:
             raise ArgumentError(f"weight: it was gathered under {self.recipe}, and the op has now recipe={recipe}")
-        if (why := dtype_refusal(recipe, dtype)) is not None:
-            raise ArgumentError(f"x: {why}, and the weight is gathered in e4m3; cast it")
 
 
 def _dequantized(arguments: Any) -> Any:

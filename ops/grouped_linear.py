@@ -205,7 +205,7 @@ class GroupedLinear(WeightGrads):
             raise ArgumentError(f"x: {why}; cast it")
         self._check_weights(x.device)
         if is_gathered(weight):
-            weight.check_reader(self.recipe, dtype)
+            weight.check_reader(self.recipe)
         check_split_sizes(split_sizes, self.num_groups, x)
         y = TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)
         if output is not None:

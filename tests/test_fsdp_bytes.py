@@ -242,7 +242,7 @@ def test_state_dicts_have_the_values(mesh: DeviceMesh) -> None:
     assert torch.equal(in_8(x, split_sizes=SIZES), in_16_bits(x, split_sizes=SIZES))
 
 
-def test_modules_are_copied_cast_and_made_empty_before_they_are_sharded(mesh: DeviceMesh) -> None:
+def test_modules_are_copied_cast_and_made_empty(mesh: DeviceMesh, gathered: dict[str, list[int]]) -> None:
     prepared = gather_quantized(gather_quantized(experts(torch.float32)))
     in_8 = fully_shard(copy.deepcopy(prepared).bfloat16(), mesh=mesh)
     empty = fully_shard(gather_quantized(experts(device="meta")), mesh=mesh).to_empty(device="cpu")
@@ -252,6 +252,7 @@ def test_modules_are_copied_cast_and_made_empty_before_they_are_sharded(mesh: De
 
     assert torch.equal(in_8(x, split_sizes=SIZES), expected)
     assert torch.equal(empty(x, split_sizes=SIZES), expected)
+    assert max(gathered["weight"]) < 1.1 * E * 2 * N * K  # bytes, not 16 bits
 
 
 def test_weights_that_linears_share_stay_shared() -> None:
@@ -357,33 +358,43 @@ SCRIPT = """
 import sys, torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from fusible import ArgumentError, Float8Block, GroupedLinear, Sequential, SwiGLU, gather_quantized
 
-dist.init_process_group("gloo")
-mesh, policy = init_device_mesh("cpu", (2,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+cuda = torch.cuda.is_available()
+dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+device = torch.device("cuda", dist.get_rank()) if cuda else torch.device("cpu")
+if cuda:
+    torch.cuda.set_device(device)
+ranks = dist.get_world_size()
+mesh, policy = init_device_mesh(device.type, (ranks,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 def experts(groups):
     torch.manual_seed(0)
     fc1, fc2 = (GroupedLinear(groups, *sizes, recipe=Float8Block()) for sizes in ((160, 272), (136, 160)))
-    return Sequential(fc1, SwiGLU(), fc2)
+    return Sequential(fc1, SwiGLU(), fc2).to(device)
 
-both = [fully_shard(model, mesh=mesh, mp_policy=policy) for model in (experts(4), gather_quantized(experts(4)))]
-optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in both]
-torch.manual_seed(dist.get_rank())
-for _ in range(3):
-    x = torch.randn(9, 160).bfloat16()
-    results = [model(x, split_sizes=torch.tensor([2, 3, 0, 4])) for model in both]
-    for y, optimizer in zip(results, optimizers):
-        y.float().square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert torch.equal(*results)
-for expected, parameter in zip(*(model.parameters() for model in both)):
-    assert torch.equal(parameter.full_tensor(), expected.full_tensor())
+def train(offload):
+    models = experts(4), gather_quantized(experts(4))
+    both = [fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload) for model in models]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in both]
+    torch.manual_seed(dist.get_rank())
+    for _ in range(3):
+        x = torch.randn(9, 160, device=device).bfloat16()
+        results = [model(x, split_sizes=torch.tensor([2, 3, 0, 4], device=device)) for model in both]
+        for y, optimizer in zip(results, optimizers):
+            y.float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(*results)
+    for expected, parameter in zip(*(model.parameters() for model in both)):
+        assert torch.equal(parameter.to_local(), expected.to_local())
+
+for offload in (OffloadPolicy(), CPUOffloadPolicy()) if cuda else (OffloadPolicy(),):
+    train(offload)
 ragged = fully_shard(gather_quantized(experts(3)), mesh=mesh, mp_policy=policy)
 try:
-    ragged(x, split_sizes=torch.tensor([2, 3, 4]))
+    ragged(torch.randn(9, 160, device=device).bfloat16(), split_sizes=torch.tensor([2, 3, 4], device=device))
 except ArgumentError as error:
     print(error)
 dist.barrier()
@@ -391,12 +402,38 @@ dist.destroy_process_group()
 """
 
 
-def test_two_processes_train_with_the_bits_of_a_gather_in_16_bits(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=300)
+@pytest.mark.parametrize("devices", ["", pytest.param("0,1", marks=pytest.mark.cuda)])
+def test_two_processes_train_with_the_bits_of_a_gather_in_16_bits(devices: str, tmp_path: Path) -> None:
+    if devices and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    done = trained(tmp_path, 2, devices)
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("GroupedLinear: weight: 3 experts do not divide among 2 ranks") == 2
+
+
+@pytest.mark.cuda
+def test_one_gpu_trains_with_the_bits_of_a_gather_in_16_bits(tmp_path: Path) -> None:
+    done = trained(tmp_path, 1, "0")
+
+    assert done.returncode == 0, done.stderr
+
+
+def trained(folder: Path, ranks: int, devices: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": devices,
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, env=environment, check=False, timeout=300
+    )
+
+
+def test_a_shard_that_is_moved_stays_one() -> None:
+    """As from the host, where ``CPUOffloadPolicy`` keeps it."""
+    assert type(MasterWeight(torch.zeros(2, 3, 4)).to("meta")) is MasterWeight
