@@ -204,7 +204,7 @@ class GroupedLinear(WeightGrads):
         if self.is_quantized and (why := quantized.dtype_refusal(self.recipe, dtype)) is not None:  # type: ignore[arg-type]
             raise ArgumentError(f"x: {why}; cast it")
         self._check_weights(x.device)
-        if is_gathered(weight):
+        if type(weight) is not nn.Parameter and is_gathered(weight):
             weight.check_reader(self.recipe)
         check_split_sizes(split_sizes, self.num_groups, x)
         y = TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)
@@ -218,9 +218,10 @@ class GroupedLinear(WeightGrads):
 
     def _check_weights(self, device: torch.device | None) -> None:
         """Of the parameters, and of what decodes those that stay quantised."""
-        shapes: dict[str, tuple[int, ...]] = {"bias": (self.out_features,)}
-        if not is_gathered(self._parameters.get("weight")):  # which has the shape of its shards
-            shapes["weight"] = self._matrix_shape()
+        shapes = {"weight": self._matrix_shape(), "bias": (self.out_features,)}
+        weight = self._parameters.get("weight")
+        if type(weight) is not nn.Parameter and is_gathered(weight):
+            del shapes["weight"]  # it has that of its shards
         self.check_parameters(device, **shapes)
         if not self.is_quantized:
             return

@@ -40,6 +40,7 @@ from fusible import (
     same_weights,
 )
 from fusible.fuser import replay
+from fusible.ops import sharded_modules
 from fusible.ops.gathered_weights import MasterWeight
 from fusible.ops.quantized.schemes import Copy, scheme_of
 
@@ -314,6 +315,12 @@ def test_a_module_that_is_sharded_already_or_never_is_refused(mesh: DeviceMesh) 
         gather_quantized(fully_shard(linear(), mesh=mesh))
     with pytest.raises(ArgumentError, match=r"weight: gather_quantized has prepared it.*call fully_shard"):
         gather_quantized(linear())(torch.randn(5, K).bfloat16(), split_sizes=SIZES)
+
+
+def test_an_older_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded_modules, "dispatch_disabled", None)
+    with pytest.raises(ArgumentError, match=r"does not have torch._C._DisableTorchDispatch; gather 16 bits"):
+        gather_quantized(linear())
 
 
 def test_dtypes_that_are_not_quantised_are_refused(mesh: DeviceMesh) -> None:
