@@ -223,6 +223,17 @@ def test_explain_says_so(mesh: DeviceMesh) -> None:
     assert "e4m3: each" not in str(in_16_bits.explain())
 
 
+def test_compiled_modules_run_it_eagerly(mesh: DeviceMesh) -> None:
+    both, x = pair(mesh), torch.randn(5, K).bfloat16()
+    results = [torch.compile(model, backend="eager")(x, split_sizes=SIZES) for model in both]
+    for y in results:
+        y.sum().backward()
+
+    assert torch.equal(*results)
+    for expected, parameter in zip(*(model.parameters() for model in both), strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), expected.grad.full_tensor())
+
+
 def test_state_dicts_have_the_values(mesh: DeviceMesh) -> None:
     in_16_bits, in_8 = pair(mesh)
     file = io.BytesIO()
