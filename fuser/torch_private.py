@@ -264,6 +264,9 @@ class _WithoutTorchFunction:
 disabled_torch_function: Any = private("_C._disabled_torch_function_impl") or _WithoutTorchFunction()
 """The ``__torch_function__`` of a subclass that has none. Else: the same in Python."""
 
+dispatch_disabled: Callable[[], AbstractContextManager[Any]] | None = private("_C._DisableTorchDispatch")
+"""Runs a body's operations on the memory of subclasses. Else: None, and weights are gathered by FSDP2 in 16 bits."""
+
 without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = (
     private_of_module("torch.utils._python_dispatch", "_disable_current_modes") or nullcontext
 )

@@ -29,6 +29,7 @@ from .quantized_tensor import QuantizedGroupedTensor
 from .quantized_weights import same_weights
 from .residual import AddExtraInput, Identity, MakeExtraOutput
 from .scale import ConstantScale, Scale
+from .sharded_modules import gather_quantized
 
 __all__ = [
     "GEGLU",
@@ -75,6 +76,7 @@ __all__ = [
     "ScaledSwiGLU",
     "SwiGLU",
     "check_device_errors",
+    "gather_quantized",
     "grouped_gemm",
     "interleaved",
     "quantize_",

@@ -25,6 +25,7 @@ from .checks import (
     check_split_sizes,
     product_dtype,
 )
+from .gathered_weights import expected_operands, is_gathered
 from .kernels import Independent, Layout, Matrices
 from .parameters.weight_grads import WeightGrads
 from .quantized import operands
@@ -85,6 +86,7 @@ class GroupedLinear(WeightGrads):
     values_checked_on_host = frozenset({"split_sizes"})
     replayable = True
     recipe: Recipe | None = None
+    gathers_bytes = False  # whether FSDP2 gathers the weight in e4m3
 
     class Saved(NamedTuple):
         x: Tensor | Columns | None
@@ -202,6 +204,8 @@ class GroupedLinear(WeightGrads):
         if self.is_quantized and (why := quantized.dtype_refusal(self.recipe, dtype)) is not None:  # type: ignore[arg-type]
             raise ArgumentError(f"x: {why}; cast it")
         self._check_weights(x.device)
+        if type(weight) is not nn.Parameter and is_gathered(weight):
+            weight.check_reader(self.recipe)
         check_split_sizes(split_sizes, self.num_groups, x)
         y = TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)
         if output is not None:
@@ -214,7 +218,11 @@ class GroupedLinear(WeightGrads):
 
     def _check_weights(self, device: torch.device | None) -> None:
         """Of the parameters, and of what decodes those that stay quantised."""
-        self.check_parameters(device, weight=self._matrix_shape(), bias=(self.out_features,))
+        shapes = {"weight": self._matrix_shape(), "bias": (self.out_features,)}
+        weight = self._parameters.get("weight")
+        if type(weight) is not nn.Parameter and is_gathered(weight):
+            del shapes["weight"]  # it has that of its shards
+        self.check_parameters(device, **shapes)
         if not self.is_quantized:
             return
         recipe: Recipe = self.recipe  # type: ignore[assignment]
@@ -297,6 +305,9 @@ class GroupedLinear(WeightGrads):
             weight = kernels.problem.stacked(matrices)
             encode = delayed_scales.encode_of_weight(self, recipe, weight)
             return quantized.weight_operands(recipe, weight, back, encode)
+        if self.gathers_bytes and trace.active():
+            trace.note("FSDP2 gathers the weight in e4m3: each rank quantises its shard, and calls are not replayed")
+            return expected_operands(self.one_parameter("weight"), back)
         return operands_of(recipe, matrices, back)
 
     def saved(
@@ -386,10 +397,15 @@ class GroupedLinear(WeightGrads):
     def trace_refusal(self) -> str | None:
         if delayed_scales.is_delayed(quantized.followed_by(self)):
             return "delayed scales are kept in buffers, which compiled code does not write"
+        if self.gathers_bytes:
+            return "FSDP2 gathers the weight in e4m3, a parameter that compilers do not trace"
         return super().trace_refusal()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        why = match_state(self, state_dict, prefix)
+        replaces = self.gathers_bytes and args[0].get("assign_to_params_buffers", False)
+        cure = "load without it, or call gather_quantized after"
+        replaced = f"{prefix}weight is gathered in e4m3, and assign=True would replace what does so; {cure}"
+        why = replaced if replaces else match_state(self, state_dict, prefix)
         if why is not None:  # nothing of the linear is loaded
             args[-1].append(why)
             return

@@ -18,6 +18,7 @@ from ..fuser import tracing as trace
 from ..fuser.config import active_config, changed
 from ..fuser.replay import capture
 from ..fuser.torch_private import storage_id
+from .gathered_weights import GatheredWeight
 from .kernels import Matrices
 from .kernels.problem import first
 from .kernels.quantized import quantize_weight
@@ -64,6 +65,8 @@ def same_weights() -> Iterator[None]:
 
 def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
     """What products read of a weight [E, N, K]; ``both``: the gradient of rows, too."""
+    if isinstance(weight, GatheredWeight):
+        return weight.operands(both)
     one = first(weight)
     if not active_config().same_weights or trace.active() or trace.has_no_data(one):
         return _quantized(recipe, weight, both)

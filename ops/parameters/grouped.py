@@ -76,8 +76,13 @@ class ExpertParameters(Op):
         return parameter
 
     def check_parameters(self, device: torch.device | None, **shapes: tuple[int, ...]) -> None:
-        """Of the parameters, which anybody may have replaced; the shapes are those of one group."""
+        """Of the parameters, which anybody may have replaced; the shapes are those of one group.
+
+        A name without a shape is not checked.
+        """
         for name, split in self.per_group.items():
+            if name not in shapes:
+                continue
             if not split:
                 form = (self.num_groups, *shapes[name]), device, self.is_quantized and name == "weight"
                 check_parameter(name, self.one_parameter(name), *form)
