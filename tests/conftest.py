@@ -42,6 +42,7 @@ SLOW = {
     "test_ep_proof": "starts processes",
     "test_ep_symmetric": "starts processes, compiles csrc with g++",
     "test_fsdp": "starts processes, compiles csrc with g++",
+    "test_fsdp_bytes": "starts processes, compiles csrc with g++",
     "test_function_fusions": "every fusion with functions of users",
     "test_functions_under_recipes": "every recipe with functions of users",
     "test_independent": "compiles csrc with g++, runs the kernels on the CPU",
@@ -56,6 +57,7 @@ SLOW = {
     "test_megatron_dispatcher": "starts processes, compiles csrc with g++",
     "test_nvrtc": "compiles functions of users with NVRTC",
     "test_on_import": "starts processes",
+    "test_pointwise_chain": "draws hundreds of chains",
     "test_pointwise_cpp": "compiles functions of users with g++",
     "test_properties": "draws hundreds of examples",
     "test_random_experts": "thousands of problems",
@@ -95,6 +97,8 @@ GRIDS = {
     "test_nvrtc": 3,
     "test_function_epilogue": 3,
     "test_functions_under_recipes_emulated": 3,
+    "test_activations": 2,
+    "test_buffers": 2,
     "test_chains_in_epilogues": 2,
     "test_emulation": 2,
     "test_function_fusions": 2,
@@ -107,6 +111,7 @@ GRIDS = {
     "test_recipes_emulated": 2,
     "test_replay": 2,
     "test_transformers_compile": 2,
+    "test_uncommon_functions": 2,
 }
 """Files whose parametrized tests take a minute and more, and the n of which ``--sample`` keeps one in n cases."""
 
@@ -124,7 +129,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("left out as slow: make test-all runs it")
     for name, why in SLOW.items():
         terminalreporter.line(f"{name}: {why}")
-    terminalreporter.line("and in other files, what runs the kernels on the CPU")
+    terminalreporter.line("and in other files, what runs the kernels on the CPU; of large grids, a part of the cases")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
