@@ -70,3 +70,12 @@ fusible.__main__.main(["demo", "--steps", "1", "--rounds", "1"])
 
     assert done.returncode == 0, done.stderr
     assert "RoutedMLP" in done.stdout
+
+
+def test_reading_a_function_imports_no_compiler() -> None:
+    code = "import fusible, sys, torch; {}; print('torch._dynamo' in sys.modules)"
+    printed = [
+        subprocess.run([sys.executable, "-c", code.format(read)], capture_output=True, text=True, check=True).stdout
+        for read in ("fusible.Pointwise(lambda x: torch.relu(x) ** 2)", "pass")
+    ]
+    assert printed[0] == printed[1]
