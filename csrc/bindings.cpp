@@ -112,10 +112,9 @@ void def_capture(py::module_& module) {
           [](Launches& launches, const py::list& tensors, const py::list& memory, Address function, int64_t rows,
              int64_t stream) { launches.run(fusible::python::ReplayTensors(tensors, memory, function), rows, stream); },
           "tensors"_a, "memory"_a, "function"_a, "rows"_a, "stream"_a,
-          "Makes all launches, in order, on tensors whose addresses a function of torch at this address tells. Adds "
-          "the "
-          "results to them; `memory` says for each, and then for bytes, what allocates it and its sizes but the "
-          "first.");
+          "Makes all launches, in order, on tensors whose addresses a function of torch at this address tells, and "
+          "adds the results to them. `memory` says for each result, and then for bytes, what allocates it and its "
+          "sizes but the first.");
   py::class_<Capture>(module, "Capture", py::module_local(), "Notes the launches of this thread while it is entered.")
       .def(py::init<std::vector<std::array<Address, 2>>, int64_t, fusible::Numbers>(), "spans"_a, "rows"_a,
            "owned"_a = fusible::Numbers{})

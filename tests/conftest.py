@@ -19,7 +19,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # a dozen workers with a thread a core each wait for one another: the GPU's suite took over ten minutes, not two
     torch.set_num_threads(1)
 
-# inductor asks g++ whether it knows the instructions of this CPU, which takes ten seconds
+# else inductor asks g++ whether it knows the instructions of this CPU, which takes ten seconds
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # four CPUs for shard_map: read once jax is asked for a device, by whichever file asks first
@@ -116,7 +116,7 @@ GRIDS = {
     "test_transformers_compile": 2,
     "test_uncommon_functions": 2,
 }
-"""Files whose parametrized tests take a minute and more, and the n of which ``--sample`` keeps one in n cases."""
+"""Files with many parametrized cases, and a number n for each: ``--sample`` keeps about one case in n."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
