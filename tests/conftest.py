@@ -96,33 +96,27 @@ LONGEST = (
 ordering files by their number of tests. Else a worker waits for the other at the end."""
 
 
-GRIDS = {
-    "test_nvrtc": 3,
-    "test_function_epilogue": 3,
-    "test_functions_under_recipes_emulated": 3,
-    "test_activations": 2,
-    "test_buffers": 2,
-    "test_chains_in_epilogues": 2,
-    "test_emulation": 2,
-    "test_function_fusions": 2,
-    "test_library": 2,
-    "test_pointwise_chain": 2,
-    "test_pointwise_cpp": 2,
-    "test_properties": 2,
-    "test_quantize_kernels": 2,
-    "test_recipes": 2,
-    "test_recipes_emulated": 2,
-    "test_replay": 2,
-    "test_transformers_compile": 2,
-    "test_uncommon_functions": 2,
+WHOLE = {
+    "test_cli": "each case is another command",
+    "test_docs": "each case is another page",
+    "test_ep": "one start of processes runs all cases",
+    "test_ep_symmetric": "one start of processes runs all cases",
+    "test_imports": "each case is another module",
+    "test_megatron_dispatcher": "one start of processes runs all cases",
+    "test_packaging": "each case is another module",
+    "test_torchtitan_dispatcher": "one start of processes runs all cases",
 }
-"""Files with many parametrized cases, and a number n for each: ``--sample`` keeps about one case in n."""
+"""Files of which ``--sample`` leaves out nothing, and why."""
+
+PARTS = 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How much is run of what costs minutes."""
     parser.addoption("--random-programs", type=int, default=25, help="programs inside the emulated kernels, of 200")
-    parser.addoption("--sample", action="store_true", help="of the large grids of cases, a part: always the same one")
+    parser.addoption(
+        "--sample", type=int, choices=range(PARTS), help="of a test of many cases, this quarter and the first"
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -132,7 +126,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("left out as slow: make test-all runs it")
     for name, why in SLOW.items():
         terminalreporter.line(f"{name}: {why}")
-    terminalreporter.line("and in other files, what runs the kernels on the CPU; of large grids, a part of the cases")
+    terminalreporter.line(
+        "and in other files, what runs the kernels on the CPU; of tests of many cases, three quarters"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -143,8 +139,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what is slow; of several workers, none is left alone with a long file at the end."""
-    if config.getoption("--sample"):
-        items[:], left_out = sample(items)
+    if (part := config.getoption("--sample")) is not None:
+        items[:], left_out = sample(items, part)
         config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
@@ -152,15 +148,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
 
 
-def sample(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """What runs, and what is left out. Of a large grid, the first case runs and those that a checksum of their names
-    picks, so that every worker and every run has the same ones.
+def sample(items: list[pytest.Item], part: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """What runs, and what is left out. The first case of each test runs, and those that a checksum of their names puts
+    into this part: the same on every worker and in every run.
     """
     seen, kept, left_out = set[object](), list[pytest.Item](), list[pytest.Item]()
     for item in items:
         function = getattr(item, "function", item)
-        picked = zlib.crc32(item.name.encode()) % GRIDS.get(item.path.stem, 1) == 0
-        (kept if picked or function not in seen else left_out).append(item)
+        is_in_part = zlib.crc32(item.name.encode()) % PARTS == part
+        runs = is_in_part or function not in seen or item.path.stem in WHOLE
+        (kept if runs else left_out).append(item)
         seen.add(function)
     return kept, left_out
 

@@ -1,28 +1,48 @@
-"""What ``--sample`` leaves out: cases of large grids, never a test."""
+"""What ``--sample`` leaves out: cases of tests that have many, never a test."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from conftest import PARTS, WHOLE, sample
 
-
-def collected(*options: str) -> list[str]:
-    """Names of the tests of a large grid and of a file that has none."""
-    files = [str(ROOT / "tests" / name) for name in ("test_quantize_kernels.py", "test_imports.py")]
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *options, *files]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [line for line in printed.splitlines() if "::" in line]
+TESTS = Path(__file__).resolve().parent
 
 
-def test_every_test_keeps_a_case_and_small_grids_keep_all() -> None:
-    whole, part = collected(), collected("--sample")
-    large = [name for name in whole if "test_quantize_kernels" in name]
-    left = [name for name in part if "test_quantize_kernels" in name]
+def items(file: str, cases: int) -> list[Any]:
+    """Two tests of so many cases, in a file."""
+    return [
+        SimpleNamespace(path=TESTS / f"{file}.py", function=test, name=f"{test}[{case}]")
+        for test in ("test_one", "test_two")
+        for case in range(cases)
+    ]
 
-    assert [name for name in part if name not in left] == [name for name in whole if name not in large]
-    assert set(left) < set(large)
-    assert 0.3 < len(left) / len(large) < 0.7
-    assert {name.split("[")[0] for name in left} == {name.split("[")[0] for name in large}
+
+def test_parts_have_a_case_of_every_test_and_together_all() -> None:
+    whole = items("test_properties", 100)
+    parts = [sample(whole, part) for part in range(PARTS)]
+
+    for kept, left_out in parts:
+        assert sorted(item.name for item in [*kept, *left_out]) == sorted(item.name for item in whole)
+        assert {item.function for item in kept} == {"test_one", "test_two"}
+        assert 0.15 < len(kept) / len(whole) < 0.4
+    assert {item.name for kept, _ in parts for item in kept} == {item.name for item in whole}
+
+
+def test_files_whose_cases_are_no_grid_are_whole() -> None:
+    for file in WHOLE:
+        assert (TESTS / f"{file}.py").exists()
+        assert sample(items(file, 10), 1)[1] == []
+
+
+def test_the_option_leaves_out_cases() -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "--sample", "2"]
+    printed = subprocess.run(
+        [*command, str(TESTS / "test_quantisers.py")], cwd=TESTS.parent, capture_output=True, text=True, check=True
+    ).stdout
+
+    assert "deselected" in printed
