@@ -32,10 +32,15 @@ class KernelCall(NamedTuple):
 
 @dataclass
 class Trace:
-    """What one step would run, and what else there is to say about it."""
+    """What one step would run, and what else there is to say about it.
+
+    Attributes:
+        parameters: tensors that stand for memory of parameters.
+    """
 
     calls: list[KernelCall] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
 
 
 _trace: ContextVar[Trace | None] = ContextVar("fusible_trace", default=None)
@@ -119,6 +124,13 @@ def note(text: str) -> None:
     trace = _trace.get()
     if trace is not None:
         trace.notes.append(text)
+
+
+def stand_for_parameters(*tensors: Tensor) -> None:
+    """Records that their memory will be that of parameters, so that a step that keeps them keeps nothing more."""
+    trace = _trace.get()
+    if trace is not None:
+        trace.parameters.extend(tensors)
 
 
 @contextmanager

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import ArgumentError
+from ..fuser import tracing as trace
 from ..fuser.torch_private import disabled_torch_function, dispatch_disabled
 from .kernels.quantized import new_weight, quantize_weight
-from .quantized.copies import TransposedWeight, WeightOperand
+from .quantized.copies import WeightOperand
 from .quantized.operands import WeightOperands
 from .quantized.recipe import Float8Block
 from .quantized.schemes import Copy, scheme_of
@@ -116,12 +117,8 @@ class GatheredWeight(Tensor):
         return scheme_of(self.recipe).weight_values(Copy(self.data_bytes, self.scales), 1).to(self.dtype)
 
     def operands(self, both: bool) -> WeightOperands:
-        """What products read. FSDP2 frees the gathered bytes: what the backward reads is a copy."""
-        forward = WeightOperand(self.data_bytes, self.scales)
-        if not both:
-            return WeightOperands(forward, None)
-        transposed = self.data_bytes.view(torch.uint8).mT.contiguous().view(self.data_bytes.dtype)
-        return WeightOperands(forward, TransposedWeight(transposed, self.scales.clone()))
+        """What products read: the memory that FSDP2 frees after a forward, and fills again before its backward."""
+        return _operands(Copy(self.data_bytes, self.scales), both)
 
     def check_reader(self, recipe: Any) -> None:
         """Raises :class:`ArgumentError` for products under another recipe, which would not read the bytes."""
@@ -150,10 +147,15 @@ def is_gathered(weight: Tensor | None) -> TypeGuard[GatheredWeight]:
 
 
 def expected_operands(weight: Tensor, both: bool) -> WeightOperands:
-    """The form of what products will read of a weight once it is gathered, for a trace."""
-    copies = new_weight(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), 1, both)
-    back = None if copies.transposed is None else TransposedWeight(copies.transposed, copies.scales)
-    return WeightOperands(WeightOperand(copies.data, copies.scales), back)
+    """The form of what products will read of a weight once it is gathered, for a trace, which is told whose it is."""
+    copies = new_weight(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), 1, both=False)
+    trace.stand_for_parameters(copies.data, copies.scales)
+    return _operands(Copy(copies.data, copies.scales), both)
+
+
+def _operands(copy: Copy, both: bool) -> WeightOperands:
+    """The backward has the bytes transposed only once it reads them, so that nothing stays between."""
+    return WeightOperands(WeightOperand(copy.data, copy.scales), copy if both else None)
 
 
 def _shard_refusal(recipe: Any, dtype: torch.dtype, shard: torch.Size, whole: torch.Size, ranks: int) -> str | None:

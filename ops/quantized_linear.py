@@ -33,6 +33,7 @@ from .kernels.quantized import (
 )
 from .kernels.quantized_whole import quantize_whole_rows, quantize_whole_weight
 from .kernels.scaled_activation import scaled_gemm_activation
+from .kernels.transposition import transpose_bytes
 from .quantized import operands
 from .quantized.copies import (
     Columns,
@@ -288,11 +289,27 @@ def weight_grad(
 
 
 def transposed_operand(recipe: Recipe, weight: Any) -> WeightOperand:
-    """What the gradient of rows reads, of what a forward has saved of a weight."""
-    if isinstance(weight, TransposedWeight | TransposedValues):
-        return weight.operand
-    operand: WeightOperand = operands.turned(recipe, weight) if isinstance(weight, Copy) else weight
+    """What the gradient of rows reads, of what a forward has saved of a weight: the bytes of a copy are transposed now.
+
+    Raises:
+        RuntimeError: the memory of the copy has been freed.
+    """
+    if isinstance(weight, Copy):
+        _check_memory(weight.data)
+        return operands.turned(recipe, weight, transpose=transpose_bytes)
+    operand: WeightOperand = weight.operand if isinstance(weight, TransposedWeight | TransposedValues) else weight
     return operand
+
+
+def _check_memory(data: Tensor) -> None:
+    """FSDP2 resizes storages to nothing, and a kernel would read at address 0."""
+    if trace.has_no_data(data) or not data.numel() or data.untyped_storage().nbytes():
+        return
+    raise RuntimeError(
+        "GroupedLinear: weight: FSDP2 gathered it for the forward, has freed it since, and has not gathered it again "
+        "for the backward; call the module that was sharded, let it return tensors, alone or in lists, tuples or "
+        "dicts, and leave set_unshard_in_backward(True)"
+    )
 
 
 class HiddenActivation(NamedTuple):
@@ -416,7 +433,7 @@ class Wanted(NamedTuple):
 def through_activation(
     recipe: Recipe,
     dy: TokenCopies,
-    weight: WeightOperand,
+    weight: Any,
     preact: Tensor,
     split_sizes: Tensor,
     hidden: HiddenActivation,
@@ -427,11 +444,12 @@ def through_activation(
     """Through the linear after an activation, and the activation: in one pass unless something reads its values.
 
     Args:
+        weight: as the forward has saved it.
         encode_of: of the gradient of the pre-activation.
         hidden_encode: what the values of the activation have been multiplied by in the forward, if steps before told.
     """
     assert dy.rows is not None
-    dpostact = product(recipe, dy.rows, weight, split_sizes, dy.dtype)
+    dpostact = product(recipe, dy.rows, transposed_operand(recipe, weight), split_sizes, dy.dtype)
     if wanted.values or not quantises_activations(recipe, True) or not wgrad_is_quantized(recipe):
         encodes = encode_of, hidden_encode
         return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, hidden, wanted, *encodes)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import is_free_to_read
+from .kernels.transposition import transpose_bytes
 from .quantized import operands
 from .quantized.copies import BLOCK, Rows
 from .quantized.recipe import MXFP8, Float8Block
@@ -45,7 +46,7 @@ def input_grad(dy: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Te
             f"input_grad: halves of {weight.shape[1] // weight.halves} rows are no whole blocks of {BLOCK}"
         )
     if operands.has_one_copy(weight.recipe):
-        operand = operands.turned(weight.recipe, _present(weight, "rowwise"), weight.halves)
+        operand = operands.turned(weight.recipe, _present(weight, "rowwise"), weight.halves, transpose_bytes)
     else:
         operand = operands.of_columnwise(weight.recipe, _present(weight, "columnwise"))
     return product(dy.recipe, _rows(dy, sizes), operand, sizes, dy.dtype)

@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,9 +18,10 @@ import torch
 from emulation import build, harness
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from fusible import (
     MXFP8,
@@ -40,7 +42,7 @@ from fusible import (
     same_weights,
 )
 from fusible.fuser import replay
-from fusible.ops import sharded_modules
+from fusible.ops import quantized_linear, sharded_modules
 from fusible.ops.gathered_weights import MasterWeight
 from fusible.ops.quantized.schemes import Copy, scheme_of
 
@@ -60,9 +62,15 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def experts(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Sequential:
+    """Whose blocks have different scales."""
     torch.manual_seed(0)
     options = {"dtype": dtype, "recipe": Float8Block(), **options}
-    return Sequential(GroupedLinear(E, K, 2 * N, **options), SwiGLU(), GroupedLinear(E, N, K, **options))
+    first, second = GroupedLinear(E, K, 2 * N, **options), GroupedLinear(E, N, K, **options)
+    for linear in (first, second):
+        rows, columns = (torch.arange(size, device=linear.weight.device) // 128 for size in linear.weight_shape[1:])
+        with torch.no_grad():
+            linear.weight.mul_(2.0 ** (rows[:, None] - 2 * columns))
+    return Sequential(first, SwiGLU(), second)
 
 
 def pair(mesh: DeviceMesh, dtype: torch.dtype = torch.bfloat16, frozen: bool = False, **how: Any) -> list[Sequential]:
@@ -145,6 +153,164 @@ class Layers(torch.nn.Module):
         return x
 
 
+WEIGHTS = [(E, *sorted(sizes, reverse=True)) for sizes in ((2 * N, K), (N, K))]
+
+
+def weights_among(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Bytes of weights, either way round, and their scales."""
+    shapes = {*WEIGHTS, *((e, k, n) for e, n, k in WEIGHTS)}
+    return [t for t in tensors if t.shape in shapes or (t.dtype == torch.float32 and t.dim() == 3)]
+
+
+def kept_of(model: torch.nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The output, and what of weights autograd keeps for the backward."""
+    saved: list[torch.Tensor] = []
+
+    def noted(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+        y = model(x, split_sizes=SIZES)
+    return y, weights_among(saved)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("block", [same_weights, config], ids=["same_weights", ""])
+def test_weights_are_freed_between_forward_and_backward(mesh: DeviceMesh, reshard: bool, block: Any) -> None:
+    _, in_8 = pair(mesh, reshard_after_forward=reshard)
+    with block():
+        y, kept = kept_of(in_8, torch.randn(5, K).bfloat16().requires_grad_())
+
+    assert len(kept) == 4  # bytes and scales of both
+    assert {tensor.untyped_storage().nbytes() > 0 for tensor in kept} == {not reshard}
+    y.sum().backward()
+    assert len(kept_of(in_8, torch.randn(5, K).bfloat16())[1]) == 2  # the first linear gives no gradient of rows
+
+
+@pytest.fixture
+def transposed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of weights whose bytes have been transposed."""
+    seen: list[tuple[int, ...]] = []
+    transpose = quantized_linear.transpose_bytes
+
+    def counted(data: torch.Tensor) -> torch.Tensor:
+        seen.append(tuple(data.shape))
+        return transpose(data)
+
+    monkeypatch.setattr(quantized_linear, "transpose_bytes", counted)
+    return seen
+
+
+def test_bytes_are_transposed_for_gradients_of_rows_alone(mesh: DeviceMesh, transposed: list[tuple[int, ...]]) -> None:
+    _, in_8 = pair(mesh)
+    x = torch.randn(5, K).bfloat16()
+    with torch.no_grad():
+        in_8(x, split_sizes=SIZES)
+    y, y_of_rows = in_8(x, split_sizes=SIZES), in_8(x.clone().requires_grad_(), split_sizes=SIZES)
+    assert transposed == []
+    y.sum().backward()
+    assert transposed == [(E, K, N)]
+    y_of_rows.sum().backward()
+    assert transposed == [(E, K, N), (E, K, N), (E, 2 * N, K)]
+
+
+def test_transposed_bytes_are_freed_after_their_product(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+    transpose, behind = quantized_linear.transpose_bytes, quantized_linear.quantize_activation_backward
+
+    def noted(data: torch.Tensor) -> torch.Tensor:
+        out = transpose(data)
+        alive.append(weakref.ref(out))
+        return out
+
+    def after_the_first(*args: Any, **options: Any) -> Any:
+        assert [reference() for reference in alive] == [None]
+        return behind(*args, **options)
+
+    monkeypatch.setattr(quantized_linear, "transpose_bytes", noted)
+    monkeypatch.setattr(quantized_linear, "quantize_activation_backward", after_the_first)
+    in_8 = fully_shard(prepared(bias=False), mesh=mesh)
+    in_8(torch.randn(5, K).bfloat16().requires_grad_(), split_sizes=SIZES).sum().backward()
+
+    assert [reference() for reference in alive] == [None, None]
+
+
+class Checkpointed(torch.nn.Module):
+    """Experts whose forward runs again in the backward."""
+
+    def __init__(self, experts: torch.nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, x: torch.Tensor, split_sizes: torch.Tensor) -> Any:
+        return checkpoint(self.experts, x, split_sizes=split_sizes, use_reentrant=False)
+
+
+def sums_twice(results: list[torch.Tensor]) -> None:
+    """A graph that is kept."""
+    for retain in (True, False):
+        results[-1].sum().backward(retain_graph=retain)
+
+
+def sums(results: list[torch.Tensor]) -> None:
+    for y in results:
+        y.sum().backward()
+
+
+def sums_backwards(results: list[torch.Tensor]) -> None:
+    sums(results[::-1])
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("backward", [sums, sums_backwards, sums_twice])
+@pytest.mark.parametrize("scope", [config, same_weights, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize("wrap", [lambda module: module, Checkpointed], ids=["", "checkpointed"])
+def test_lifetimes_of_graphs(mesh: DeviceMesh, wrap: Any, scope: Any, backward: Any, reshard: bool) -> None:
+    both = [fully_shard(wrap(m), mesh=mesh, reshard_after_forward=reshard) for m in (experts(), prepared())]
+    rows = [torch.randn(5, K).bfloat16() for _ in range(3)]
+    x = [[each.clone().requires_grad_() for each in rows] for _ in both]
+    with scope():
+        for model, inputs in zip(both, x, strict=True):
+            backward([model(each, split_sizes=SIZES) for each in inputs])
+
+    for expected, other in zip(*x, strict=True):
+        assert (expected.grad is None) == (other.grad is None)
+        assert expected.grad is None or torch.equal(expected.grad, other.grad)
+    for expected, parameter in zip(*(model.parameters() for model in both), strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), expected.grad.full_tensor())
+
+
+def prepared(**options: Any) -> torch.nn.Module:
+    return gather_quantized(experts(**options))
+
+
+def test_shards_on_the_host(mesh: DeviceMesh) -> None:
+    both = pair(mesh, torch.float32, mp_policy=BF16, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for model in both:
+        model(torch.ones(5, K).bfloat16().requires_grad_(), split_sizes=SIZES).sum().backward()
+    for expected, parameter in zip(*(model.parameters() for model in both), strict=True):
+        assert torch.equal(parameter.grad.full_tensor(), expected.grad.full_tensor())
+
+
+def test_inference_keeps_nothing(mesh: DeviceMesh) -> None:
+    in_16_bits, in_8 = pair(mesh, reshard_after_forward=True)
+    x = torch.randn(5, K).bfloat16()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            y, kept = kept_of(in_8, x)
+            assert torch.equal(y, in_16_bits(x, split_sizes=SIZES))
+        assert kept == []
+
+
+def test_a_weight_that_is_not_gathered_again_is_an_error(mesh: DeviceMesh) -> None:
+    _, in_8 = pair(mesh, reshard_after_forward=True)
+    in_8.set_unshard_in_backward(False)
+    y = in_8(torch.randn(5, K).bfloat16(), split_sizes=SIZES)
+    with pytest.raises(RuntimeError, match=r"GroupedLinear: weight: FSDP2 .* has freed it since.*set_unshard_in_back"):
+        y.sum().backward()
+
+
 UNFUSED = frozenset({"GroupedMLP", "GroupedLinearGLU", "GroupedLinearChain", "GLUScale", "PointwiseChain"})
 
 
@@ -217,10 +383,18 @@ def test_kernels_read_gathered_bytes(mesh: DeviceMesh) -> None:
 def test_explain_says_so(mesh: DeviceMesh) -> None:
     in_16_bits, in_8 = pair(mesh)
     for model in (in_16_bits, in_8):
-        model(torch.randn(5, K).bfloat16(), split_sizes=SIZES)
+        model(torch.randn(5, K).bfloat16().requires_grad_(), split_sizes=SIZES)
 
-    assert "gathers the weight in e4m3" in str(in_8.explain())
-    assert "e4m3: each" not in str(in_16_bits.explain())
+    explanations = in_16_bits.explain(), in_8.explain()
+    assert "gathers the weight in e4m3" in str(explanations[1])
+    assert "e4m3: each" not in str(explanations[0])
+    backward = explanations[1].steps[0].backward
+    assert backward is not None
+    assert [text for text in backward.configurations if "transpose" in text] == [
+        f"torch (transpose), {E} x {n} x {k}, {2 * E * n * k / 1e6:.1f} MB" for n, k in ((K, N), (2 * N, K))
+    ]
+    kept = [each.saved_bytes_per_row * each.rows for each in explanations]
+    assert kept[0] - kept[1] > 3 * E * N * K  # which are transposed in the forward
 
 
 def test_compiled_modules_run_it_eagerly(mesh: DeviceMesh) -> None:
@@ -392,14 +566,29 @@ def experts(groups):
     fc1, fc2 = (GroupedLinear(groups, *sizes, recipe=Float8Block()) for sizes in ((160, 272), (136, 160)))
     return Sequential(fc1, SwiGLU(), fc2).to(device)
 
+def layers(prepare, offload):
+    how = dict(mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=True)
+    return torch.nn.ModuleList([fully_shard(prepare(experts(4)), **how) for _ in range(2)])
+
+def output(model, x):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        for layer in model:
+            x = layer(x, split_sizes=torch.tensor([2, 3, 0, 4], device=device))
+    bytes_of_weights = [t for t in saved if t.shape in ((4, 272, 160), (4, 160, 136))]
+    scales_of_weights = [t for t in saved if t.shape in ((4, 3, 2), (4, 2, 2))]
+    return x, bytes_of_weights + scales_of_weights
+
 def train(offload):
-    models = experts(4), gather_quantized(experts(4))
-    both = [fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload) for model in models]
+    both = [layers(prepare, offload) for prepare in (lambda module: module, gather_quantized)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in both]
     torch.manual_seed(dist.get_rank())
     for _ in range(3):
         x = torch.randn(9, 160, device=device).bfloat16()
-        results = [model(x, split_sizes=torch.tensor([2, 3, 0, 4], device=device)) for model in both]
+        (expected, _), (found, kept) = (output(model, x) for model in both)
+        assert len(kept) == 6, "bytes and scales of all but the first linear, whose rows need no gradient"
+        assert not any(tensor.untyped_storage().nbytes() for tensor in kept)
+        results = expected, found
         for y, optimizer in zip(results, optimizers):
             y.float().square().sum().backward()
             optimizer.step()

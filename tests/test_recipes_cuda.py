@@ -70,6 +70,11 @@ def test_calls_are_replayed_with_the_same_bits():
     assert "not replayed" not in fusible.explain(model, x, split_sizes=sizes).replay
 
 
+@pytest.mark.parametrize("name", ["block", "tensor"])
+def test_weights_that_stay_quantised_are_transposed_in_replays(name):
+    recipes.check_replays_of_quantised_weights(GPU, LAYERS, name)
+
+
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node")
 @pytest.mark.parametrize("name", ALL)
 def test_nothing_waits_for_the_device(name):

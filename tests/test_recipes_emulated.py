@@ -101,6 +101,12 @@ def test_calls_are_replayed_where_kernels_quantise_and_else_not_with_a_reason(na
     assert all(why in reason for reason in reasons), reasons
 
 
+@pytest.mark.parametrize("name", ["block", "tensor"])
+def test_weights_that_stay_quantised_are_transposed_in_replays(name):
+    with replay.simulated("cpu"):
+        recipes.check_replays_of_quantised_weights(KERNELS, LAYERS, name)
+
+
 @pytest.mark.parametrize("recipe", [fusible.MXFP8(), fusible.MXFP4(), fusible.NVFP4()], ids=str)
 def test_few_rows_of_quantised_experts_are_those_of_dequantised_weights(recipe):
     packed.check_experts(KERNELS, recipe, "auto")

@@ -62,10 +62,18 @@ struct PermuteScales {
   float* out;
 };
 
+// out[g, c, r] = source[g, r, c], whatever the sizes: a copy of weights for the gradient of rows.
+struct TransposeBytes {
+  int64_t groups, rows, columns;
+  const uint8_t* source;
+  uint8_t* out;
+};
+
 // All throw fusible::Error if the launch fails.
 void quantize_rows(const QuantizeRows& call, int device, cudaStream_t stream);
 void quantize_weight(const QuantizeWeight& call, int device, cudaStream_t stream);
 void permute_scales(const PermuteScales& call, int device, cudaStream_t stream);
+void transpose_bytes(const TransposeBytes& call, int device, cudaStream_t stream);
 // Of a user's function, `vectors` are the numbers of columns that it reads, and `dvectors` say for each of them where
 // its gradient goes; none: nowhere.
 void quantize_activation(const QuantizeActivation& call, const ColumnVectors& vectors, int device, cudaStream_t stream);

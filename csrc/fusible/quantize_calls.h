@@ -74,6 +74,19 @@ struct PermuteScalesLaunch : OnStream {
   void run() const { permute_scales(call, device, stream); }
 };
 
+struct TransposeBytesLaunch : OnStream {
+  static constexpr const char* kName = "transpose_bytes";
+  TransposeBytes call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), v.field("groups", call.groups), v.field("rows", call.rows);
+    v.field("columns", call.columns), v.field("source", call.source), v.field("out", call.out);
+  }
+  void complete() {}
+  void run() const { transpose_bytes(call, device, stream); }
+};
+
 struct QuantizeActivationLaunch : OnStream {
   static constexpr const char* kName = "quantize_activation";
   QuantizeActivation call{};

@@ -125,6 +125,7 @@ def _explain_op(
     with trace.recording() as seen, torch.no_grad():
         inner = step.x_is_inner or runtime.x_is_inner
         outputs, saved = call_fwd(op, x, keywords, needs, runtime.autocast_dtype, inner)
+    kept |= {storage_id(t): t for t in seen.parameters}
     new = {storage_id(t): t for t in tensors_of(saved) if needs and storage_id(t) not in kept}
     kept |= new
     backward, notes = _explain_backward(op, saved, outputs, [n for n in named if n in needs], runtime)

@@ -39,7 +39,6 @@ from ..quantized_linear import (
     hidden_for_wgrad,
     in_force,
     through_activation,
-    transposed_operand,
     wgrad_is_quantized,
 )
 from ..scale import Scale
@@ -305,7 +304,6 @@ class GroupedMLP(FusedOp):
         if not through:
             options = recipe, saved.preact, sizes, hidden, saved.hidden_encode
             return ThroughActivation(copies, None, None, hidden_for_wgrad(*options) if trains else None)
-        weight = transposed_operand(recipe, weight)
         inner = names_of(FC1, needs_grad)
         wanted = Wanted(
             scales=not needs_grad.isdisjoint(("scales", "out_scale_scales")),

@@ -8,6 +8,7 @@ and is multiplied there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -43,10 +44,14 @@ class TokenOperands(NamedTuple):
 
 
 class WeightOperands(NamedTuple):
-    """Of a weight [E, N, K]: for the forward, and for the gradient of rows; None: nobody reads it."""
+    """Of a weight [E, N, K]: for the forward, and for the gradient of rows; None: nobody reads it.
+
+    Attributes:
+        backward: a :class:`Copy` is that of the forward, which :func:`turned` makes an operand of.
+    """
 
     forward: WeightOperand
-    backward: BackwardWeight | None
+    backward: BackwardWeight | Copy | None
 
 
 def format_refusal(recipe: Recipe, in_features: int, out_features: int) -> str | None:
@@ -206,10 +211,20 @@ def of_columnwise(recipe: Recipe, copy: Copy) -> WeightOperand:
     return of_rowwise(recipe, copy)
 
 
-def turned(recipe: Recipe, rowwise: Copy, halves: int = 1) -> WeightOperand:
+def transposed_bytes(data: Tensor) -> Tensor:
+    """The transposes [E, K, N] of matrices [E, N, K] of a dtype of 8 bits, by PyTorch."""
+    return data.view(torch.uint8).mT.contiguous().view(data.dtype)
+
+
+def turned(
+    recipe: Recipe, rowwise: Copy, halves: int = 1, transpose: Callable[[Tensor], Tensor] = transposed_bytes
+) -> WeightOperand:
     """For the gradient of rows, of the copy for the forward: its values, transposed.
 
     The scale of a row is no factor of such a product, so the values of ``Float8Row`` are quantised again.
+
+    Args:
+        transpose: does what :func:`transposed_bytes` does.
     """
     operand = of_rowwise(recipe, rowwise, halves)
     if isinstance(recipe, Float8Row):
@@ -217,7 +232,7 @@ def turned(recipe: Recipe, rowwise: Copy, halves: int = 1) -> WeightOperand:
         return of_columnwise(recipe, scheme.transposed_weight(scheme.weight_values(rowwise, 1), 1))
     if operand.scales is None:
         return operand._replace(data=operand.data.mT)
-    data = operand.data.view(torch.uint8).mT.contiguous().view(operand.data.dtype)
+    data = transpose(operand.data)
     if isinstance(recipe, Float8Tensor):
         return of_rowwise(recipe, Copy(data, rowwise.scales))
     return TransposedWeight(data, operand.scales).operand

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fusible
 from fusible import GroupedLinear
+from fusible.fuser import replay
 from fusible.ops.quantized.recipe import Recipe
 
 MULTIPLIED: dict[str, Recipe] = {  # by our own kernels, as bytes or exactly in 16 bits
@@ -219,6 +220,21 @@ def check_quantised_weights(kernels: Kernels, layers: Layers, name: str) -> None
     assert torch.equal(y, expected)
 
 
+def check_replays_of_quantised_weights(kernels: Kernels, layers: Layers, name: str) -> None:
+    """Bytes that a backward transposes give the bits of weights that are quantised at every forward."""
+    with kernels.installed(), fusible.config(strict=True):
+        op = layers.linear(ALL[name], bias=False).to(kernels.device)
+        arguments = layers.call(kernels.device, layers.hidden)
+        expected = steps(op, *arguments, count=1)[0]
+        op, before = fusible.quantize_(op, ALL[name]), replay.stats()
+        results = steps(op, *arguments)
+    after = replay.stats()
+
+    assert_same_bits([expected[:2], *results])
+    assert after.unsupported == before.unsupported
+    assert after.replayed - before.replayed == 4  # the last two forwards and backwards
+
+
 def steps(op: nn.Module, x: Tensor, dy: Tensor, sizes: Tensor, count: int = 4) -> list[tuple[Tensor, ...]]:
     """Output and gradients of as many steps on the same numbers."""
     results: list[tuple[Tensor, ...]] = []
@@ -227,7 +243,7 @@ def steps(op: nn.Module, x: Tensor, dy: Tensor, sizes: Tensor, count: int = 4) -
         leaf = x.detach().clone().requires_grad_()
         y = op(leaf, split_sizes=sizes)
         y.backward(dy)
-        results.append((y.detach(), leaf.grad, *[p.grad for p in op.parameters()]))  # type: ignore[arg-type]
+        results.append((y.detach(), leaf.grad, *[p.grad for p in op.parameters() if p.requires_grad]))  # type: ignore[arg-type]
     return results
 
 
