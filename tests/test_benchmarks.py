@@ -288,7 +288,7 @@ def test_loss_curves_of_one_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_loss_curves_of_recipes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    loss_curves.main(["--device", "cpu", "--steps", "2", "--out", str(tmp_path / "curves"), "--recipes"])
+    loss_curves.main(["--device", "cpu", "--steps", "1", "--out", str(tmp_path / "curves"), "--recipes"])
     found = json.loads((tmp_path / "curves.json").read_text())["results"][0]["losses"]
 
     assert list(found) == ["nudged 1", "nudged 2", "nudged 3", *loss_curves.RECIPES, "16 bits"]

@@ -41,6 +41,8 @@ from fusible import (
     quantize_,
     same_weights,
 )
+from fusible.benchmarks import gathers
+from fusible.benchmarks.problem import PRESETS
 from fusible.fuser import replay
 from fusible.ops import quantized_linear, sharded_modules
 from fusible.ops.gathered_weights import MasterWeight
@@ -639,6 +641,16 @@ def trained(folder: Path, ranks: int, devices: str) -> subprocess.CompletedProce
     return subprocess.run(
         [*command, str(script)], capture_output=True, text=True, env=environment, check=False, timeout=300
     )
+
+
+def test_what_the_benchmark_times_differs_in_the_gather_alone(mesh: DeviceMesh) -> None:
+    preset, x, sizes = PRESETS["small"], torch.randn(16, 256, dtype=torch.bfloat16), torch.tensor([2] * 8)
+    models = [gathers.sharded(partial(build, preset, torch.device("cpu")), 2, mesh) for build in gathers.WAYS.values()]
+    plain, cast, bytes_ = (model(x, sizes) for model in models)
+
+    assert torch.equal(cast, bytes_)
+    assert not torch.equal(plain, cast)
+    torch.testing.assert_close(plain, cast, rtol=0.2, atol=0.2)
 
 
 def test_a_shard_that_is_moved_stays_one() -> None:
