@@ -55,7 +55,11 @@ WAYS: Mapping[str, Callable[[Preset, torch.device], nn.Module]] = {
 def sharded(build: Callable[[], nn.Module], layers: int, mesh: DeviceMesh) -> Layers:
     """So many layers, each gathered on its own."""
     torch.manual_seed(0)
-    return fully_shard(Layers([fully_shard(build(), mesh=mesh) for _ in range(layers)]), mesh=mesh)
+    model = Layers([build() for _ in range(layers)])
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def milliseconds(model: Layers, x: Tensor, sizes: Tensor, steps: int) -> tuple[float, float]:
