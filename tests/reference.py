@@ -68,17 +68,19 @@ def grouped_linear(
     bias: Tensor | Sequence[Tensor] | None = None,
     bias_scale: Tensor | None = None,
 ) -> Tensor:
-    """One linear a group of rows; the tail is zero."""
-    rows, starts = x.reshape(-1, x.shape[-1]), [sum(sizes[:g]) for g in range(len(sizes) + 1)]
+    """One linear a group of rows; the tail is zero.
+
+    By parts that autograd puts together once: the gradient of an index is as large as all groups, for each of them.
+    """
+    groups, rows = len(sizes), x.reshape(-1, x.shape[-1])
+    *inputs, tail = rows.split([*sizes, rows.shape[0] - sum(sizes)])
+    weights, biases = ([None] * groups if each is None else list(each) for each in (weight, bias))
+    scales = [None] * groups if bias_scale is None else bias_scale.reshape(-1, 1)[: sum(sizes)].split(list(sizes))
     parts = []
-    for g, start in enumerate(starts[:-1]):
-        at = slice(start, starts[g + 1])
-        part = rows[at] @ weight[g].T
-        if bias is not None:
-            added = bias[g] if bias_scale is None else bias_scale.reshape(-1)[at, None] * bias[g]
-            part = (part + added).to(part.dtype)
-        parts.append(part)
-    parts.append(parts[0].new_zeros(rows.shape[0] - starts[-1], parts[0].shape[1]))
+    for part, w, b, s in zip(inputs, weights, biases, scales, strict=True):
+        product = part @ w.T
+        parts.append(product if b is None else (product + (b if s is None else s * b)).to(product.dtype))
+    parts.append(parts[0].new_zeros(tail.shape[0], parts[0].shape[1]))
     return torch.cat(parts).view(*x.shape[:-1], parts[0].shape[1])
 
 

@@ -48,13 +48,10 @@ DEVICE void multiply_tokens(SwapAbAccumulators<K>& acc, typename K::Storage& s, 
     release<K>(s, state.stage, lane);
     state.advance();
   };
-  constexpr std::integral_constant<int, K::kStepsK> kAll;
-  const int whole = blocks - (K::Groups::kShortEnd ? 1 : 0);
-  for (int block = 0; block < whole; ++block) multiply_block(kAll, block);
-  if constexpr (K::Groups::kShortEnd) {
+  const int whole = blocks - (K::Groups::kShortEnd && short_end ? 1 : 0);
+  for (int block = 0; block < whole; ++block) multiply_block(std::integral_constant<int, K::kStepsK>(), block);
+  if constexpr (K::Groups::kShortEnd)
     if (short_end) multiply_block(std::integral_constant<int, 1>(), whole);
-    else multiply_block(kAll, whole);
-  }
 }
 // All tokens of the tile: the narrowest product that has them.
 template <class K, int kTokens = kTokenStep>
