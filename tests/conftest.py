@@ -108,6 +108,9 @@ WHOLE = {
 }
 """Files of which ``--sample`` leaves out nothing, and why."""
 
+TOOLS = {"test_benchmarks", "test_ep_proof", "test_jax_bench"}
+"""Files about what measures and proves, not about the package: ``--sample`` runs each test in one part only."""
+
 PARTS = 4
 
 
@@ -154,9 +157,9 @@ def sample(items: list[pytest.Item], part: int) -> tuple[list[pytest.Item], list
     """
     seen, kept, left_out = set[object](), list[pytest.Item](), list[pytest.Item]()
     for item in items:
-        function = getattr(item, "function", item)
-        is_in_part = zlib.crc32(item.name.encode()) % PARTS == part
-        runs = is_in_part or function not in seen or item.path.stem in WHOLE
+        function, file = getattr(item, "function", item), item.path.stem
+        is_first = function not in seen and file not in TOOLS
+        runs = is_first or file in WHOLE or zlib.crc32(item.name.encode()) % PARTS == part
         (kept if runs else left_out).append(item)
         seen.add(function)
     return kept, left_out

@@ -1,4 +1,4 @@
-"""What ``--sample`` leaves out: cases of tests that have many, never a test."""
+"""What ``--sample`` leaves out: cases of tests that have many, and tests of tools; over four parts, nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from conftest import PARTS, WHOLE, sample
+from conftest import PARTS, TOOLS, WHOLE, sample
 
 TESTS = Path(__file__).resolve().parent
 
@@ -37,6 +37,14 @@ def test_files_whose_cases_are_no_grid_are_whole() -> None:
     for file in WHOLE:
         assert (TESTS / f"{file}.py").exists()
         assert sample(items(file, 10), 1)[1] == []
+
+
+def test_tests_of_tools_are_each_in_one_part() -> None:
+    for file in TOOLS:
+        assert (TESTS / f"{file}.py").exists()
+        whole = items(file, 3)
+        kept = [item.name for part in range(PARTS) for item in sample(whole, part)[0]]
+        assert sorted(kept) == sorted(item.name for item in whole)
 
 
 def test_the_option_leaves_out_cases() -> None:
