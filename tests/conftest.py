@@ -99,12 +99,8 @@ ordering files by their number of tests. Else a worker waits for the other at th
 WHOLE = {
     "test_cli": "each case is another command",
     "test_docs": "each case is another page",
-    "test_ep": "one start of processes runs all cases",
-    "test_ep_symmetric": "one start of processes runs all cases",
     "test_imports": "each case is another module",
-    "test_megatron_dispatcher": "one start of processes runs all cases",
     "test_packaging": "each case is another module",
-    "test_torchtitan_dispatcher": "one start of processes runs all cases",
 }
 """Files of which ``--sample`` leaves out nothing, and why."""
 

@@ -205,6 +205,15 @@ def start(
     return found
 
 
+def selected(request: Any) -> list[str]:
+    """The parameters ``case`` of this session's tests that take a fixture, as it is asked for: no others need run."""
+    absent, name = object(), request.fixturename
+    wanted = getattr(request, "param", absent)
+    items = (item for item in request.session.items if item.path == request.path and name in item.fixturenames)
+    parameters = (item.callspec.params for item in items if hasattr(item, "callspec"))
+    return list(dict.fromkeys(p["case"] for p in parameters if p.get(name, absent) == wanted))
+
+
 def run_cases(module: str, world: World, report: Path, only: Sequence[str] = ()) -> None:
     """Runs the cases of a module in the order of the file; writes down after each what came of it."""
     cases = importlib.import_module(module).CASES

@@ -11,10 +11,11 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be 
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What both say of every case."""
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What both say of the cases."""
     build.build()  # once, not by every rank
-    return ep_world.start("ep_arriving_cases", 2, tmp_path_factory.mktemp("ranks"), transport="symmetric")
+    folder, only = tmp_path_factory.mktemp("ranks"), ep_world.selected(request)
+    return ep_world.start("ep_arriving_cases", 2, folder, transport="symmetric", only=only)
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in ep_arriving_cases.CASES])

@@ -20,9 +20,9 @@ from fusible.ops.ep.overlap import multiprocessors_beside
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What four ranks say of every case; two run in the tests of the symmetric transport."""
-    return ep_world.start("ep_cases", 4, tmp_path_factory.mktemp("ranks"))
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What four ranks say of the cases; two run in the tests of the symmetric transport."""
+    return ep_world.start("ep_cases", 4, tmp_path_factory.mktemp("ranks"), only=ep_world.selected(request))
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in ep_cases.CASES])
@@ -31,8 +31,9 @@ def test_on_all_ranks(case: str, said: dict[str, list[str]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def said_of_failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return ep_world.start("ep_failures", 3, tmp_path_factory.mktemp("failing"))
+def said_of_failures(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    only = [ep_failures.CASES[0].__name__, *ep_world.selected(request)]
+    return ep_world.start("ep_failures", 3, tmp_path_factory.mktemp("failing"), only=only)
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in ep_failures.CASES[1:]])

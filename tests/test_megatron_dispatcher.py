@@ -24,11 +24,12 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the ranks say of every case of a file."""
+    """What the ranks say of the cases of a file."""
     transport = MODULES[request.param]
     if transport == "symmetric" and build.missing() is not None:
         pytest.skip(f"cannot be built: {build.missing()}")
-    return ep_world.start(request.param, 2, tmp_path_factory.mktemp(request.param), transport=transport)
+    folder, only = tmp_path_factory.mktemp(request.param), ep_world.selected(request)
+    return ep_world.start(request.param, 2, folder, transport=transport, only=only)
 
 
 @pytest.mark.parametrize(("said", "case"), NAMES, indirect=["said"], scope="module")

@@ -17,9 +17,9 @@ except ImportError as error:
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the ranks say of every case."""
-    return ep_world.start("ep_torchtitan_cases", 2, tmp_path_factory.mktemp("ranks"))
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the ranks say of the cases."""
+    return ep_world.start("ep_torchtitan_cases", 2, tmp_path_factory.mktemp("ranks"), only=ep_world.selected(request))
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in ep_torchtitan_cases.CASES])
