@@ -107,14 +107,14 @@ WHOLE = {
 TOOLS = {"test_benchmarks", "test_ep_proof", "test_jax_bench"}
 """Files about what measures and proves, not about the package: ``--sample`` runs each test in one part only."""
 
-PARTS = 4
+PARTS = 8
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How much is run of what costs minutes."""
     parser.addoption("--random-programs", type=int, default=25, help="programs inside the emulated kernels, of 200")
     parser.addoption(
-        "--sample", type=int, choices=range(PARTS), help="of a test of many cases, this quarter and the first"
+        "--sample", type=int, choices=range(PARTS), help="of a test of many cases, this eighth and the first"
     )
 
 
@@ -125,9 +125,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("left out as slow: make test-all runs it")
     for name, why in SLOW.items():
         terminalreporter.line(f"{name}: {why}")
-    terminalreporter.line(
-        "and in other files, what runs the kernels on the CPU; of tests of many cases, three quarters"
-    )
+    terminalreporter.line("and in other files, what runs the kernels on the CPU; of tests of many cases, seven eighths")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -193,7 +193,7 @@ def test_commands_of_a_page_are_understood(page: str) -> None:
 def test_ci_runs_the_tests_by_the_command_of_the_readme() -> None:
     readme, ci = ((ROOT / name).read_text() for name in ("README.md", ".ci/run"))
 
-    assert "make test-all    # all tests that need no GPU; CI runs a quarter" in readme
+    assert "make test-all    # all tests that need no GPU; CI runs an eighth" in readme
     assert re.search(r"^make test-all ", ci, re.MULTILINE)
 
 
