@@ -20,7 +20,7 @@ help: ## what can be made
 demo: $(VENV)/package ## trains a small language model for a minute, then shows how its experts run
 	$(BIN)/python -m fusible demo $(ARGS)
 
-test: $(VENV)/installed ## the quick tests, which take a good minute; says what it leaves out
+test: $(VENV)/installed ## the quick tests, which take about a minute; says what it leaves out
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not cuda and not slow" --sample 0 -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-all: $(VENV)/installed ## all tests that need no GPU; those that do: .venv/bin/python -m pytest -m cuda

@@ -22,10 +22,16 @@ from .quantized.schemes import Copy, scheme_of
 from .quantized_linear import dtype_refusal, is_power_of_two
 
 aten = torch.ops.aten
-_KEPT = {aten.detach.default, aten.new_zeros.default, aten.empty_like.default}
-_KEPT |= {aten.new_empty.default, aten.slice.Tensor, aten._to_copy.default, aten._pin_memory.default}
+_KEPT = {
+    aten.detach.default,
+    aten.new_zeros.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.slice.Tensor,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+}
 """Operations by which FSDP2 makes a shard of a parameter, and modules and DTensors a parameter of another."""
-
 
 _ALIGNED = 128  # bytes, as kernels that read scales want them
 

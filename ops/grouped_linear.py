@@ -402,10 +402,12 @@ class GroupedLinear(WeightGrads):
         return super().trace_refusal()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        replaces = self.gathers_bytes and args[0].get("assign_to_params_buffers", False)
-        cure = "load without it, or call gather_quantized after"
-        replaced = f"{prefix}weight is gathered in e4m3, and assign=True would replace what does so; {cure}"
-        why = replaced if replaces else match_state(self, state_dict, prefix)
+        why: str | None
+        if self.gathers_bytes and args[0].get("assign_to_params_buffers", False):
+            cure = "load without it, or call gather_quantized after"
+            why = f"{prefix}weight is gathered in e4m3, and assign=True would replace what does so; {cure}"
+        else:
+            why = match_state(self, state_dict, prefix)
         if why is not None:  # nothing of the linear is loaded
             args[-1].append(why)
             return

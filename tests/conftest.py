@@ -105,7 +105,7 @@ WHOLE = {
 """Files of which ``--sample`` leaves out nothing, and why."""
 
 TOOLS = {"test_benchmarks", "test_ep_proof", "test_jax_bench"}
-"""Files about what measures and proves, not about the package: ``--sample`` runs each test in one part only."""
+"""Files that test benchmarks and other tools, not the package. ``--sample`` runs each of their cases in one part."""
 
 PARTS = 8
 
@@ -114,7 +114,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """How much is run of what costs minutes."""
     parser.addoption("--random-programs", type=int, default=25, help="programs inside the emulated kernels, of 200")
     parser.addoption(
-        "--sample", type=int, choices=range(PARTS), help="of a test of many cases, this eighth and the first"
+        "--sample", type=int, choices=range(PARTS), help="run this eighth of the cases of each test, and its first case"
     )
 
 
@@ -125,7 +125,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("left out as slow: make test-all runs it")
     for name, why in SLOW.items():
         terminalreporter.line(f"{name}: {why}")
-    terminalreporter.line("and in other files, what runs the kernels on the CPU; of tests of many cases, seven eighths")
+    terminalreporter.line(
+        "and in other files, what runs the kernels on the CPU; of the cases of each test, seven eighths"
+    )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -206,7 +206,11 @@ def start(
 
 
 def selected(request: Any) -> list[str]:
-    """The parameters ``case`` of this session's tests that take a fixture, as it is asked for: no others need run."""
+    """The cases of the tests that will use a fixture in this session: no others need run.
+
+    Args:
+        request: that of the fixture. Its parameter, if it has one, is that of the tests as well.
+    """
     absent, name = object(), request.fixturename
     wanted = getattr(request, "param", absent)
     items = (item for item in request.session.items if item.path == request.path and name in item.fixturenames)

@@ -70,7 +70,7 @@ def grouped_linear(
 ) -> Tensor:
     """One linear a group of rows; the tail is zero.
 
-    By parts that autograd puts together once: the gradient of an index is as large as all groups, for each of them.
+    Rows and weights are split, not indexed. Of an index, autograd makes a gradient as large as all groups together.
     """
     groups, rows = len(sizes), x.reshape(-1, x.shape[-1])
     *inputs, tail = rows.split([*sizes, rows.shape[0] - sum(sizes)])

@@ -47,6 +47,10 @@ def test_tests_of_tools_are_each_in_one_part() -> None:
         assert sorted(kept) == sorted(item.name for item in whole)
 
 
+def test_ci_knows_how_many_parts_there_are() -> None:
+    assert f"% {PARTS}))" in (TESTS.parent / ".ci" / "run").read_text()
+
+
 def test_the_option_leaves_out_cases() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "--sample", "2"]
     printed = subprocess.run(

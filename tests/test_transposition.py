@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks.transposition import bytes_of
 
 from fusible import RefusedError, config
 from fusible.fuser import tracing
 from fusible.ops.kernels.transposition import transpose_bytes
-
-
-def bytes_of(*shape: int) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from checks import transposition as checks
+from checks.transposition import bytes_of
 from emulation import build, harness
 
 from fusible import config
@@ -16,10 +17,6 @@ pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
     pytest.mark.usefixtures("emulation"),
 ]
-
-
-def bytes_of(*shape: int) -> torch.Tensor:
-    return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("shape", checks.SHAPES, ids=str)

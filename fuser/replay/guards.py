@@ -12,7 +12,8 @@ from torch import Tensor
 from ..torch_private import tensor_guards
 from . import counts
 
-_MANY, _MANY_ROWS = 256, 2**20  # beyond so many rows other kernels might be needed
+_MANY = 256
+_MANY_ROWS = 2**20  # beyond which other kernels might be needed
 _MULTIPLES_FROM = 1024  # rows; of fewer, a size that does not grow with them may be a multiple
 REPLAYED = "replayed"
 
@@ -40,8 +41,9 @@ class Form(dict[int, Any]):
 
     def __init__(self, tensors: Sequence[Tensor], rows: int) -> None:
         super().__init__()
+        most = _MANY if rows >= _MULTIPLES_FROM else 1
         multiples = [t.shape[0] // rows if t.dim() and rows and not t.shape[0] % rows else 0 for t in tensors]
-        self._long = {i: n for i, n in enumerate(multiples) if n == 1 or (0 < n <= _MANY and rows >= _MULTIPLES_FROM)}
+        self._long = {i: multiple for i, multiple in enumerate(multiples) if 0 < multiple <= most}
         sizes = [[None, *t.shape[1:]] if i in self._long else [*t.shape] for i, t in enumerate(tensors)]
         self._guards = tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
         self.is_new, self.partner = True, None

@@ -24,9 +24,7 @@ def transpose_bytes(data: Tensor) -> Tensor:
     """The transposes [E, K, N] of matrices [E, N, K] of a dtype of 8 bits, dense."""
     why = native_refusal(partial(hopper.refusal, data), "transposition of bytes", data)
     if trace.active():
-        name, reason = hopper.NAME if why is None else "torch", why if why is not None and data.is_cuda else ""
-        sizes, moved = " x ".join(map(str, data.shape)), 2 * data.nbytes
-        trace.record(trace.KernelCall(f"{name} (transpose)", reason, 0, moved, f"{sizes}, {moved / 1e6:.1f} MB"))
+        _record(data, why)
         return new_transposed(data)
     if why is not None:
         return transposed_bytes(data)
@@ -34,3 +32,11 @@ def transpose_bytes(data: Tensor) -> Tensor:
     if out.numel():
         hopper.run(data, out)
     return out
+
+
+def _record(data: Tensor, why: str | None) -> None:
+    """Tells a trace of our own kernel, or of PyTorch's in its place, and why."""
+    name = hopper.NAME if why is None else "torch"
+    reason = why if why and data.is_cuda else ""  # on a CPU nobody expects another
+    sizes, moved = " x ".join(map(str, data.shape)), 2 * data.nbytes
+    trace.record(trace.KernelCall(f"{name} (transpose)", reason, 0, moved, f"{sizes}, {moved / 1e6:.1f} MB"))

@@ -25,6 +25,11 @@ SHAPES = [
 GUARD = 256
 
 
+def bytes_of(*shape: int) -> Tensor:
+    """Of all values."""
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
 def check_transpose(device: str, groups: int, rows: int, columns: int, offset: int = 0) -> None:
     """Of bytes of all values, from ``offset`` behind an aligned address on; what lies around the result stays."""
     count, generator = groups * rows * columns, torch.Generator().manual_seed(rows + columns)

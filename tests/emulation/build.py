@@ -101,8 +101,8 @@ def digest(paths: list[Path], seed: str = "") -> str:
 
 
 def command(source: Path, target: Path, includes: list[str]) -> list[str]:
-    """Kernels at -Og, which takes two thirds of the time of -O1, and tests none more; the emulation itself at -O3, for
-    its products.
+    """How a source is compiled. The emulation itself has -O3, for its products. Kernels have -Og: they compile in two
+    thirds of the time of -O1, and their tests take no longer.
     """
     is_ours = source.parent == HERE and source.suffix == ".cpp"
     before = [] if source == HEADERS else ["-include", "cuda_language.h" if is_ours else HEADERS.name]
