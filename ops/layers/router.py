@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..checks import check_numbers, check_sizes
-from ..wide_buffers import wide_buffers
+from ..wide_buffers import WideBuffers
 
 SCORES = ("softmax", "sigmoid")
 _TINY = 1e-20  # keeps a sum of sigmoids away from zero, as DeepSeek-V3 does
@@ -31,7 +30,7 @@ class Routes(NamedTuple):
     probabilities: Tensor
 
 
-class Router(nn.Module):
+class Router(WideBuffers):
     """Sends every token to the ``top_k`` experts with the highest scores. It computes in float32, also under autocast.
 
     Args:
@@ -53,6 +52,7 @@ class Router(nn.Module):
     """
 
     selection_bias: Tensor | None
+    wide_buffers = ("selection_bias",)  # in fewer bits its small steps would be lost
 
     def __init__(
         self,
@@ -92,11 +92,6 @@ class Router(nn.Module):
         nn.init.uniform_(self.weight, -bound, bound)
         if self.selection_bias is not None:
             nn.init.zeros_(self.selection_bias)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """``.to()`` and its kin. The selection bias stays float32: in fewer bits its small steps would be lost."""
-        with wide_buffers(self, ("selection_bias",)):
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Routes:
         """The routes of tokens [T, H]."""
