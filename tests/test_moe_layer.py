@@ -427,7 +427,7 @@ def test_without_a_bias_there_is_none_to_update() -> None:
         ({"balance_loss": True}, "MoE: balance_loss must be a number, got True"),
         ({"bias_update_rate": "1e-3"}, "MoE: bias_update_rate must be a number, got '1e-3'"),
         ({"scale": None}, "Router: scale must be a number, got None"),
-        ({"scores": "relu"}, "Router: scores must be one of softmax, sigmoid, got 'relu'"),
+        ({"scores": "relu"}, "Router: scores must be one of softmax, sigmoid, sqrtsoftplus, got 'relu'"),
         ({"groups": 3}, "groups must divide num_experts=8"),
         ({"groups": 4, "top_groups": 5}, "top_groups be at most groups; got groups=4, top_groups=5"),
         ({"groups": 4}, "1 of 4 groups hold 2 experts, which are fewer than top_k=3"),

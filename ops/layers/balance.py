@@ -22,15 +22,15 @@ def balance_loss(probabilities: Tensor, top_k_index: Tensor) -> Tensor:
 
     Arxiv 2101.03961, equations 4 to 6. ``f_i`` is the share of expert i in all choices, and ``P_i`` is the mean of its
     probability over the tokens. With k choices for each token the shares still add up to 1, so that the loss is 1 at an
-    even load. The gradient flows through ``P`` alone, as counts have none. A token with a probability that is no number
-    is in neither ``f`` nor ``P``. Without tokens the loss is 0.
+    even load. The gradient flows through ``P`` alone, as counts have none. A token of no expert, or with a probability
+    that is no number, is in neither ``f`` nor ``P``. Without tokens the loss is 0.
 
     Args:
         probabilities: [T, E]; each row adds up to 1.
         top_k_index: [T, k]: the experts of each token.
     """
     experts = probabilities.shape[1]
-    odd = ~probabilities.isfinite().all(-1, keepdim=True)
+    odd = ~probabilities.isfinite().all(-1, keepdim=True) | (top_k_index == -1).all(-1, keepdim=True)
     counts = tokens_per_expert(top_k_index.masked_fill(odd, -1), experts)
     shares = counts.to(probabilities.dtype) / counts.sum().clamp(min=1)
     means = probabilities.masked_fill(odd, 0).sum(0) / (~odd).sum().clamp(min=1)

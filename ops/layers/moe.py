@@ -16,8 +16,9 @@ from ..grouped_linear import GroupedLinear
 from ..moe import Combine, Dispatch
 from ..named_activation import activation_op, activation_spec
 from ..scale import Scale
-from .balance import balance_loss, balancing_step, tokens_per_expert
-from .router import Router, Routes
+from .balance import balance_loss, balancing_step
+from .route import Groups, Routes
+from .router import Router
 from .shared_expert import SharedExpert
 from .token_count import TokenCount
 
@@ -49,10 +50,10 @@ class MoE(nn.Module):
         activation: as :func:`fusible.functional.routed_experts` takes it.
         layout: see there.
         bias: whether the linears of the experts have biases.
-        scores: ``"softmax"`` or ``"sigmoid"``; see :class:`Router`, as for the next four.
-        normalize: the weights of a token add up to ``scale``.
+        scores: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``; see :class:`Router`, as for the next four.
+        normalize: the weights of a token add up to ``scale``. None: if ``top_k`` is above 1.
         scale: a factor of all weights.
-        groups: of experts; a token chooses from ``top_groups`` of them.
+        groups: of experts, a :class:`Groups`, or their number; a token chooses from ``top_groups`` of them.
         top_groups: see there.
         balance_loss: alpha of the load-balancing loss of the Switch Transformer, ``alpha * E * sum of f_i P_i``
             (arxiv 2101.03961, equation 4), which each call then returns. None: there is none.
@@ -63,7 +64,7 @@ class MoE(nn.Module):
 
     Raises:
         ArgumentError: sizes that are not positive ints; factors that are no numbers; in a call, tokens that are not
-            [..., H].
+            [..., H], ``valid`` or ``ids`` that do not fit them.
         ValueError: an unknown activation, layout or scores; more choices than there are experts.
 
     >>> import torch, fusible
@@ -84,9 +85,9 @@ class MoE(nn.Module):
         layout: str | Interleaved = "concat",
         bias: bool = False,
         scores: str = "softmax",
-        normalize: bool = True,
+        normalize: bool | None = None,
         scale: float = 1.0,
-        groups: int = 1,
+        groups: Groups | int = 1,
         top_groups: int = 1,
         balance_loss: float | None = None,
         bias_update_rate: float | None = None,
@@ -129,20 +130,37 @@ class MoE(nn.Module):
         if (load := self.load) is not None:
             load.zero_()
 
-    def forward(self, x: Tensor) -> MoEOutput:
-        """The output for tokens [..., H]."""
+    def forward(self, x: Tensor, valid: Tensor | None = None, ids: Tensor | None = None) -> MoEOutput:
+        """The output for tokens [..., H].
+
+        Args:
+            valid: bool [...], True for a real token. Others go to no expert and are in no count and no loss; shared
+                experts see them. A padding mask is ``valid=~mask``.
+            ids: whole numbers [..., k]: the experts, given, such as those of another run; see
+                :func:`fusible.functional.route`.
+        """
         if not isinstance(x, Tensor) or not x.dim() or x.shape[-1] != self.hidden:
             came = f"shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ArgumentError(f"MoE: x must be tokens [..., {self.hidden}], got {came}")
         tokens = x.reshape(-1, self.hidden)
-        routes = self.router(tokens)
-        counts = tokens_per_expert(routes.top_k_index, self.router.num_experts)
+        routes = self.router(tokens, *self._flat(x, valid, ids))
         y = self.experts(tokens, top_k_index=routes.top_k_index, top_k_weights=routes.top_k_weights)
         if self.shared is not None:
             y = y + self.shared(tokens)
         if self.token_count is not None:
-            y = self.token_count(y, counts)
-        return MoEOutput(y.view(x.shape), self._loss(routes), counts)
+            y = self.token_count(y, routes.tokens_per_expert)
+        return MoEOutput(y.view(x.shape), self._loss(routes), routes.tokens_per_expert)
+
+    def _flat(self, x: Tensor, valid: Tensor | None, ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """By token, as the router has them."""
+        leading, k = x.shape[:-1], self.router.top_k
+        if valid is not None and valid.shape != leading:
+            fits = f"as the tokens [..., {self.hidden}]: {list(leading)}"
+            raise ArgumentError(f"MoE: valid must be [...], {fits}; got {list(valid.shape)}")
+        if ids is not None and ids.shape != (*leading, k):
+            fits = f"as the tokens [..., {self.hidden}]: {[*leading, k]}"
+            raise ArgumentError(f"MoE: ids must be [..., {k}], {fits}; got {list(ids.shape)}")
+        return None if valid is None else valid.reshape(-1), None if ids is None else ids.reshape(-1, k)
 
     def _loss(self, routes: Routes) -> Tensor | None:
         if self.balance_loss is None:

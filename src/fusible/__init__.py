@@ -82,7 +82,7 @@ if TYPE_CHECKING:
         quantize_,
         same_weights,
     )
-    from .ops.layers import MoE, MoEOutput, Router, Routes
+    from .ops.layers import Groups, MoE, MoEOutput, Router, Routes
 
 __version__ = "0.1.0"
 
@@ -121,6 +121,7 @@ __all__ = [
     "GroupedLoRA",
     "GroupedMLP",
     "GroupedTensor",
+    "Groups",
     "Identity",
     "Keyword",
     "Linear",
