@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..hopper.routed_mlp import Experts
 from . import short_mlp
-from .short_mlp import Gradients, Groups, Kept, MLPForm, WantedGradients
+from .short_mlp import Gradients, Kept, MLPForm, RowGroups, WantedGradients
 
 _MOST_NUMBERS = 256
 
@@ -83,13 +83,13 @@ def _sorted(top_k_index: Tensor, groups: int) -> tuple[Tensor, Tensor] | None:
     return ids, slot_of_row
 
 
-def _groups(ids: Tensor, experts: Experts) -> Groups:
+def _groups(ids: Tensor, experts: Experts) -> RowGroups:
     groups = experts.up.shape[0]
     ends = torch.searchsorted(ids, _numbers(groups, 1, ids.dtype), right=True, out_int32=True)
     end = int(ends[-1])
     if end < ids.shape[0]:
         ids.clamp_(max=groups - 1)
-    return Groups.of_rows(ends, end, ids, experts)
+    return RowGroups.of_rows(ends, end, ids, experts)
 
 
 def _order(slot_of_row: Tensor, tokens: int, dtype: torch.dtype) -> Order:
@@ -104,7 +104,7 @@ def _order(slot_of_row: Tensor, tokens: int, dtype: torch.dtype) -> Order:
     return Order(slot_of_row, token_of_row, row_of_slot.view(-1, slots))
 
 
-def _sum_of_slots(rows: Tensor, order: Order, groups: Groups) -> Tensor:
+def _sum_of_slots(rows: Tensor, order: Order, groups: RowGroups) -> Tensor:
     short_mlp.zero_tail(rows, groups)
     if order.row_of_slot is None:
         return rows.sum(0, keepdim=True)

@@ -20,7 +20,7 @@ from . import activation, few_rows, grouped_mm_cpu, loop
 
 
 @dataclass(slots=True, eq=False)
-class Groups:
+class RowGroups:
     """Which rows are of which expert; a backward reads what its forward has made, and nobody changes it.
 
     Attributes:
@@ -35,7 +35,7 @@ class Groups:
     expert_of_row: Tensor | None
 
     @classmethod
-    def of_rows(cls, ends: Tensor, end: int, expert_of_row: Tensor, experts: Experts) -> Groups:
+    def of_rows(cls, ends: Tensor, end: int, expert_of_row: Tensor, experts: Experts) -> RowGroups:
         """From the expert of each row."""
         if not _one_by_one(expert_of_row.shape[0], experts):
             return cls(ends, end, None, expert_of_row)
@@ -45,7 +45,7 @@ class Groups:
         return cls(ends, end, sizes, expert_of_row)
 
     @classmethod
-    def of_sizes(cls, split_sizes: Tensor, rows: int, experts: Experts) -> Groups | None:
+    def of_sizes(cls, split_sizes: Tensor, rows: int, experts: Experts) -> RowGroups | None:
         """From the rows of each expert; None where there are not so many rows."""
         every = split_sizes.tolist()
         end = sum(every)
@@ -71,7 +71,7 @@ class Kept(NamedTuple):
     down_bias: Tensor | None
     preact: Tensor
     scales: Tensor | None
-    groups: Groups
+    groups: RowGroups
     form: MLPForm
     caller: Any = None
     """What the caller knows besides, and keeps with it: one tuple is taken apart and put together faster than two."""
@@ -120,7 +120,7 @@ def refusal(x: Tensor, rows: int, up: Tensor, down: Tensor) -> str | None:
 
 
 def forward(
-    rows: Tensor, experts: Experts, groups: Groups, scales: Tensor | None, after: bool
+    rows: Tensor, experts: Experts, groups: RowGroups, scales: Tensor | None, after: bool
 ) -> tuple[Tensor, Tensor]:
     """What experts make of dense rows [S, H], scaled before or ``after`` the second linear; and the pre-activation."""
     loop.keep_freed_memory()
@@ -140,7 +140,7 @@ def run(
     count = rows.shape[0]
     if not count or refusal(x, count, experts.up, experts.down) is not None:
         return None
-    groups = Groups.of_sizes(split_sizes, count, experts)
+    groups = RowGroups.of_sizes(split_sizes, count, experts)
     if groups is None:
         return None
     if scales is not None:
@@ -184,7 +184,7 @@ def backward(kept: Kept, dy: Tensor, wanted: WantedGradients) -> Gradients:
     return Gradients(drows, dots, dup, ddown, dup_bias, ddown_bias)
 
 
-def zero_tail(rows: Tensor, groups: Groups) -> None:
+def zero_tail(rows: Tensor, groups: RowGroups) -> None:
     """Of what is read by others."""
     if groups.end < rows.shape[0]:
         rows[groups.end :].zero_()
@@ -208,7 +208,7 @@ def _expert_of_row(sizes: list[int], tail: int) -> Tensor:
 def _through(
     rows: Tensor,
     weight: Tensor,
-    groups: Groups,
+    groups: RowGroups,
     transposed: bool,
     bias: Tensor | None = None,
     scales: Tensor | None = None,
@@ -232,7 +232,7 @@ def _through(
 
 
 def _rounded_once(
-    rows: Tensor, weight: Tensor, groups: Groups, transposed: bool, bias: Tensor, scales: Tensor | None
+    rows: Tensor, weight: Tensor, groups: RowGroups, transposed: bool, bias: Tensor, scales: Tensor | None
 ) -> Tensor:
     out = rows.new_empty(rows.shape[0], weight.shape[2 if transposed else 1])
     layout = Layout.NN if transposed else Layout.NT
@@ -241,7 +241,7 @@ def _rounded_once(
     return out
 
 
-def _weight(inputs: Tensor, outputs: Tensor, groups: Groups, transposed: bool) -> Tensor:
+def _weight(inputs: Tensor, outputs: Tensor, groups: RowGroups, transposed: bool) -> Tensor:
     """The gradient of a weight as it is stored, from what its linear read and the gradient of what it gave."""
     left, right = (inputs, outputs) if transposed else (outputs, inputs)
     if groups.sizes is None:
@@ -251,7 +251,7 @@ def _weight(inputs: Tensor, outputs: Tensor, groups: Groups, transposed: bool) -
     return out
 
 
-def _sums(rows: Tensor, groups: Groups, scales: Tensor | None = None) -> Tensor:
+def _sums(rows: Tensor, groups: RowGroups, scales: Tensor | None = None) -> Tensor:
     """By expert, [E, C]."""
     end, experts = groups.end, groups.expert_of_row
     assert experts is not None
