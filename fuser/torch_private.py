@@ -184,6 +184,20 @@ def run_when_ready(node: Any) -> bool:
     return renumber is not None
 
 
+_forward_gradients_enabled: Callable[[], bool] = private("_C._is_fwd_grad_enabled") or _never
+
+
+def is_without_gradients() -> bool:
+    """Whether the caller runs under ``no_grad`` or ``inference_mode``.
+
+    The forward of an autograd function, such as a reentrant checkpoint's, switches gradients of both modes off, while
+    ``no_grad`` leaves those of forward mode on. Else: ``no_grad`` is taken for such a forward.
+    """
+    if torch.is_grad_enabled():
+        return False
+    return _forward_gradients_enabled() or torch.is_inference_mode_enabled()
+
+
 # ---- tensors
 
 

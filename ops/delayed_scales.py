@@ -1,7 +1,8 @@
 """What a linear under ``Float8Tensor(delayed=...)`` carries from step to step, in buffers.
 
 A training forward is a step of x and of the weight, a backward one of the gradient of y. What a backward computes again
-has the scales of the last forward, so its bytes are the same, and counts as no step.
+has the scales of the last forward, so its bytes are the same, and counts as no step. Nor does a forward without
+gradients, as that of a teacher, unless it is the first one of a reentrant checkpoint.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ..fuser import tracing as trace
 from ..fuser.replay import capture
-from ..fuser.torch_private import current_graph_task
+from ..fuser.torch_private import current_graph_task, is_without_gradients
 from .quantized.formats import E4M3, FORMATS
 from .quantized.per_tensor import DelayedScales, amax_by_group
 from .quantized.recipe import Float8Tensor, Recipe
@@ -69,7 +70,7 @@ def encode_of_weight(linear: nn.Module, recipe: Recipe, weight: Tensor) -> Tenso
 
 
 def _is_step(linear: nn.Module) -> bool:
-    return linear.training and current_graph_task() == -1
+    return linear.training and current_graph_task() == -1 and not is_without_gradients()
 
 
 @torch.no_grad()

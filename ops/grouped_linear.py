@@ -36,13 +36,13 @@ from .quantized.recipe import MXFP4, NVFP4, Recipe
 from .quantized.schemes import Copy
 from .quantized_linear import TokenCopies
 from .quantized_weights import match_state, operands_of
-from .wide_buffers import wide_buffers
+from .wide_buffers import WideBuffers
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 
-class GroupedLinear(WeightGrads):
+class GroupedLinear(WideBuffers, WeightGrads):
     """``y[rows of g] = x[rows of g] @ weight[g].T + bias[g]``; rows are sorted by group.
 
     Rows past ``sum(split_sizes)``, the tail, take no part: in an ``output`` buffer they are left as they are, in an
@@ -86,6 +86,7 @@ class GroupedLinear(WeightGrads):
     values_checked_on_host = frozenset({"split_sizes"})
     replayable = True
     recipe: Recipe | None = None
+    wide_buffers = delayed_scales.BUFFERS  # in which they are computed
     gathers_bytes = False  # whether FSDP2 gathers the weight in e4m3
 
     class Saved(NamedTuple):
@@ -141,11 +142,6 @@ class GroupedLinear(WeightGrads):
         bound = 1 / math.sqrt(self.in_features)
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """``.to()`` and its kin. Scales of steps before stay float32, in which they are computed."""
-        with wide_buffers(self, delayed_scales.BUFFERS):
-            return super()._apply(fn, recurse)
 
     def _matrix_shape(self) -> tuple[int, int]:
         packed = 2 if self.is_quantized and isinstance(self.recipe, MXFP4 | NVFP4) else 1  # values in a byte

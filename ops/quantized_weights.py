@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -37,8 +38,17 @@ class _Kept(NamedTuple):
     copies: WeightOperands
 
 
-_kept: dict[tuple[Any, ...], _Kept] = {}
-_blocks = 0
+class _Block(local):
+    """The copies of the outermost block that this thread is in; None: it is in none.
+
+    The switch ``same_weights`` reaches further: a backward has the switches of its forward, whenever and in whichever
+    thread it runs. What it computes again there is quantised anew, as no block promises anything then.
+    """
+
+    copies: dict[tuple[Any, ...], _Kept] | None = None
+
+
+_block = _Block()
 
 
 @contextmanager
@@ -46,21 +56,21 @@ def same_weights() -> Iterator[None]:
     """In the body, weights stay as they are: each is quantised once, whatever the number of forwards.
 
     For the microbatches of a step. A weight that is changed in the body is not seen to have changed before its end.
-    The promise is of this thread, and of all weights that it uses. Memory: two bytes a parameter, until the end.
+    The promise is of this thread, and of all weights that it uses: other threads have blocks and copies of their own.
+    Blocks of one thread that nest are one block. Memory: two bytes a parameter, until the end.
 
     Raises:
         RuntimeError: a CUDA graph is captured in the body by a call that would read kept copies: its replays would not
             see later weights.
     """
-    global _blocks
-    _blocks += 1
+    around = _block.copies
+    if around is None:
+        _block.copies = {}
     try:
         with changed(same_weights=True):
             yield
     finally:
-        _blocks -= 1
-        if not _blocks:
-            _kept.clear()
+        _block.copies = around
 
 
 def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
@@ -68,15 +78,16 @@ def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
     if isinstance(weight, GatheredWeight):
         return weight.operands(both)
     one = first(weight)
-    if not active_config().same_weights or trace.active() or trace.has_no_data(one):
+    copies = _block.copies if active_config().same_weights else None
+    if copies is None or trace.active() or trace.has_no_data(one):
         return _quantized(recipe, weight, both)
     capture.refuse("copies of weights are kept between calls")
     if one.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("same_weights: a CUDA graph would replay with the weights of now; capture outside of it")
     key = recipe, *_identity(weight)
-    kept = _kept.get(key)
+    kept = copies.get(key)
     if kept is None or (both and kept.copies.backward is None):
-        kept = _kept[key] = _Kept(weight, _quantized(recipe, weight, both))
+        kept = copies[key] = _Kept(weight, _quantized(recipe, weight, both))
     return kept.copies
 
 

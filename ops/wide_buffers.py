@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 
-@contextmanager
-def wide_buffers(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
-    """For the body, which applies a function to all tensors of the module: of these buffers only the device changes."""
-    before = {name: buffer for name in names if (buffer := module._buffers.get(name)) is not None}
-    yield
-    for name, buffer in before.items():
-        after = module.get_buffer(name)
-        if after.dtype != buffer.dtype:
-            setattr(module, name, buffer.to(after.device))
+class WideBuffers(nn.Module):
+    """A module some of whose buffers keep their dtype, whatever casts the module or is loaded into it."""
+
+    wide_buffers: ClassVar[tuple[str, ...]] = ()
+    """Their names; the module need not have them all."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """``.to()`` and its kin: of these buffers only the device changes."""
+        before = self._wide()
+        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, buffer in before.items():
+            after = self.get_buffer(name)
+            if after.dtype != buffer.dtype:
+                setattr(self, name, buffer.to(after.device))
+        return result
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Casts what would replace these buffers, as ``assign=True`` does. A file of fewer bits has lost its others."""
+        for name, buffer in self._wide().items():
+            if isinstance(value := state_dict.get(prefix + name), Tensor):
+                state_dict[prefix + name] = value.to(buffer.dtype)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _wide(self) -> dict[str, Tensor]:
+        return {name: buffer for name in self.wide_buffers if (buffer := self._buffers.get(name)) is not None}

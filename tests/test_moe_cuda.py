@@ -46,3 +46,42 @@ def test_a_step_of_the_layer_waits_for_nothing() -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert bool(y.isfinite().all())
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled_layers_count_each_token_once(mode: str) -> None:
+    layer = MoE(64, 32, experts=8, top_k=2, bias_update_rate=0.1, dtype=torch.bfloat16, device="cuda")
+    compiled, x = torch.compile(layer, mode=mode), torch.randn(33, 64, device="cuda", dtype=torch.bfloat16)
+    counts = layer(x).tokens_per_expert
+    for step in range(1, 6):
+        compiled(x).y.square().mean().backward()
+        assert torch.equal(layer.load, step * counts)
+
+
+def test_a_captured_step_counts_at_each_replay() -> None:
+    layer = MoE(64, 32, experts=8, top_k=2, bias_update_rate=0.1, dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(33, 64, device="cuda", dtype=torch.bfloat16)
+    counts, side, graph = layer(x).tokens_per_expert, torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            layer(x).y.square().mean().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    layer.zero_grad(set_to_none=True)
+    with torch.cuda.graph(graph):
+        layer(x).y.square().mean().backward()
+    layer.load.zero_()
+    for _ in range(4):
+        graph.replay()
+
+    assert torch.equal(layer.load, 4 * counts)
+
+
+def test_the_load_goes_where_the_layer_goes() -> None:
+    layer = MoE(64, 32, experts=8, top_k=2, bias_update_rate=0.1, dtype=torch.bfloat16)
+    layer.load.add_(3)
+    layer.cuda()
+
+    assert layer.load.is_cuda
+    assert layer.load.tolist() == [3] * 8

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fusible
 from fusible.ops.quantized import reference
@@ -240,3 +243,90 @@ def test_compiled_code_reads_a_quantised_weight():
     compiled = torch.compile(op, backend="aot_eager", fullgraph=True)(x, split_sizes=SIZES)
 
     assert torch.equal(compiled, call(op, x))
+
+
+class Elsewhere:
+    """Another thread, which runs one function after the other, and waits for each."""
+
+    def __enter__(self):
+        self._pool = ThreadPoolExecutor(1)
+        return self
+
+    def __exit__(self, *_):
+        self._pool.shutdown()
+
+    def __call__(self, function, *args):
+        return self._pool.submit(function, *args).result(60)
+
+
+def in_a_block(op):
+    with fusible.same_weights():
+        return call(op).detach()
+
+
+def test_a_block_of_another_thread_keeps_no_copies_of_this_one():
+    op, block = linear(bias=False), fusible.same_weights()
+    with Elsewhere() as other:
+        other(block.__enter__)
+        in_a_block(op)
+        with torch.no_grad():
+            op.weight.zero_()
+        after = in_a_block(op)
+        other(block.__exit__, None, None, None)
+
+    assert not after.any()
+
+
+def test_a_block_that_ends_in_another_thread_leaves_this_one_its_copies(count):
+    op = linear(bias=False)
+    with Elsewhere() as other, fusible.same_weights():
+        call(op)
+        other(in_a_block, linear(bias=False))
+        with fusible.same_weights():
+            call(op)
+        other(in_a_block, linear(bias=False))
+        call(op)
+
+    assert len(count) == 3
+
+
+def test_threads_that_share_a_weight_read_it_as_it_was_when_their_own_block_began():
+    op = linear(bias=False)
+    with Elsewhere() as other, fusible.same_weights():
+        before = call(op).detach()
+        with torch.no_grad():
+            op.weight.zero_()
+        assert not other(in_a_block, op).any()
+        assert torch.equal(call(op), before)
+
+
+@pytest.mark.parametrize("where", ["this thread", "another thread"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputation_after_its_block_leaves_nothing_to_the_next(where, reentrant):
+    """Backwards on a GPU run in a thread of autograd's, which has no block; here another thread stands for it."""
+    op, x = linear(bias=False), tokens().requires_grad_()
+    with fusible.same_weights():
+        y = checkpoint(lambda x: call(op, x), x, use_reentrant=reentrant)
+    with Elsewhere() as other:
+        (other if where == "another thread" else lambda f, *args: f(*args))(y.sum().backward)
+        with torch.no_grad():
+            op.weight.zero_()
+        after = in_a_block(op)
+        assert not after.any()
+        assert not other(in_a_block, op).any()
+
+
+def test_a_recomputation_in_a_thread_of_autograd_has_the_gradients_of_the_block():
+    """It runs while the other thread, whose block it is, goes on; the weight stays, so the bits are the same."""
+    results = []
+    for block in (fusible.same_weights, nullcontext):
+        op, x = linear(bias=False), tokens().requires_grad_()
+        with Elsewhere() as other, block():
+            y = checkpoint(lambda x, op=op: call(op, x), x, use_reentrant=False)
+            done = other._pool.submit(y.sum().backward)
+            with torch.no_grad():
+                call(op)
+            done.result(60)
+        results.append((x.grad, op.weight.grad))
+
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

@@ -388,15 +388,65 @@ def test_delayed_scales_stay_outside_of_training_and_when_a_forward_is_computed_
     before = copy.deepcopy(op.state_dict())
     op.eval()(x, split_sizes=sizes)
     fusible.explain(op.train(), x, split_sizes=sizes)
-    assert all(torch.equal(value, before[name]) for name, value in op.state_dict().items())
+    assert_state(op, before)
 
     plain, other = linear(DELAYED), linear(DELAYED)
     for _ in range(3):
         run(plain)
         y = checkpoint(lambda x: other(x, split_sizes=sizes), x, use_reentrant=False)
         y.backward(tensor(T, N, seed=2))
-    for name, value in other.state_dict().items():
-        assert torch.equal(value, plain.state_dict()[name]), name
+    assert_state(other, plain.state_dict())
+
+
+def assert_state(model, expected):
+    assert model.state_dict().keys() == expected.keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_forward_without_gradients_is_no_step(mode, fused):
+    """Such as that of a frozen teacher, or a generation between steps."""
+    model, sizes = experts(DELAYED) if fused else linear(DELAYED), torch.tensor(SIZES)
+    run_experts(model) if fused else run(model)
+    before = copy.deepcopy(model.state_dict())
+    with mode():
+        model(7 * tensor(T, K), split_sizes=sizes)
+    assert_state(model, before)
+
+
+def test_a_frozen_layer_in_training_is_a_step():
+    op = linear(DELAYED).requires_grad_(False)
+    for _ in range(2):
+        op(tensor(T, K), split_sizes=torch.tensor(SIZES))
+
+    assert op.x_encode[0] != 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_reentrant_checkpoint_is_one_step(fused):
+    def train(model, recomputed):
+        for seed in range(3):
+            x, sizes = tensor(T, K, seed=seed).requires_grad_(), torch.tensor(SIZES)
+            call = lambda x, sizes=sizes: model(x, split_sizes=sizes)  # noqa: E731
+            y = checkpoint(call, x, use_reentrant=True) if recomputed else call(x)
+            y.backward(torch.ones_like(y))
+        return x.grad
+
+    plain, other = (experts(DELAYED) if fused else linear(DELAYED) for _ in range(2))
+    assert torch.equal(train(plain, False), train(other, True))
+    assert_state(other, plain.state_dict())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_file_of_16_bits_leaves_delayed_scales_in_float32(assign):
+    op, other = linear(DELAYED), linear(DELAYED)
+    run(op)
+    other.load_state_dict({name: value.bfloat16() for name, value in op.state_dict().items()}, assign=assign)
+    run(other)
+
+    assert {buffer.dtype for buffer in other.buffers()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -422,12 +472,6 @@ def test_delayed_scales_travel_with_the_state_dict():
     assert_equal(run(op), run(other))
 
 
-def assert_same_state(model, other):
-    assert model.state_dict().keys() == other.state_dict().keys()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
-
-
 @pytest.mark.parametrize("gradient", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("frozen", [None, "0.weight", "2.weight"])
 def test_fused_experts_keep_the_scales_of_their_ops(frozen, gradient):
@@ -441,7 +485,7 @@ def test_fused_experts_keep_the_scales_of_their_ops(frozen, gradient):
             for each in (model, other):
                 each[0].weight *= 1.5
         assert_equal(run_experts(model), run_experts(other, {"disable_fusions": UNFUSED}))
-    assert_same_state(model, other)
+    assert_state(model, other.state_dict())
 
 
 def test_a_backward_of_fused_experts_reads_the_scales_of_its_own_forward():
@@ -456,7 +500,7 @@ def test_a_backward_of_fused_experts_reads_the_scales_of_its_own_forward():
 
     model, other = experts(DELAYED, bias=False), experts(DELAYED, bias=False)
     assert_equal(after_two_forwards(model, {}), after_two_forwards(other, {"disable_fusions": UNFUSED}))
-    assert_same_state(model, other)
+    assert_state(model, other.state_dict())
 
 
 def test_routed_experts_keep_the_scales_of_their_ops():
@@ -480,7 +524,7 @@ def test_routed_experts_keep_the_scales_of_their_ops():
     (shown, ours), (_, theirs) = outcome(model, {}), outcome(other, {"disable_fusions": UNFUSED})
     assert shown == ["RoutedMLP"]
     assert_equal(ours, theirs)
-    assert_same_state(model, other)
+    assert_state(model, other.state_dict())
 
 
 def test_a_scale_behind_experts_with_delayed_scales_is_no_part_of_them():
@@ -491,7 +535,7 @@ def test_a_scale_behind_experts_with_delayed_scales_is_no_part_of_them():
     assert names(model, **keywords) == ["GroupedMLP", "Scale"]
     for _ in range(2):
         assert_equal(run_experts(model, **keywords), run_experts(other, {"disable_fusions": UNFUSED}, **keywords))
-    assert_same_state(model, other)
+    assert_state(model, other.state_dict())
     layer = experts(DELAYED, second=[fusible.Scale(), fusible.Combine()], first=[fusible.Dispatch(E)], bias=False)
     routing = {"top_k_index": torch.zeros(9, 2, dtype=torch.long), "top_k_weights": torch.ones(9, 2)}
     shown = str(layer.explain(tensor(9, K).requires_grad_(), **routing))

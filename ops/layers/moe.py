@@ -17,8 +17,9 @@ from ..moe import Combine, Dispatch
 from ..named_activation import activation_op, activation_spec
 from ..scale import Scale
 from .balance import balance_loss, balancing_step, tokens_per_expert
-from .router import Router
+from .router import Router, Routes
 from .shared_expert import SharedExpert
+from .token_count import TokenCount
 
 
 class MoEOutput(NamedTuple):
@@ -72,8 +73,6 @@ class MoE(nn.Module):
     (torch.Size([2, 5, 8]), 20)
     """
 
-    load: Tensor | None
-
     def __init__(
         self,
         hidden: int,
@@ -112,8 +111,13 @@ class MoE(nn.Module):
         self.shared: SharedExpert | None = None
         if shared_ffn is not None:
             self.shared = SharedExpert(hidden, shared_ffn, spec, gated=shared_gate, bias=bias, **factory)
-        load = None if bias_update_rate is None else torch.zeros(experts, dtype=torch.int64, device=device)
-        self.register_buffer("load", load, persistent=False)
+        self.token_count = None if bias_update_rate is None else TokenCount(experts, device)
+
+    @property
+    def load(self) -> Tensor | None:
+        """int64 [E]: what :meth:`update_bias` will look at; None if there is no bias."""
+        bias, count = self.router.selection_bias, self.token_count
+        return None if bias is None or count is None else count.load_on(bias.device)
 
     def reset_parameters(self) -> None:
         """Draws all parameters anew, and sets the buffers to 0: what a layer needs that was built on ``meta``."""
@@ -122,8 +126,8 @@ class MoE(nn.Module):
             linear.reset_parameters()
         if self.shared is not None:
             self.shared.reset_parameters()
-        if self.load is not None:
-            self.load.zero_()
+        if (load := self.load) is not None:
+            load.zero_()
 
     def forward(self, x: Tensor) -> MoEOutput:
         """The output for tokens [..., H]."""
@@ -133,20 +137,25 @@ class MoE(nn.Module):
         tokens = x.reshape(-1, self.hidden)
         routes = self.router(tokens)
         counts = tokens_per_expert(routes.top_k_index, self.router.num_experts)
-        if self.load is not None and self.training:
-            self.load.add_(counts)
         y = self.experts(tokens, top_k_index=routes.top_k_index, top_k_weights=routes.top_k_weights)
         if self.shared is not None:
             y = y + self.shared(tokens)
-        loss = None if self.balance_loss is None else self.balance_loss * balance_loss(routes.probabilities, counts)
-        return MoEOutput(y.view(x.shape), loss, counts)
+        if self.token_count is not None:
+            y = self.token_count(y, counts)
+        return MoEOutput(y.view(x.shape), self._loss(routes), counts)
+
+    def _loss(self, routes: Routes) -> Tensor | None:
+        if self.balance_loss is None:
+            return None
+        return self.balance_loss * balance_loss(routes.probabilities, routes.top_k_index)
 
     @torch.no_grad()
     def update_bias(self, group: Any = None) -> None:
         """Moves the selection bias towards an even load. Call it once per optimiser step.
 
-        It looks at the tokens of all calls in training mode since the last update, which are counted in ``load``, and
-        resets the count. Activation checkpointing counts tokens twice, which changes no sign.
+        It looks at ``load``, and resets it: the tokens that were trained since the last update. Those of a call in
+        training mode are counted when a backward reaches its output: once under activation checkpointing, and not at
+        all under ``no_grad`` or without a backward.
 
         Args:
             group: the ranks whose tokens count, as ``torch.distributed`` takes it. None: this process alone.

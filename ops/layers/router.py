@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..checks import check_numbers, check_sizes
-from ..wide_buffers import wide_buffers
+from ..wide_buffers import WideBuffers
 
 SCORES = ("softmax", "sigmoid")
 _TINY = 1e-20  # keeps a sum of sigmoids away from zero, as DeepSeek-V3 does
@@ -21,7 +20,7 @@ class Routes(NamedTuple):
     """Where tokens go.
 
     Attributes:
-        top_k_index: int64 [T, k], the experts of each token.
+        top_k_index: int64 [T, k], the experts of each token, the best one first.
         top_k_weights: [T, k], float32 at least, differentiable.
         probabilities: [T, E], the scores of each token, which add up to 1; differentiable.
     """
@@ -31,8 +30,11 @@ class Routes(NamedTuple):
     probabilities: Tensor
 
 
-class Router(nn.Module):
+class Router(WideBuffers):
     """Sends every token to the ``top_k`` experts with the highest scores. It computes in float32, also under autocast.
+
+    Among equal scores the expert with the lower number is chosen. Where neither a bias nor groups decide, logits are
+    compared in place of scores, which may be equal though the logits are not: sigmoids of 30 and 31 are both 1.
 
     Args:
         features: H, the width of a token.
@@ -53,6 +55,7 @@ class Router(nn.Module):
     """
 
     selection_bias: Tensor | None
+    wide_buffers = ("selection_bias",)  # in fewer bits its small steps would be lost
 
     def __init__(
         self,
@@ -93,16 +96,11 @@ class Router(nn.Module):
         if self.selection_bias is not None:
             nn.init.zeros_(self.selection_bias)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """``.to()`` and its kin. The selection bias stays float32: in fewer bits its small steps would be lost."""
-        with wide_buffers(self, ("selection_bias",)):
-            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-
     def forward(self, x: Tensor) -> Routes:
         """The routes of tokens [T, H]."""
         logits = self._logits(x)
         scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
-        index = self._choose(scores.detach())
+        index = self._choose(logits.detach(), scores.detach())
         weights = scores.gather(-1, index)
         if self.normalize:
             weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
@@ -119,25 +117,30 @@ class Router(nn.Module):
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x.to(dtype), self.weight.to(dtype))
 
-    def _choose(self, scores: Tensor) -> Tensor:
+    def _choose(self, logits: Tensor, scores: Tensor) -> Tensor:
         """int64 [T, k]: the best experts, the bias counted in."""
         if self.selection_bias is not None:
             scores = scores + self.selection_bias
-        if self.groups > 1:
-            scores = self._within_groups(scores)
-        return scores.topk(self.top_k, dim=-1).indices
+        elif self.groups == 1:
+            return _best(logits, self.top_k)
+        return _best(self._within_groups(scores) if self.groups > 1 else scores, self.top_k)
 
     def _within_groups(self, scores: Tensor) -> Tensor:
         """The scores; -inf for experts outside of the best groups of their token."""
         by_group = scores.view(-1, self.groups, self.num_experts // self.groups)
         of_groups = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
-        best = of_groups.topk(self.top_groups, dim=-1).indices
+        best = _best(of_groups, self.top_groups)
         outside = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, best, False)
         return by_group.masked_fill(outside.unsqueeze(-1), -math.inf).view(scores.shape)
 
     def extra_repr(self) -> str:
         groups = f", {self.top_groups} of {self.groups} groups" if self.groups > 1 else ""
         return f"{self.weight.shape[1]}, {self.top_k} of {self.num_experts}, {self.scores}{groups}"
+
+
+def _best(keys: Tensor, count: int) -> Tensor:
+    """int64 [T, count]: where the highest keys of each row stand, equal ones in order; ``topk`` promises no order."""
+    return keys.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
 def _check_choice(num_experts: int, top_k: int, scores: str, groups: int, top_groups: int) -> None:

@@ -1,0 +1,73 @@
+"""How many tokens each expert has had since the last update of the selection bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...fuser.config import constant
+
+
+class _AddWhenTrained(torch.autograd.Function):
+    """``y`` as it is. When its gradient passes, ``counts`` are added to ``load``."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, counts: Tensor, load: Tensor) -> Tensor:
+        ctx.counts, ctx.load = counts, load  # saved tensors of a checkpoint would be computed again
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
+        ctx.load.add_(ctx.counts)
+        return dy, None, None
+
+
+def _added_when_trained(y: Tensor, counts: Tensor, load: Tensor) -> Tensor:
+    counted: Tensor = _AddWhenTrained.apply(y, counts, load)  # type: ignore[no-untyped-call]
+    return counted
+
+
+@constant
+def _register_with_dynamo() -> None:
+    """Makes a call a node of the graph, at the first that is traced. Dynamo itself warns of each autograd function."""
+    torch.compiler.allow_in_graph(_added_when_trained)  # type: ignore[no-untyped-call]
+
+
+class TokenCount(nn.Module):
+    """Counts the tokens of a layer that train: those of a call are added up when the gradient of its output passes.
+
+    A checkpoint may run a forward several times, but a gradient passes once for each token. None passes in evaluation,
+    under ``no_grad``, or through a frozen layer without a gradient of its input.
+
+    Attributes:
+        load: int64 [E]. It is no buffer: DDP broadcasts buffers, FSDP casts them, and averaged models average them.
+    """
+
+    load: Tensor
+
+    def __init__(self, num_experts: int, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.load = torch.zeros(num_experts, dtype=torch.int64, device=device)
+
+    def forward(self, y: Tensor, counts: Tensor) -> Tensor:
+        """The output ``y`` of a layer, to be used in its place; ``counts`` int64 [E] are those of the call."""
+        if not (self.training and y.requires_grad):
+            return y
+        if torch.compiler.is_dynamo_compiling():
+            _register_with_dynamo()
+        return _added_when_trained(y, counts, self.load_on(counts.device))
+
+    def load_on(self, device: torch.device) -> Tensor:
+        """The load, which stays on this device; zeros if it has had no data, as it is in no state dict."""
+        if self.load.device != device:
+            without_data = "meta" in (self.load.device.type, device.type)
+            self.load = torch.zeros_like(self.load, device=device) if without_data else self.load.to(device)
+        return self.load
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """``.to()`` and its kin change the device alone."""
+        self.load_on(fn(torch.empty(0, device=self.load.device)).device)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
