@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ..ops.activation_spec import Interleaved, gated
-from ..ops.parameters.stored import SUFFIX, note, noted
+from ..ops.parameters.stored import SUFFIX, note
 from ..ops.quantized.copies import SCALES
-from . import layouts
+from . import layouts, row_order
 from .layouts import Layer
 
 StateDict = Mapping[str, Any]
@@ -46,7 +46,12 @@ def from_hugging_face(
 def to_hugging_face(
     state: StateDict, names: LinearNames, *, gated: bool = True, transposed: bool = False, interleaved: bool = False
 ) -> dict[str, Any]:
-    """The inverse of :func:`from_hugging_face`; ``gated`` says how the first matrix is called."""
+    """The inverse of :func:`from_hugging_face`; ``gated`` says how the first matrix is called.
+
+    Raises:
+        ValueError: tensors do not fit; or rows may be gate and up, and the state dict does not say in which order, as a
+            dictionary of ``named_parameters()``: :func:`with_layout` says it.
+    """
     return _convert_back(state, names, lambda layer: layouts.to_hugging_face(layer, gated, transposed, interleaved))
 
 
@@ -135,11 +140,11 @@ def with_layout(state: StateDict, name: str, layout: str | Interleaved) -> dict[
         name: of the linear, in every layer that has one, or in full.
         layout: as of a GLU: ``"concat"``, gate before up, or ``interleaved(n)``.
     """
-    pattern = rf"(?P<linear>(.*\.)?{re.escape(name)}\.)(weight0?|basic_ops\.\d+\.weight)$"
+    pattern = rf"(?P<linear>(.*\.)?{re.escape(name)}\.)(basic_ops\.\d+\.)?[^.]+$"
     block = gated("silu", None, 1.0, 0.0, layout).block or 0
     linears = {match["linear"] for key in state if (match := re.match(pattern, key))}
     if not linears:
-        raise ValueError(f"with_layout: the state dict has no weight of {name!r}")
+        raise ValueError(f"with_layout: the state dict has no parameter of {name!r}")
     return {**state, **{f"{linear}{SUFFIX}": note(block) for linear in linears}}
 
 
@@ -168,12 +173,18 @@ def _convert_back(
 ) -> dict[str, Any]:
     rest = dict(state)
     for prefix, (up, down) in _pairs(state, names, numbered=False):
-        block = noted(rest.pop(f"{prefix}{names[0]}.{SUFFIX}", None))
         for name, part in zip(names, (up, down), strict=True):
             for key in part:
                 del rest[f"{prefix}{name}.{key}"]
+        first, block = f"{prefix}{names[0]}", row_order.told(state, f"{prefix}{names[0]}")
         layer = layouts.concat(Layer(up["weight"], down["weight"], up.get("bias"), down.get("bias")), block)
         rest |= {f"{prefix}{name}": tensor for name, tensor in convert(layer).items()}
+        if block is None and layer.up.shape[1] == 2 * layer.down.shape[2]:
+            why = row_order.untold(f"{first}.weight", "in blocks")
+            raise ValueError(f"{why}: say it with {row_order.fix(f'{first}.')}")
+        if block and isinstance(factor := rest.get(f"{first}.lora_b"), Tensor):
+            rest[f"{first}.lora_b"] = layouts.deinterleave(factor, block, -2)
+        rest.pop(f"{first}.{SUFFIX}", None)
     return rest
 
 
