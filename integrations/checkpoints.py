@@ -27,6 +27,7 @@ LinearNames = tuple[str, str]
 T = TypeVar("T")
 
 _HUGGING_FACE = r"(?P<layer>(.*\.)?)(?P<name>(gate_up|up|down)_proj(_bias)?)$"
+_ONE_BY_ONE = r"(.*\.)?experts\.\d+\.((gate|up|down)_proj|w[123])\.weight$"
 _MXFP4 = r"(?P<layer>(.*\.)?)(?P<name>(gate_up|down)_proj_(blocks|scales|bias))$"
 _TORCHTITAN = r"(?P<layer>(.*\.)?)(?P<name>(w1|w2|w3|w13)(_[A-Z0-9]+)?)$"
 
@@ -39,7 +40,16 @@ def from_hugging_face(
     Args:
         transposed: matrices are [E, in, out], as in gpt-oss.
         interleaved: gate and up columns alternate, as in gpt-oss.
+
+    Raises:
+        ValueError: tensors are missing or do not fit; or there is one tensor an expert, as in published files.
     """
+    one = next((key for key in state if re.match(_ONE_BY_ONE, key)), None)
+    if one is not None:
+        raise ValueError(
+            f"{one} is of one expert, and those of a layer are expected in one tensor, such as gate_up_proj; "
+            "transformers stacks them when it loads: give the state_dict() of its model"
+        )
     return _convert(state, _HUGGING_FACE, names, lambda part: layouts.from_hugging_face(part, transposed, interleaved))
 
 

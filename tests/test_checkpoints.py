@@ -153,6 +153,14 @@ def test_missing_part_is_named() -> None:
         checkpoints.from_hugging_face({"a.gate_up_proj": torch.zeros(E, 8, 6)}, NAMES)
 
 
+@pytest.mark.parametrize("name", ["mlp.experts.0.gate_proj", "block_sparse_moe.experts.12.w2"])
+def test_files_of_one_tensor_an_expert_are_refused(name: str) -> None:
+    state = {"lm_head.weight": torch.zeros(2, 2), f"model.layers.1.{name}.weight": torch.zeros(F, K)}
+
+    with pytest.raises(ValueError, match=rf"^model\.layers\.1\.{name}\.weight is of one expert.* stacks them when it"):
+        checkpoints.from_hugging_face(state, NAMES)
+
+
 def test_dense_layers_are_left_alone() -> None:
     state = {"mlp.w1": torch.zeros(4, 4), "mlp.down_proj": torch.zeros(4, 4), "0.weight": torch.zeros(4, 4)}
 
@@ -593,7 +601,10 @@ def test_conversions_of_rows_with_adapters(to: str) -> None:
     for model in (interleaved_, plain):
         for op in (model[0], model[2]) if to == "torchtitan" else ():
             del op.per_group["bias"], op.bias
-    plain.load_state_dict(interleaved_.state_dict())
+    plain.load_state_dict(checkpoints.with_layout(interleaved_.state_dict(), "0", "concat"))
+    for name, dim in (("weight", -2), ("bias", -1), ("lora_b", -2)):
+        if (rows := plain[0]._parameters.get(name)) is not None:
+            rows.data = layouts.deinterleave(rows.data, 2, dim)
     convert = getattr(checkpoints, f"to_{to}")
 
     assert_same_states(convert(interleaved_.state_dict(), ("0", "2")), convert(plain.state_dict(), ("0", "2")))
