@@ -30,7 +30,6 @@ from .quantized.recipe import Float8Block, Recipe
 from .quantized.schemes import Copy, scheme_of
 from .quantized_linear import is_power_of_two, weight_operands
 
-
 _INSIDE = (__name__.partition(".")[0], "torch")
 
 
