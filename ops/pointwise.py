@@ -147,6 +147,16 @@ class Pointwise(Op):
         self._constants = tuple([float(constants[name]) for name in self._constant_names])
 
     @property
+    def gate_block(self) -> int | None:
+        """As of :class:`Activated`."""
+        return None if self.halves is None else _block(self.halves) or 0
+
+    @property
+    def column_dims(self) -> dict[str, int | None]:
+        """The dimension of a parameter, from the end, that has the columns of the output."""
+        return dict.fromkeys(self._column_inputs, -1)
+
+    @property
     def link(self) -> Link | None:
         """The op as a link of a chain; None for a function that kernels do not know."""
         if self.program is None:

@@ -60,6 +60,8 @@ class MoE(nn.Module):
             there is no such bias.
         shared_ffn: F of the shared experts together, which every token passes. None: there are none.
         shared_gate: the shared experts are multiplied by ``sigmoid(gate @ x)``.
+        single_grouped_weight: each linear of the experts has one parameter ``weight`` [E, out, in]; else ``weight0``,
+            ``weight1``, … [out, in], and so of its biases, for optimisers of matrices.
 
     Raises:
         ArgumentError: sizes that are not positive ints; factors that are no numbers; in a call, tokens that are not
@@ -92,6 +94,7 @@ class MoE(nn.Module):
         bias_update_rate: float | None = None,
         shared_ffn: int | None = None,
         shared_gate: bool = False,
+        single_grouped_weight: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -107,7 +110,8 @@ class MoE(nn.Module):
         choice |= {"groups": groups, "top_groups": top_groups, "selection_bias": bias_update_rate is not None}
         spec = activation_spec(activation, layout)
         self.router = Router(hidden, experts, top_k, **choice, **factory)
-        self.experts = _experts(hidden, ffn, experts, spec, bias, factory)
+        single = {"single_grouped_weight": single_grouped_weight, "single_grouped_bias": single_grouped_weight}
+        self.experts = _experts(hidden, ffn, experts, spec, {"bias": bias, **single, **factory})
         self.shared: SharedExpert | None = None
         if shared_ffn is not None:
             self.shared = SharedExpert(hidden, shared_ffn, spec, gated=shared_gate, bias=bias, **factory)
@@ -180,16 +184,15 @@ def _without_none(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _experts(
-    hidden: int, ffn: int, experts: int, spec: ActivationSpec, bias: bool, factory: dict[str, Any]
-) -> Sequential:
+def _experts(hidden: int, ffn: int, experts: int, spec: ActivationSpec, how: dict[str, Any]) -> Sequential:
+    """Of linears that are built so."""
     columns = 2 * ffn if spec.gated else ffn
     return Sequential(
         OrderedDict(
             dispatch=Dispatch(experts),
-            up=GroupedLinear(experts, hidden, columns, bias=bias, **factory),
+            up=GroupedLinear(experts, hidden, columns, **how),
             activation=activation_op(spec),
-            down=GroupedLinear(experts, ffn, hidden, bias=bias, **factory),
+            down=GroupedLinear(experts, ffn, hidden, **how),
             scale=Scale(),
             combine=Combine(),
         )

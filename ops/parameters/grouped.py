@@ -59,6 +59,11 @@ class ExpertParameters(Op):
             if not any(tensor is param for tensor in group.tensors[int(number) :][:1]):
                 del self._groups[key]
 
+    @property
+    def column_dims(self) -> dict[str, int | None]:
+        """The dimension of a parameter, from the end, that has the columns of the output; None: none has them."""
+        return {"weight": -1 if self.transposed_weight else -2, "bias": -1, "lora_a": None, "lora_b": -2}
+
     def parameter_names(self, name: str) -> list[str]:
         """The registered names of an expert parameter, in group order."""
         return list(_names(name, self.num_groups)) if self.per_group[name] else [name]
