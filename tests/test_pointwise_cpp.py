@@ -25,7 +25,8 @@ WEIGHTED = {
     "lerp by a row": (lambda x, u, r: torch.lerp(x, u, torch.sigmoid(r)), 2),
 }
 UNUSUAL = {f"uncommon: {name}": function for name, function in UNCOMMON.items()}
-ALL = {**FUNCTIONS, **WEIGHTED, **PUBLISHED, **UNUSUAL, **{f"seed {seed}": random_function(seed) for seed in range(200)}}
+RANDOM = {f"seed {seed}": random_function(seed) for seed in range(200)}
+ALL = {**FUNCTIONS, **WEIGHTED, **PUBLISHED, **UNUSUAL, **RANDOM}
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 

@@ -123,7 +123,7 @@ def check_without_gradients(device: str, name: str) -> None:
 
 
 def check_weights_of_any_type(device: str, name: str, dtype: torch.dtype) -> None:
-    """Routing weights of ``dtype``: right, with gradients of their dtype, fused or not, replayed or not, in one call."""
+    """Right with weights of ``dtype``, and with gradients of theirs: fused or not, replayed or not, in one call."""
     layer = Layer(device, name, dtype)
     fused, truth = layer.results(), layer.problem.truth()
     with config(disable_fusions=UNFUSED):

@@ -115,7 +115,7 @@ def fitting(sizes: Any, rows: int) -> jax.Array:
 
 
 def group_ends(sizes: Any, rows: int) -> jax.Array:
-    """Where each group [G] ends among the rows, as in the kernels: sizes below 0 count as 0, those beyond are cut off."""
+    """Where each group [G] ends among the rows, as in the kernels: a size below 0 is 0, what is beyond is cut off."""
     fitting = jnp.clip(sizes, 0, rows)
     ends: jax.Array = jax.lax.associative_scan(lambda a, b: jnp.minimum(a, rows - b) + b, fitting)  # cannot overflow
     return ends
