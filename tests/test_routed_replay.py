@@ -148,6 +148,15 @@ def test_a_number_of_tokens_that_is_new_is_replayed(runs: Runs, monkeypatch: pyt
     assert count == (0, 2)
 
 
+def test_more_tokens_than_one_block_sorts_after_few(runs: Runs) -> None:
+    """A replay that was captured where the sorting needs no workspace gives it one where it does."""
+    layer = Layer()
+    for tokens in (T, T + 3, T + 5, 2100, T, 2100):
+        layer.give(tokens)
+        expected = layer.forward(deepcopy(layer.model)).detach()
+        assert same([layer.forward().detach()], [expected])
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_call_without_gradients_is_one_launch_and_replayed(runs: Runs, bias: bool) -> None:
     layer = Layer(bias=bias)

@@ -91,6 +91,14 @@ struct CapturedLaunch {
   virtual void run() = 0;
 };
 
+// What a caller allocates for a workspace. Never nothing: an empty tensor has no address, by which a replay for more rows
+// would know where to give the launch the memory that it then needs.
+template <class Workspace>
+int64_t bytes_to_allocate(const Workspace& workspace) {
+  constexpr int64_t kLeast = 16;
+  return std::max(kLeast, static_cast<int64_t>(workspace.bytes()));
+}
+
 struct CapturedWorkspace {
   CapturedFields fields;
   virtual ~CapturedWorkspace() = default;
@@ -261,7 +269,7 @@ void Capture::asked(const Workspace& workspace) {
   struct Captured final : CapturedWorkspace {
     Workspace workspace;
     explicit Captured(const Workspace& value) : workspace(value) {}
-    int64_t bytes() override { return workspace.bytes(); }
+    int64_t bytes() override { return bytes_to_allocate(workspace); }
   };
   const auto captured = std::make_shared<Captured>(workspace);
   captured->fields.name = Workspace::kName;
