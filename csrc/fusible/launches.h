@@ -91,8 +91,8 @@ struct CapturedLaunch {
   virtual void run() = 0;
 };
 
-// What a caller allocates for a workspace. Never nothing: an empty tensor has no address, by which a replay for more rows
-// would know where to give the launch the memory that it then needs.
+// What a caller allocates for a workspace. Never nothing: an empty tensor has no address, by which a replay for more
+// rows would know where to give the launch the memory that it then needs.
 template <class Workspace>
 int64_t bytes_to_allocate(const Workspace& workspace) {
   constexpr int64_t kLeast = 16;
