@@ -184,15 +184,15 @@ def _without_none(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _experts(hidden: int, ffn: int, experts: int, spec: ActivationSpec, how: dict[str, Any]) -> Sequential:
-    """Of linears that are built so."""
+def _experts(hidden: int, ffn: int, experts: int, spec: ActivationSpec, options: dict[str, Any]) -> Sequential:
+    """Those of a layer; the options are of its linears."""
     columns = 2 * ffn if spec.gated else ffn
     return Sequential(
         OrderedDict(
             dispatch=Dispatch(experts),
-            up=GroupedLinear(experts, hidden, columns, **how),
+            up=GroupedLinear(experts, hidden, columns, **options),
             activation=activation_op(spec),
-            down=GroupedLinear(experts, ffn, hidden, **how),
+            down=GroupedLinear(experts, ffn, hidden, **options),
             scale=Scale(),
             combine=Combine(),
         )
