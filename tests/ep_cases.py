@@ -715,6 +715,24 @@ def a_checkpoint_of_other_sizes_is_an_error_on_all_ranks(world: World) -> None:
     dist.barrier()
 
 
+@case
+def a_checkpoint_of_half_an_exchange_is_an_error(world: World) -> None:
+    """Of the dispatch alone, the recomputation opens an exchange that nothing ends; of the combine, it finds none."""
+    group = world.group()
+    mine = at_home(world, group)
+    x, ids = mine.x.requires_grad_(), {"top_k_index": mine.ids, "top_k_weights": mine.weights}
+    dispatch, combine = ep.EPDispatch(group), ep.EPCombine(group)
+    rows, _, _, slots = checkpoint(dispatch, x, **ids, use_reentrant=False)
+    combine(rows, row_of_slot=slots).sum().backward()
+    with raises(RuntimeError, "has had no EPCombine yet"):
+        dispatch(x, **ids)
+    group.reset()
+    rows, _, _, slots = dispatch(x, **ids)
+    y = checkpoint(combine, rows, row_of_slot=slots, use_reentrant=False)
+    with raises(RuntimeError, "no EPDispatch is open"):
+        y.sum().backward()
+
+
 def at_home(world: World, group: ep.Group) -> Batch:
     """The tokens of this rank, 13 as on all others, whose experts are all its own."""
     mine: Batch = batch_for(group, (13,) * world.size).of(world.rank)
