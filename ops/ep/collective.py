@@ -272,9 +272,7 @@ class CollectiveTransport:
         moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         trace.record(trace.KernelCall(f"all_to_all_single ({kind})", "", 0, moved))
 
-    def _exchanged(
-        self, rows: Tensor, to_rank: Tensor, from_rank: Tensor, named: str
-    ) -> Callable[[], Tensor]:
+    def _exchanged(self, rows: Tensor, to_rank: Tensor, from_rank: Tensor, named: str) -> Callable[[], Tensor]:
         """What arrives, once it is there."""
         arrived = rows.new_empty(_total(from_rank), *rows.shape[1:])
         wait = self._exchange(arrived, rows, to_rank, from_rank, named)
@@ -353,9 +351,7 @@ def _arrivals(counts: Tensor, capacity: int | None, device: torch.device) -> Arr
     return Arrivals(counts.sum(1), order, counts.sum(0).to(device, torch.int32))
 
 
-def _by_token(
-    slots: Tensor, sources: Tensor, order: Tensor, settings: Settings, ranks: int
-) -> tuple[Routing, Tensor]:
+def _by_token(slots: Tensor, sources: Tensor, order: Tensor, settings: Settings, ranks: int) -> tuple[Routing, Tensor]:
     """Which rows are of one token of one rank, in the order of its slots; and how many tokens each rank has here.
 
     With a fixed capacity there are as many lines as that leaves room for; those past the tokens add nothing.
