@@ -137,9 +137,9 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
     """Arguments that an operation writes, and the tensors of lists that it does."""
     if not func._schema.is_mutable:
         return
-    for place, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from value if isinstance(value, list | tuple) else (value,)
 
 

@@ -32,10 +32,10 @@ def balanced_order(loads: Tensor | Sequence[float], ranks: int) -> Tensor:
     if type(ranks) is not int or ranks < 1 or len(of_experts) % ranks:
         raise ValueError(f"balanced_order: ranks must divide the {len(of_experts)} experts, got {ranks!r}")
     owned: list[list[int]] = [[] for _ in range(ranks)]
-    with_room = [(0.0, rank) for rank in range(ranks)]
+    heap = [(0.0, rank) for rank in range(ranks)]
     for expert in of_experts.argsort(descending=True, stable=True).tolist():
-        load, rank = heappop(with_room)
+        load, rank = heappop(heap)
         owned[rank].append(expert)
         if len(owned[rank]) < len(of_experts) // ranks:
-            heappush(with_room, (load + float(of_experts[expert]), rank))
+            heappush(heap, (load + float(of_experts[expert]), rank))
     return torch.tensor([expert for experts in owned for expert in sorted(experts)], dtype=torch.int64, device="cpu")
