@@ -694,14 +694,18 @@ def a_checkpoint_gives_gradients_of_the_routing_that_it_computes_again(world: Wo
     for capacity, combine in (("exact", "exact"), (2.0, "exact"), ("worst", "reduced")):
         if combine == "reduced" and world.transport == "symmetric":
             continue
-        group = world.group(capacity=capacity, combine=combine)
-        home = at_home(world, group)
-        others = home._replace(ids=batch_for(group, (13,) * world.size, 1).of(world.rank).ids)
-        routings = [moved_on(home, group)] + ([others] if group.local_capacity else [])
-        for again, disabled in itertools.product(routings, ((), ("EPGroupedMLP", "GroupedMLP"))):
-            with config(disable_fusions=frozenset(disabled)):
-                came, expected = checkpointed(part(group), home, again), trained(part(group), again)
-            same(came, expected._replace(y=came.y))
+        check_checkpoints(world, world.group(capacity=capacity, combine=combine))
+
+
+def check_checkpoints(world: World, group: ep.Group) -> None:
+    """A recomputation that routes otherwise has the gradients of that routing, fused and op by op."""
+    home = at_home(world, group)
+    others = home._replace(ids=batch_for(group, (13,) * world.size, 1).of(world.rank).ids)
+    routings = [moved_on(home, group)] + ([others] if group.local_capacity else [])
+    for again, disabled in itertools.product(routings, ((), ("EPGroupedMLP", "GroupedMLP"))):
+        with config(disable_fusions=frozenset(disabled)):
+            came, expected = checkpointed(part(group), home, again), trained(part(group), again)
+        same(came, expected._replace(y=came.y))
 
 
 @case

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from ep_carried import Carried
-from ep_cases import batch_for, counts_of, largest, raises
+from ep_cases import batch_for, check_checkpoints, counts_of, largest, raises
 from ep_training import HIDDEN, assert_same_curve
 from ep_world import Batch, World, check_step, part, same, trained, unchecked, whole
 from torch import Tensor
@@ -83,6 +83,15 @@ def steps_give_the_bits_of_one_gpu(world: World) -> None:
                 check_step(group, batch_for(group, counts_of(world), 3))
             group.check(synchronize=True)
             group.close()
+
+
+@case
+def checkpoints_give_gradients_of_the_routing_that_they_compute_again(world: World) -> None:
+    for capacity in HERE.capacities:
+        group = world.group(**BF16, capacity=capacity)
+        check_checkpoints(world, group)
+        group.check(synchronize=True)
+        group.close()
 
 
 @case
