@@ -120,7 +120,7 @@ class CallCache:
         """The plan for this signature, compiled at the first call that has it."""
         config, key, version = active_config(), call.key(), 0
         for op in self.layout.ops:
-            view = op if not op._modules else foreseen(op)
+            view = foreseen(op) if op._modules or op._forward_pre_hooks else op
             key += (view.decision_key(), is_hooked(op))
             version += op.decision_version
         if version != self.decision_version:  # conditions may have read what has been assigned since
