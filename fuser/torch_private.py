@@ -14,11 +14,13 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+T = TypeVar("T")
 
 try:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -360,6 +362,18 @@ def mark_constants_again() -> None:
     """Marks them in the public way, once the compiler is imported."""
     for function in _constants:
         torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+
+
+def serialized_as(name: str) -> Callable[[type[T]], type[T]]:
+    """Lets ``torch.export.save`` write programs that return a named tuple of the class. Else: it refuses them."""
+
+    def register(cls: type[T]) -> type[T]:
+        function = private_of_module("torch.utils._pytree", "_register_namedtuple")
+        if function is not None:
+            function(cls, serialized_type_name=name)
+        return cls
+
+    return register
 
 
 def core_decompositions() -> dict[Any, Any]:

@@ -36,6 +36,7 @@ SLOW = {
     "test_computed_parameters": "compiles with torch.compile",
     "test_configuration": "compiles csrc with g++",
     "test_demo": "trains",
+    "test_dynamic_sizes": "compiles with torch.compile",
     "test_docs": "runs the examples of the docs",
     "test_emulation": "compiles csrc with g++, runs the kernels on the CPU",
     "test_ep": "starts processes",

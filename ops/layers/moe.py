@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...fuser import ArgumentError, Sequential
+from ...fuser.torch_private import serialized_as
 from ..activation_spec import ActivationSpec, Interleaved
 from ..checks import check_numbers, check_sizes
 from ..glu import Activated
@@ -21,6 +22,7 @@ from .router import Router
 from .shared_expert import SharedExpert
 
 
+@serialized_as("fusible.MoEOutput")
 class MoEOutput(NamedTuple):
     """What :class:`MoE` returns.
 
