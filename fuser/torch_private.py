@@ -376,6 +376,17 @@ def serialized_as(name: str) -> Callable[[type[T]], type[T]]:
     return register
 
 
+def symbolic_graph(function: Callable[..., Any], examples: Sequence[Tensor]) -> Any:
+    """The operations of a function as an FX graph module, for tensors of any sizes: equal ones stay equal.
+
+    Raises what torch raises where it cannot follow the function. Else: RuntimeError.
+    """
+    make_fx = private_of_module("torch.fx.experimental.proxy_tensor", "make_fx")
+    if make_fx is None:
+        raise RuntimeError(f"torch {torch.__version__} does not have torch.fx.experimental.proxy_tensor.make_fx")
+    return make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
+
+
 def core_decompositions() -> dict[Any, Any]:
     """Torch's decompositions into core operations. Else: none, and kernels know fewer functions."""
     table = private_of_module("torch._decomp", "core_aten_decompositions")

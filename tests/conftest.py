@@ -45,6 +45,7 @@ SLOW = {
     "test_fsdp": "starts processes, compiles csrc with g++",
     "test_fsdp_bytes": "starts processes, compiles csrc with g++",
     "test_function_fusions": "every fusion with functions of users",
+    "test_functions_on_pytorch": "compiles with torch.compile",
     "test_functions_under_recipes": "every recipe with functions of users",
     "test_independent": "compiles csrc with g++, runs the kernels on the CPU",
     "test_installation": "starts processes",
