@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...fuser import ArgumentError, Sequential
+from ...fuser.torch_private import serialized_as
 from ..activation_spec import ActivationSpec, Interleaved
 from ..checks import check_numbers, check_sizes
 from ..glu import Activated
@@ -22,6 +23,7 @@ from .shared_expert import SharedExpert
 from .token_count import TokenCount
 
 
+@serialized_as("fusible.MoEOutput")
 class MoEOutput(NamedTuple):
     """What :class:`MoE` returns.
 
