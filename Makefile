@@ -62,9 +62,10 @@ $(VENV)/docs: $(VENV)/tools
 	$(call install_listed,p["project"]["optional-dependencies"]["docs"])
 	@touch $@
 
-# with what the package needs. Torch is a large download, whose progress pip shows.
+# with what the package needs, and numpy, of which torch warns on the screen where it is missing. Torch is a large download, whose progress pip shows.
 $(VENV)/torch: $(VENV)/tools
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(PIP) install '$(TORCH)'
+	$(BIN)/python -c 'import numpy' 2>/dev/null || $(PIP) install -q numpy
 	$(call install_listed,p["project"]["dependencies"])
 	@touch $@
 

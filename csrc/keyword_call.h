@@ -159,7 +159,7 @@ PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t positional, PyObje
     launch.fields(reader);
     if constexpr (requires { launch.bytes(); }) {
       if (Capture* capture = Capture::active()) capture->asked(launch);
-      return PyLong_FromLongLong(launch.bytes());
+      return PyLong_FromLongLong(allocated_bytes(launch));
     } else {
       launch_now(launch);
       Py_RETURN_NONE;

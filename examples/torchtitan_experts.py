@@ -46,7 +46,8 @@ def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
     """Our two parameters as torchtitan's three."""
     inner = f"{prefix}experts."
     mine = {key.removeprefix(inner): state.pop(key) for key in list(state) if key.startswith(inner)}
-    state.update({f"{prefix}{name}": tensor for name, tensor in checkpoints.to_torchtitan(mine, NAMES).items()})
+    theirs = checkpoints.to_torchtitan(checkpoints.with_layout(mine, NAMES[0], "concat"), NAMES)
+    state.update({f"{prefix}{name}": tensor for name, tensor in theirs.items()})
 
 
 def _load(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:

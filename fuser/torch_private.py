@@ -14,11 +14,13 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+T = TypeVar("T")
 
 try:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -374,6 +376,29 @@ def mark_constants_again() -> None:
     """Marks them in the public way, once the compiler is imported."""
     for function in _constants:
         torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+
+
+def serialized_as(name: str) -> Callable[[type[T]], type[T]]:
+    """Lets ``torch.export.save`` write programs that return a named tuple of the class. Else: it refuses them."""
+
+    def register(cls: type[T]) -> type[T]:
+        function = private_of_module("torch.utils._pytree", "_register_namedtuple")
+        if function is not None:
+            function(cls, serialized_type_name=name)
+        return cls
+
+    return register
+
+
+def symbolic_graph(function: Callable[..., Any], examples: Sequence[Tensor]) -> Any:
+    """The operations of a function as an FX graph module, for tensors of any sizes: equal ones stay equal.
+
+    Raises what torch raises where it cannot follow the function. Else: RuntimeError.
+    """
+    make_fx = private_of_module("torch.fx.experimental.proxy_tensor", "make_fx")
+    if make_fx is None:
+        raise RuntimeError(f"torch {torch.__version__} does not have torch.fx.experimental.proxy_tensor.make_fx")
+    return make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
 
 
 def core_decompositions() -> dict[Any, Any]:

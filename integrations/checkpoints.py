@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ..ops.activation_spec import Interleaved, gated
-from ..ops.parameters.stored import SUFFIX, note, noted
+from ..ops.parameters.stored import SUFFIX, note
 from ..ops.quantized.copies import SCALES
-from . import layouts
+from . import layouts, row_order
 from .layouts import Layer
 
 StateDict = Mapping[str, Any]
@@ -27,6 +27,7 @@ LinearNames = tuple[str, str]
 T = TypeVar("T")
 
 _HUGGING_FACE = r"(?P<layer>(.*\.)?)(?P<name>(gate_up|up|down)_proj(_bias)?)$"
+_ONE_BY_ONE = r"(.*\.)?experts\.\d+\.((gate|up|down)_proj|w[123])\.weight$"
 _MXFP4 = r"(?P<layer>(.*\.)?)(?P<name>(gate_up|down)_proj_(blocks|scales|bias))$"
 _TORCHTITAN = r"(?P<layer>(.*\.)?)(?P<name>(w1|w2|w3|w13)(_[A-Z0-9]+)?)$"
 
@@ -39,14 +40,28 @@ def from_hugging_face(
     Args:
         transposed: matrices are [E, in, out], as in gpt-oss.
         interleaved: gate and up columns alternate, as in gpt-oss.
+
+    Raises:
+        ValueError: tensors are missing or do not fit; or there is one tensor an expert, as in published files.
     """
+    one = next((key for key in state if re.match(_ONE_BY_ONE, key)), None)
+    if one is not None:
+        raise ValueError(
+            f"{one} is of one expert, and those of a layer are expected in one tensor, such as gate_up_proj; "
+            "transformers stacks them when it loads: give the state_dict() of its model"
+        )
     return _convert(state, _HUGGING_FACE, names, lambda part: layouts.from_hugging_face(part, transposed, interleaved))
 
 
 def to_hugging_face(
     state: StateDict, names: LinearNames, *, gated: bool = True, transposed: bool = False, interleaved: bool = False
 ) -> dict[str, Any]:
-    """The inverse of :func:`from_hugging_face`; ``gated`` says how the first matrix is called."""
+    """The inverse of :func:`from_hugging_face`; ``gated`` says how the first matrix is called.
+
+    Raises:
+        ValueError: tensors do not fit; or rows may be gate and up, and the state dict does not say in which order, as a
+            dictionary of ``named_parameters()``: :func:`with_layout` says it.
+    """
     return _convert_back(state, names, lambda layer: layouts.to_hugging_face(layer, gated, transposed, interleaved))
 
 
@@ -135,11 +150,11 @@ def with_layout(state: StateDict, name: str, layout: str | Interleaved) -> dict[
         name: of the linear, in every layer that has one, or in full.
         layout: as of a GLU: ``"concat"``, gate before up, or ``interleaved(n)``.
     """
-    pattern = rf"(?P<linear>(.*\.)?{re.escape(name)}\.)(weight0?|basic_ops\.\d+\.weight)$"
+    pattern = rf"(?P<linear>(.*\.)?{re.escape(name)}\.)(basic_ops\.\d+\.)?[^.]+$"
     block = gated("silu", None, 1.0, 0.0, layout).block or 0
     linears = {match["linear"] for key in state if (match := re.match(pattern, key))}
     if not linears:
-        raise ValueError(f"with_layout: the state dict has no weight of {name!r}")
+        raise ValueError(f"with_layout: the state dict has no parameter of {name!r}")
     return {**state, **{f"{linear}{SUFFIX}": note(block) for linear in linears}}
 
 
@@ -168,12 +183,18 @@ def _convert_back(
 ) -> dict[str, Any]:
     rest = dict(state)
     for prefix, (up, down) in _pairs(state, names, numbered=False):
-        block = noted(rest.pop(f"{prefix}{names[0]}.{SUFFIX}", None))
         for name, part in zip(names, (up, down), strict=True):
             for key in part:
                 del rest[f"{prefix}{name}.{key}"]
+        first, block = f"{prefix}{names[0]}", row_order.stated_order(state, f"{prefix}{names[0]}")
         layer = layouts.concat(Layer(up["weight"], down["weight"], up.get("bias"), down.get("bias")), block)
         rest |= {f"{prefix}{name}": tensor for name, tensor in convert(layer).items()}
+        if block is None and layer.up.shape[1] == 2 * layer.down.shape[2]:
+            why = row_order.untold(f"{first}.weight", "in blocks")
+            raise ValueError(f"{why}: say it with {row_order.fix(f'{first}.')}")
+        if block and isinstance(factor := rest.get(f"{first}.lora_b"), Tensor):
+            rest[f"{first}.lora_b"] = layouts.deinterleave(factor, block, -2)
+        rest.pop(f"{first}.{SUFFIX}", None)
     return rest
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fuser import Sequential
+from ..fuser import ArgumentError, Sequential
 from ..ops import Float8Block, GroupedLinear
 from ..ops.quantized.copies import BLOCK, SCALES
 from ..ops.quantized_modules import holding
@@ -33,8 +33,21 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, experts: Any) -> Weights:
+        """Those of now.
+
+        Raises:
+            ArgumentError: one is missing.
+        """
         up = "gate_up_proj" if experts.has_gate else "up_proj"
-        return cls(*[getattr(experts, name) for name in (up, f"{up}_scale_inv", "down_proj", "down_proj_scale_inv")])
+        names = (up, f"{up}_scale_inv", "down_proj", "down_proj_scale_inv")
+        tensors = [getattr(experts, name, None) for name in names]
+        for name, tensor in zip(names, tensors, strict=True):
+            if tensor is None:
+                kind = type(experts).__name__
+                raise ArgumentError(
+                    f"{kind}: {name} is None; bytes are no values without scales, so load both from the checkpoint"
+                )
+        return cls(*tensors)  # type: ignore[arg-type]
 
 
 class Float8Container(NamedTuple):

@@ -11,11 +11,14 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..fuser.tracing import has_no_data
+
 Part = Mapping[str, Tensor]
 """The tensors of one layer, by their names in it."""
 
 
 T = TypeVar("T")
+_NAN = 255  # of e8m0
 
 
 class Layer(NamedTuple):
@@ -118,6 +121,8 @@ def from_mxfp4(part: Part, interleaved: bool) -> PackedLayer:
     """
     (up, up_scales), (down, down_scales) = (_packed(part, name) for name in ("gate_up_proj", "down_proj"))
     bias = part.get("gate_up_proj_bias")
+    if up.shape[1] % 2:
+        raise ValueError(f"gate_up_proj_blocks must have as many rows of gate as of up, not {up.shape[1]} in all")
     if interleaved:
         up, up_scales = (deinterleave(rows, 1, -2) for rows in (up, up_scales))
         bias = None if bias is None else deinterleave(bias, 1, -1)
@@ -136,7 +141,10 @@ def _packed(part: Part, name: str) -> tuple[Tensor, Tensor]:
     if scales.dtype not in (torch.uint8, torch.float8_e8m0fnu) or scales.shape != blocks.shape[:-1]:
         expected = f"uint8 or float8_e8m0fnu {list(blocks.shape[:-1])}, as the blocks are {list(blocks.shape)}"
         raise ValueError(f"{name}_scales must be {expected}, not {_described(scales)}")
-    return blocks.flatten(-2), scales.view(torch.uint8)
+    scales = scales.view(torch.uint8)
+    if not (scales.is_meta or has_no_data(scales)) and (nans := int((scales == _NAN).sum())):
+        raise ValueError(f"{name}_scales must be exponents below {_NAN}, which is NaN, and has it {nans} times")
+    return blocks.flatten(-2), scales
 
 
 def _described(tensor: Tensor) -> str:

@@ -18,7 +18,8 @@ from ..fuser import Composite, Sequential
 from ..fuser.sequential import StateFormat, add_state_format
 from ..ops import GroupedLinear, Linear
 from ..ops.glu import Activated
-from ..ops.parameters.stored import SUFFIX, note, take_basic_ops
+from ..ops.parameters.grouped import ExpertParameters
+from ..ops.parameters.stored import SETTLED, SUFFIX, note, noted, take_basic_ops
 from . import layouts, row_order
 from .layouts import Layer
 
@@ -43,13 +44,20 @@ def read(container: Sequential, state: dict[str, Any], prefix: str, metadata: di
     for name, module in container.named_modules():
         if isinstance(module, Linear):
             take_basic_ops(state, f"{prefix}{name}.")
-        elif not isinstance(module, GroupedLinear) and not _has_extra_state(module):
-            state.pop(f"{prefix}{name}.{SUFFIX}", None)  # every op of TransformerEngine has some
-    return row_order.settle(container, state, prefix, metadata)
+    errors = row_order.settle(container, state, prefix, metadata)
+    _drop_extra_states(container, state, prefix)
+    return errors
 
 
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).set_extra_state is not nn.Module.set_extra_state
+def _drop_extra_states(container: Sequential, state: dict[str, Any], prefix: str) -> None:
+    """Those of TransformerEngine's ops, each of which has one, and the notes of modules that do not take them."""
+    children = {leaf.path for leaf in row_order.leaves(container) if leaf.parent is container}
+    for name, module in container.named_modules():
+        value = state.get(key := f"{prefix}{name}.{SUFFIX}")
+        is_read = isinstance(module, ExpertParameters) or row_order.has_extra_state(module)
+        is_note = value is SETTLED or noted(value) is not None  # for the container in which the module stands
+        if not is_read and (name in children or not is_note):
+            state.pop(key, None)
 
 
 def _read_foreign(experts: _ExpertOps, state: dict[str, Any], prefix: str) -> str | None:

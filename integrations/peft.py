@@ -1,6 +1,6 @@
 """Importing this runs the LoRA adapters of experts, PEFT's ``target_parameters``, as products of their own rank.
 
-    import fusible.integrations.peft
+``import fusible`` does so once a program imports PEFT's LoRA, before or after it.
 
 PEFT itself adds ``B A`` to the weights of all experts at every forward, and keeps the sum for the backward. With this,
 a model whose experts run through ``"fusible"`` multiplies the rows by the frozen weights and by the adapters. What is
@@ -39,6 +39,40 @@ def register() -> None:
         warnings.warn("fusible: this version of PEFT merges the adapters of experts in every forward", stacklevel=3)
     elif not hasattr(original, "_fusible"):
         setattr(wrapper, _METHOD, _activate(original))
+        wrapper.__init__ = _init(wrapper.__init__)
+
+
+def _init(original: Callable[..., None]) -> Callable[..., None]:
+    """Refuses a parameter while its adapter is made, by ``get_peft_model`` or whatever else does so."""
+
+    @wraps(original)
+    def init(self: Any, base_layer: Any, adapter_name: str, parameter_name: str, *args: Any, **kwargs: Any) -> None:
+        inner = base_layer
+        while isinstance(inner, peft_layer.ParamWrapper):
+            inner = inner.base_layer
+        check_adaptable(inner, parameter_name)
+        original(self, base_layer, adapter_name, parameter_name, *args, **kwargs)
+
+    return init
+
+
+def check_adaptable(module: Any, name: str) -> None:
+    """Of a parameter that PEFT is to adapt, whatever runs the module.
+
+    Raises:
+        ValueError: its values are bytes with scales beside them. PEFT would add adapters to the bytes, and transformers
+            gives these no gradient, so that nothing is trained and the output hardly changes.
+    """
+    parameter = getattr(module, name, None)
+    if getattr(module, f"{name}_scale_inv", None) is None or not isinstance(parameter, Tensor):
+        return
+    if parameter.dtype.itemsize == 1:
+        raise ValueError(
+            f"{type(module).__name__}.{name}: PEFT cannot adapt {parameter.dtype} with scales beside it: the adapters "
+            "would be added to the bytes, and get no gradients. Load the model in 16 bits, as "
+            "from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True)) does, or leave "
+            f"{name!r} out of target_parameters"
+        )
 
 
 def _activate(original: ActivateAdapters) -> ActivateAdapters:
@@ -47,6 +81,8 @@ def _activate(original: ActivateAdapters) -> ActivateAdapters:
     def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
         names = [name for name in active_adapters if name in self.lora_A]
         experts = self.get_base_layer()
+        if names:  # which may have been made before this module was imported
+            check_adaptable(experts, self.parameter_name)
         if not names or not _takes(self, experts):
             with original(self, active_adapters):
                 yield

@@ -1,76 +1,131 @@
 """The order of gate and up rows in the state dict of a container: noted when it is saved, followed when it is loaded.
 
-``state_dict()`` holds the parameters as they are. Where a GLU reads the rows of a linear interleaved, a note beside the
-weight says so; see :mod:`fusible.ops.stored`. What is loaded is brought into the order of the container, and refused
-where nothing tells in which it is.
+``state_dict()`` holds the parameters as they are. Where a GLU reads interleaved columns, a note beside each parameter
+that has a number or a row for each of these columns says so; see :mod:`fusible.ops.stored`. What is loaded is brought
+into the order of the container, and refused where nothing tells in which it is, or where it cannot be brought into it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..fuser import Composite, Sequential
+from ..fuser import Composite, Op, Sequential
 from ..fuser.compiler.flatten import opens
-from ..ops import AddExtraInput, ConstantScale, GroupedLinear, Identity, Linear, MakeExtraOutput, Scale
+from ..ops import GroupedLinear
 from ..ops.glu import Activated
+from ..ops.parameters.grouped import ExpertParameters
 from ..ops.parameters.stored import SETTLED, SUFFIX, note, noted
 from ..ops.quantized.copies import SCALES
 from . import layouts
 
 METADATA = "interleaved"
-_KEEP_COLUMNS = (AddExtraInput, ConstantScale, Identity, MakeExtraOutput, Scale)
+_KEEP_COLUMNS = (nn.Identity, nn.Dropout)  # of the modules that are no ops
 
 
-class _Leaf(NamedTuple):
+class Leaf(NamedTuple):
+    """A module that a container runs, and the container that it stands in."""
+
     path: str
     module: nn.Module
     parent: Sequential
 
 
 class Gated(NamedTuple):
-    """A linear whose columns a GLU reads, in blocks or (0) gate before up."""
+    """A module with parameters for the columns that a GLU reads, in blocks or (0) gate before up."""
 
-    path: str
-    linear: GroupedLinear | Linear
+    leaf: Leaf
     block: int
-    adjacent: bool  # to the GLU, in one container
+    before_notes: bool  # whether files from before there were notes have its rows gate before up
+    obstacle: str | None  # why rows cannot be brought into another order
 
 
-def gated_linears(container: Sequential) -> Iterator[Gated]:
-    """The linears of a container, and of those nested in it, whose columns a GLU of theirs reads."""
-    source: _Leaf | None = None
-    previous: _Leaf | None = None
-    for leaf in _leaves(container, container, ""):
-        module = leaf.module
-        if isinstance(module, Activated) and module.spec.gated and source is not None:
-            adjacent = previous is source and leaf.parent is source.parent
-            assert isinstance(source.module, (GroupedLinear, Linear))
-            yield Gated(source.path, source.module, module.spec.block or 0, adjacent)
-        if isinstance(module, (GroupedLinear, Linear)):
-            source = leaf
-        elif not isinstance(module, _KEEP_COLUMNS):
-            source = None
+def gated_modules(container: Sequential) -> Iterator[Gated]:
+    """Those of a container, and of the containers nested in it, whose columns a GLU of theirs reads."""
+    pending: list[tuple[Leaf, str | None]] = []
+    previous: Leaf | None = None
+    for leaf in leaves(container):
+        block = _of_op(leaf.module, "gate_block", None)
+        if block is None:
+            pending = _with(leaf, pending)
+        else:
+            yield from (Gated(of, block, _is_pair(of, leaf, previous), why) for of, why in pending)
+            pending = []
         previous = leaf
 
 
-def _leaves(module: nn.Module, parent: Sequential, prefix: str) -> Iterator[_Leaf]:
+def _with(leaf: Leaf, pending: list[tuple[Leaf, str | None]]) -> list[tuple[Leaf, str | None]]:
+    """What has parameters for the columns that a module puts out, with why their order is not known to be the same."""
+    module = leaf.module
+    dims = column_dims(module)
+    before = pending if _keeps_columns(module) else []
+    if dims:
+        others = [name for name, _ in module.named_parameters() if name.rstrip("0123456789") not in dims]
+        return [*before, (leaf, f"how the rows of {others[0]} lie is not known" if others else None)]
+    if _keeps_columns(module):
+        return before
+    why = f"how {leaf.path} ({type(module).__name__}) orders its columns is not known"
+    if not _has_tensors(module):
+        return [(of, why) for of, _ in pending]
+    return [] if has_extra_state(module) else [(leaf, why)]
+
+
+def column_dims(module: nn.Module) -> Mapping[str, int | None]:
+    """By the name of a parameter the dimension, from the end, that has the columns that come out; None: it has none."""
+    dims: Mapping[str, int | None] = _of_op(module, "column_dims", {})
+    return {"weight": -2, "bias": -1} if isinstance(module, nn.Linear) else dims
+
+
+def _of_op(module: nn.Module, name: str, default: Any) -> Any:
+    """What an op of ours says of itself; attributes of other modules mean something else."""
+    return getattr(module, name, default) if isinstance(module, Op) else default
+
+
+def _keeps_columns(module: nn.Module) -> bool:
+    """Whether each column that comes out is computed from the one that goes in."""
+    if isinstance(module, Op):
+        return module.passes_x_on or hasattr(type(module), "link")
+    return isinstance(module, _KEEP_COLUMNS)
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    return any(True for _ in (*module.parameters(), *module.buffers()))
+
+
+def has_extra_state(module: nn.Module) -> bool:
+    """Whether a module has an extra state of its own."""
+    return type(module).set_extra_state is not nn.Module.set_extra_state
+
+
+def _is_pair(source: Leaf, glu: Leaf, previous: Leaf | None) -> bool:
+    """Whether a grouped linear and its GLU stand side by side in one container."""
+    adjacent = previous is source and glu.parent is source.parent
+    return adjacent and isinstance(source.module, GroupedLinear) and isinstance(glu.module, Activated)
+
+
+def leaves(container: Sequential) -> Iterator[Leaf]:
+    """What a container runs, in order; nested containers and composites are opened."""
+    return _leaves(container, container, "")
+
+
+def _leaves(module: nn.Module, parent: Sequential, prefix: str) -> Iterator[Leaf]:
     for name, child in module._modules.items():
         if isinstance(child, Composite):
             yield from _leaves(child, parent, f"{prefix}{name}.")
         elif isinstance(child, Sequential) and opens(child):
             yield from _leaves(child, child, f"{prefix}{name}.")
         elif child is not None:
-            yield _Leaf(f"{prefix}{name}", child, parent)
+            yield Leaf(f"{prefix}{name}", child, parent)
 
 
 def write_notes(container: Sequential, state: dict[str, Any], prefix: str) -> None:
-    """Says of each linear whose rows are interleaved, beside its parameters and in the metadata, that they are."""
-    blocks = {gated.path: gated.block for gated in gated_linears(container) if gated.block}
+    """Says beside parameters whose rows are interleaved that they are, and in the metadata the order of all."""
+    blocks = {gated.leaf.path: gated.block for gated in gated_modules(container)}
     for path, block in blocks.items():
-        state[f"{prefix}{path}.{SUFFIX}"] = note(block)
+        if block:
+            state[f"{prefix}{path}.{SUFFIX}"] = note(block)
     about = getattr(state, "_metadata", {}).get(prefix[:-1])  # what torch keeps there of the container
     if about is not None:
         about[METADATA] = blocks
@@ -79,20 +134,16 @@ def write_notes(container: Sequential, state: dict[str, Any], prefix: str) -> No
 def settle(container: Sequential, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> list[str]:
     """Brings the rows of what is loaded into the order in which the container reads them; returns what is wrong."""
     wrong = []
-    for gated in gated_linears(container):
-        start = f"{prefix}{gated.path}."
-        if state.get(start + SUFFIX) is SETTLED or not any(key.startswith(start) for key in state):
+    for gated in gated_modules(container):
+        start = f"{prefix}{gated.leaf.path}."
+        key = next((key for key in state if key.startswith(start)), None)
+        if key is None or state.get(start + SUFFIX) is SETTLED:
             continue
         stored = _stored(gated, state, start, metadata)
         if isinstance(stored, str):
-            wrong.append(f"{stored}: say it with {_fix(start)}")
+            wrong.append(f"{stored}: say it with {fix(start)}")
         elif stored != gated.block:
-            try:
-                _reorder(gated, state, start, stored)
-            except RuntimeError:
-                wrong.append(f"{start}weight: {stored} does not divide its rows into blocks of gate and up")
-            except ValueError as error:
-                wrong.append(str(error))
+            wrong += _reorder(gated, state, start, stored)
         state[start + SUFFIX] = SETTLED
     return wrong
 
@@ -104,40 +155,68 @@ def _stored(gated: Gated, state: dict[str, Any], start: str, metadata: dict[str,
         return block
     if value is not None:
         return f"{start}weight is TransformerEngine's, whose files do not say in which order rows of gate and up are"
-    if METADATA in metadata:
-        return int(metadata[METADATA].get(gated.path, 0))
-    if not gated.block:
+    if (block := metadata.get(METADATA, {}).get(gated.leaf.path)) is not None:
+        return int(block)
+    if not gated.block or ("version" in metadata and gated.before_notes):
         return 0
-    if "version" in metadata and gated.adjacent and isinstance(gated.linear, GroupedLinear):
-        return 0  # saved before there were notes, when such a container saved gate before up
-    return (
-        f"{start}weight may have rows of gate and up in blocks of {gated.block}, as they are read here, or gate before "
-        "up; the state dict does not say"
-    )
+    return untold(f"{start}weight", f"in blocks of {gated.block}, as they are read here")
 
 
-def _fix(start: str) -> str:
+def untold(name: str, order: str) -> str:
+    """That nothing says in which order the rows of a parameter are."""
+    return f"{name} may have rows of gate and up {order}, or gate before up; the state dict does not say"
+
+
+def stated_order(state: Mapping[str, Any], linear: str) -> int | None:
+    """The block in which a state dict says that it has the rows of a linear; None if it does not say."""
+    block = noted(state.get(f"{linear}.{SUFFIX}"))
+    names = linear.split(".")
+    for depth in range(len(names)) if block is None else ():
+        about = getattr(state, "_metadata", {}).get(".".join(names[:depth]), {})
+        block = about.get(METADATA, {}).get(".".join(names[depth:]), block)
+    return block
+
+
+def fix(start: str) -> str:
+    """The call that states the order of the rows of a linear."""
     return f"fusible.integrations.checkpoints.with_layout(state, {start[:-1]!r}, 'concat' or fusible.interleaved(n))"
 
 
-def _reorder(gated: Gated, state: dict[str, Any], start: str, stored: int) -> None:
-    """From blocks of ``stored`` to those of the container, in every weight, bias and scale of a linear.
+def _reorder(gated: Gated, state: dict[str, Any], start: str, stored: int) -> list[str]:
+    """From blocks of ``stored`` to those of the container, in all that has these rows; returns what is wrong."""
+    try:
+        if gated.obstacle is not None:
+            raise ValueError(
+                f"{start[:-1]}: rows of gate and up are {_order(stored)}, and are read here {_order(gated.block)}; "
+                f"{gated.obstacle}, so bring them into this order yourself, and say so with {fix(start)}"
+            )
+        for key, dim in _rows(gated.leaf.module, state, start):
+            tensor = layouts.deinterleave(state[key], stored, dim) if stored else state[key]
+            state[key] = layouts.interleave(tensor, gated.block, dim) if gated.block else tensor
+    except RuntimeError:
+        return [f"{start}weight: {stored} does not divide its rows into blocks of gate and up"]
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
+def _order(block: int) -> str:
+    return f"in blocks of {block}" if block else "gate before up"
+
+
+def _rows(module: nn.Module, state: dict[str, Any], start: str) -> Iterable[tuple[str, int]]:
+    """The keys of tensors that have the columns of a module, and the dimension in which they have them.
 
     Raises:
         ValueError: rows share scales, which cannot follow them.
     """
-    linear = gated.linear
-    groups = linear.num_groups if isinstance(linear, GroupedLinear) else 0
-    transposed = isinstance(linear, GroupedLinear) and linear.transposed_weight
+    dims = dict(column_dims(module))
     scales = state.get(start + SCALES)
-    by_row = isinstance(scales, Tensor) and scales.dim() > 1 and scales.shape[1] == linear.out_features
-    if isinstance(scales, Tensor) and scales.dim() > 1 and not by_row:
-        raise ValueError(f"{start}weight: rows of gate and up are in another order, and share scales")
-    for kind in ("weight", "bias", SCALES):
-        is_vector = kind == "bias" or (by_row and kind == SCALES and scales.dim() == 2)  # type: ignore[union-attr]
-        dim = -1 if is_vector or (kind == "weight" and transposed) else -2
-        for key in (f"{start}{kind}", *(f"{start}{kind}{i}" for i in range(groups))):
-            tensor = state.get(key)
-            if isinstance(tensor, Tensor) and tensor.dim() >= -dim and tensor.shape[dim] == linear.out_features:
-                tensor = layouts.deinterleave(tensor, stored, dim) if stored else tensor
-                state[key] = layouts.interleave(tensor, gated.block, dim) if gated.block else tensor
+    if isinstance(module, GroupedLinear) and isinstance(scales, Tensor) and scales.dim() > 1:
+        if scales.shape[1] != module.out_features:
+            raise ValueError(f"{start}weight: rows of gate and up are in another order, and share scales")
+        dims[SCALES] = 1 - scales.dim()
+    numbers = ["", *range(module.num_groups)] if isinstance(module, ExpertParameters) else [""]
+    for key, dim in [(f"{start}{name}{number}", dim) for name, dim in dims.items() for number in numbers]:
+        if dim is not None and isinstance(state.get(key), Tensor) and state[key].dim() >= -dim:
+            yield key, dim

@@ -9,7 +9,6 @@ or, for a model that is loaded, ``model.set_experts_implementation("fusible")``.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import Any
 
@@ -49,8 +48,6 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     built = None if traced else built_before(self)
     if built is not None:
         return built.run(*tensors)
-    if not traced and "parametrizations" in self._modules:
-        _look_for_peft()
     parameters = ModuleParameters.of(self)
     why = refusal(self, parameters)
     if why is not None:
@@ -79,13 +76,6 @@ def register() -> None:
     moe.ExpertsInterface.register(NAME, experts_forward)
     _register_fp8()
     add_finder(_explained)
-    _look_for_peft()
-
-
-def _look_for_peft() -> None:
-    """Registers with PEFT once a program has imported it; seen again where a weight is computed, as adapters' are."""
-    if "peft" in sys.modules:
-        from . import peft  # noqa: F401
 
 
 def _register_fp8() -> None:

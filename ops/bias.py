@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ class Bias(Op):
     checks_values = False
     values_checked_on_host = frozenset()
     replayable = True
+    column_dims: ClassVar[dict[str, int | None]] = {"bias": -1}
 
     def __init__(
         self, features: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

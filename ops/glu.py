@@ -29,6 +29,11 @@ class Activated(Op):
         self.spec = spec
 
     @property
+    def gate_block(self) -> int | None:
+        """In blocks of how many columns gate and up alternate, 0 for gate before up; None: there is no gate."""
+        return self.spec.block or 0 if self.spec.gated else None
+
+    @property
     def link(self) -> Link:
         """The op as a link of a chain."""
         return Link(unscaled(self.spec.function), gated=self.spec.gated, block=self.spec.block)

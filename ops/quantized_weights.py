@@ -6,6 +6,7 @@ weights without counting. So copies are kept only where a caller promises that t
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from .quantized.operands import WeightOperands, rowwise_copy
 from .quantized.recipe import Float8Block, Recipe
 from .quantized.schemes import Copy, scheme_of
 from .quantized_linear import is_power_of_two, weight_operands
+
+_INSIDE = (__name__.partition(".")[0], "torch")
 
 
 class _Kept(NamedTuple):
@@ -158,10 +161,19 @@ def _match_bytes(linear: Any, state_dict: dict[str, Any], names: _Names, copy: C
     if linear.is_quantized:
         state_dict[names.scales] = copy.scales
         return None
-    warnings.warn(f"{names.weight} is quantised and the module is not: its rounded values are loaded", stacklevel=3)
+    message = f"{names.weight} is quantised and the module is not: its rounded values are loaded"
+    warnings.warn(message, stacklevel=_level_outside())
     rounded = scheme_of(recipe).weight_values(copy, 1)
     _replace(state_dict, names, [rounded.mT if linear.transposed_weight else rounded])
     return None
+
+
+def _level_outside() -> int:
+    """The ``stacklevel`` of the first caller outside of this package and of torch, which loads a state dict."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _have_one_shape(values: list[Any]) -> bool:

@@ -35,7 +35,8 @@ class Routing(NamedTuple):
         slot_of_row: [S]: the slot, token * k + j, of each row.
         row_of_slot: [T, k]: the row of each slot.
         is_native: whether the kernels of the extension made it, which alone read indices of 32 bits.
-        scales: [S]: the weight of each row, in float32; None if no weights were given, or by PyTorch's kernels.
+        scales: [S]: the weight of each row, in float32; None if no weights were given, weights of 64 bits, or by
+            PyTorch's kernels.
     """
 
     tokens_per_expert: Tensor
@@ -91,7 +92,8 @@ def route(
         _record("route", why, top_k_index)
     if why is not None:
         return by_torch(top_k_index, num_experts)
-    order = order_slots(top_k_index, num_experts, weights, True)
+    read = weights if weights is not None and kernels.takes_weights(weights.dtype) else None
+    order = order_slots(top_k_index, num_experts, read, True)
     return Routing(order.tokens_per_expert, order.slot_of_row, order.row_of_slot, True, order.scales)
 
 
@@ -209,7 +211,8 @@ def scales_of(routing: Routing, weights: Tensor) -> Tensor:
 
 def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     """[T, k] in ``dtype``: of each slot the number [S] of its row, 0 for those of no expert."""
-    if routing.is_native and numbers.dtype == torch.float32 and not _is_traced(numbers):
+    kinds_fit = numbers.dtype == torch.float32 and kernels.takes_weights(dtype)
+    if routing.is_native and kinds_fit and not _is_traced(numbers):
         out = torch.empty_like(routing.row_of_slot, dtype=dtype)
         if trace.active():
             _record("by slot", None, numbers, out)
@@ -258,7 +261,8 @@ def _record_torch(routing: Routing, source: Tensor, out: Tensor) -> None:
     if not trace.active():
         return
     if routing.is_native:
-        why: str | None = f"{kernels.NAME} has no kernel for numbers of {source.dtype}"
+        odd = out if source.dtype == torch.float32 else source
+        why: str | None = f"{kernels.NAME} has no kernel for numbers of {odd.dtype}"
     else:
         why = refusal(routing.row_of_slot, 1, source.dtype)
     _record("", why or "the rows were sorted by PyTorch", source, out)

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from fusible import Activation, GroupedLinear, Identity, Linear, Scale, ScaledSwiGLU, Sequential, SwiGLU, interleaved
+from fusible import (
+    Activation,
+    Bias,
+    GroupedLinear,
+    GroupedLoRA,
+    Identity,
+    Linear,
+    Pointwise,
+    Scale,
+    ScaledSwiGLU,
+    Sequential,
+    SwiGLU,
+    interleaved,
+)
 from fusible.examples.torchtitan_experts import FusedExperts
 from fusible.integrations import checkpoints, layouts
 
@@ -58,8 +72,8 @@ def test_the_prefix_of_a_state_may_be_given_by_position() -> None:
 def test_hugging_face_there_and_back(transposed: bool, interleaved_: bool) -> None:
     state = container().state_dict(prefix="model.layers.7.experts.") | {"lm_head.weight": torch.ones(2)}
     flags = {"transposed": transposed, "interleaved": interleaved_}
-    theirs = checkpoints.to_hugging_face(state, NAMES, **flags)
     prefix = "model.layers.7.experts."
+    theirs = checkpoints.to_hugging_face(saying(state, prefix), NAMES, **flags)
 
     assert theirs.keys() == {
         "lm_head.weight",
@@ -137,6 +151,14 @@ def test_transformer_engine_there_and_back(size: int | None) -> None:
 def test_missing_part_is_named() -> None:
     with pytest.raises(ValueError, match=r"a\.down_proj is missing; there are gate_up_proj"):
         checkpoints.from_hugging_face({"a.gate_up_proj": torch.zeros(E, 8, 6)}, NAMES)
+
+
+@pytest.mark.parametrize("name", ["mlp.experts.0.gate_proj", "block_sparse_moe.experts.12.w2"])
+def test_files_of_one_tensor_an_expert_are_refused(name: str) -> None:
+    state = {"lm_head.weight": torch.zeros(2, 2), f"model.layers.1.{name}.weight": torch.zeros(F, K)}
+
+    with pytest.raises(ValueError, match=rf"^model\.layers\.1\.{name}\.weight is of one expert.* stacks them when it"):
+        checkpoints.from_hugging_face(state, NAMES)
 
 
 def test_dense_layers_are_left_alone() -> None:
@@ -282,7 +304,7 @@ def test_order_that_nothing_tells_is_refused() -> None:
         model.load_state_dict(state)
     model.load_state_dict(told)
     assert torch.equal(result(model["experts"]), before)
-    with pytest.raises(ValueError, match="no weight of '7'"):
+    with pytest.raises(ValueError, match="no parameter of '7'"):
         checkpoints.with_layout(state, "7", "concat")
 
 
@@ -476,6 +498,157 @@ def test_shapes_that_do_not_fit_are_named(how: dict[str, Any], state: dict[str, 
 def test_conversions_of_what_does_not_fit_are_refused(convert: str, state: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         getattr(checkpoints, convert)(state, NAMES)
+
+
+def adapted(layout: Any) -> Sequential:
+    """Experts with adapters that are not zero."""
+    model = Sequential(GroupedLoRA(E, K, 2 * F, 2), SwiGLU(layout=layout), GroupedLoRA(E, F, K, 2)).double()
+    for op in (model[0], model[2]):
+        torch.nn.init.normal_(op.lora_b)
+    return model
+
+
+def with_function(layout: Any) -> Sequential:
+    gate = Pointwise(lambda gate, up: torch.relu(gate) * up, halves=layout)
+    return Sequential(GroupedLinear(E, K, 2 * F), gate, GroupedLinear(E, F, K)).double()
+
+
+def behind(*between: Any) -> Callable[[Any], Sequential]:
+    """A container with modules between its linear and its GLU."""
+
+    def make(layout: Any) -> Sequential:
+        parts = [part() for part in between]
+        return Sequential(GroupedLinear(E, K, 2 * F), Sequential(*parts, SwiGLU(layout=layout))).double()
+
+    return make
+
+
+def drawn_bias() -> Bias:
+    op = Bias(2 * F)
+    torch.nn.init.normal_(op.bias)
+    return op
+
+
+def with_columns() -> Pointwise:
+    return Pointwise(lambda x, beta: x * torch.sigmoid(beta * x), columns={"beta": torch.randn(2 * F)})
+
+
+ORDERS = {
+    "adapters": adapted,
+    "function": with_function,
+    "bias": behind(drawn_bias),
+    "activation": behind(lambda: Activation("relu2")),
+    "function before": behind(lambda: Pointwise(torch.tanh)),
+    "columns": behind(with_columns, drawn_bias),
+    "dropout": behind(lambda: torch.nn.Dropout(0.0), torch.nn.Identity),
+    "linear of torch": lambda layout: Sequential(torch.nn.Linear(K, 2 * F), SwiGLU(layout=layout)).double(),
+}
+
+
+def rows_of(model: Sequential) -> Tensor:
+    x = torch.randn(5, K, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    takes = {} if isinstance(model[0], torch.nn.Linear) else {"split_sizes": CALL["split_sizes"]}
+    return model(x, **takes).detach()
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+@pytest.mark.parametrize("of", LAYOUTS)
+@pytest.mark.parametrize("to", LAYOUTS)
+def test_rows_follow_the_order_whatever_has_and_reads_them(of: Any, to: Any, kind: str) -> None:
+    original, model = ORDERS[kind](of), ORDERS[kind](to)
+    state = original.state_dict()
+    for loaded in (state, state if of == "concat" else dict(state)):
+        model.load_state_dict(loaded)
+        torch.testing.assert_close(rows_of(model), rows_of(original))
+    assert torch.equal(torch.func.functional_call(original, state, *call_of(original)), rows_of(original))
+    if to != "concat":
+        with pytest.raises(RuntimeError, match="does not say: say it with"):
+            model.load_state_dict(dict(original.named_parameters()))
+
+
+def call_of(model: Sequential) -> tuple[Any, ...]:
+    x = torch.randn(5, K, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    return (x,) if isinstance(model[0], torch.nn.Linear) else ((x,), {"split_sizes": CALL["split_sizes"]})
+
+
+@pytest.mark.parametrize("of", LAYOUTS)
+@pytest.mark.parametrize("to", LAYOUTS)
+def test_base_of_any_order_loads_beside_adapters(of: Any, to: Any) -> None:
+    base = Sequential(GroupedLinear(E, K, 2 * F), SwiGLU(layout=of), GroupedLinear(E, F, K)).double()
+    model = adapted(to)
+    found = model.load_state_dict(base.state_dict(), strict=False)
+    for op in (model[0], model[2]):
+        torch.nn.init.zeros_(op.lora_b)
+
+    assert found.unexpected_keys == []
+    assert len(found.missing_keys) == 4
+    torch.testing.assert_close(rows_of(model), rows_of(base))
+
+
+def test_adapters_alone_are_told_their_order() -> None:
+    original, model = adapted(interleaved(2)), adapted("concat")
+    factors = {name: tensor for name, tensor in original.state_dict().items() if "lora" in name}
+    model.load_state_dict(original.state_dict())
+    torch.nn.init.zeros_(model[0].lora_b)
+    model.load_state_dict(checkpoints.with_layout(factors, "0", interleaved(2)), strict=False)
+
+    torch.testing.assert_close(rows_of(model), rows_of(original))
+
+
+@pytest.mark.parametrize("to", ["hugging_face", "torchtitan", "transformer_engine"])
+def test_conversions_of_rows_with_adapters(to: str) -> None:
+    interleaved_, plain = adapted(interleaved(2)), adapted("concat")
+    for model in (interleaved_, plain):
+        for op in (model[0], model[2]) if to == "torchtitan" else ():
+            del op.per_group["bias"], op.bias
+    plain.load_state_dict(checkpoints.with_layout(interleaved_.state_dict(), "0", "concat"))
+    for name, dim in (("weight", -2), ("bias", -1), ("lora_b", -2)):
+        if (rows := plain[0]._parameters.get(name)) is not None:
+            rows.data = layouts.deinterleave(rows.data, 2, dim)
+    convert = getattr(checkpoints, f"to_{to}")
+
+    assert_same_states(convert(interleaved_.state_dict(), ("0", "2")), convert(plain.state_dict(), ("0", "2")))
+
+
+@pytest.mark.parametrize("to", ["hugging_face", "torchtitan", "transformer_engine"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_conversions_of_parameters_need_their_order(layout: Any, to: str) -> None:
+    model, convert = container(layout=layout, bias=False), getattr(checkpoints, f"to_{to}")
+    parameters = {f"layers.1.{name}": p.detach() for name, p in model.named_parameters()}
+
+    with pytest.raises(ValueError, match=r"layers\.1\.0\.weight may have .*with_layout\(state, 'layers\.1\.0', "):
+        convert(parameters, NAMES)
+    told = convert(checkpoints.with_layout(parameters, "layers.1.0", layout), NAMES)
+    assert_same_states(told, convert(model.state_dict(prefix="layers.1."), NAMES))
+
+
+class Shuffled(torch.nn.Module):
+    """Keeps no column where it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flip(-1)
+
+
+@pytest.mark.parametrize(("between", "key"), [(Shuffled, "0"), (lambda: torch.nn.LayerNorm(2 * F), "1.0")])
+def test_columns_of_an_unknown_module_stay_in_their_order(between: Any, key: str) -> None:
+    make = behind(between)
+    original, same, other = make(interleaved(2)), make(interleaved(2)), make("concat")
+    same.load_state_dict(original.state_dict())
+
+    assert torch.equal(rows_of(same), rows_of(original))
+    with pytest.raises(RuntimeError, match=rf"{key}: rows of gate and up are in blocks of 2, and are read here gate b"):
+        other.load_state_dict(original.state_dict())
+    other.load_state_dict(checkpoints.with_layout(original.state_dict(), key, "concat"))
+
+
+def test_rows_of_a_parametrized_weight_stay_in_their_order() -> None:
+    models = [container(layout=layout) for layout in (interleaved(2), "concat")]
+    for model in models:
+        torch.nn.utils.parametrizations.weight_norm(model[0])
+
+    models[0].load_state_dict(models[0].state_dict())
+    with pytest.raises(RuntimeError, match=r"how the rows of parametrizations\.weight\.original0 lie is not known"):
+        models[1].load_state_dict(models[0].state_dict())
 
 
 def test_experts_of_torchtitan_keep_their_path() -> None:

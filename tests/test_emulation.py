@@ -346,7 +346,8 @@ def test_rows_to_experts_and_back(dtype: torch.dtype) -> None:
     for columns, slots, kind in ((5, 3, "any"), (8, 8, "absent"), (520, 4, "absent"), (12, 1, "any")):
         routing.check_rows_go_and_come_back("cpu", 13, slots, 6, columns, dtype, kind)
     routing.check_numbers_of_slots("cpu", dtype)
-    routing.check_route_brings_weights_of_any_type("cpu", torch.float16)
+    for weights in (torch.float16, torch.float64):
+        routing.check_route_brings_weights_of_any_type("cpu", weights)
     routing.check_rows_with_a_pitch("cpu")
     routing.check_ids_that_lie_stay_inside("cpu")
 
@@ -376,6 +377,13 @@ def test_dispatch_to_combine(name: str) -> None:
     moe.check_fusion_changes_nothing("cpu", name)
     moe.check_same_bits_again("cpu", name)
     moe.check_without_gradients("cpu", name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_routing_weights_of_any_type(dtype: torch.dtype) -> None:
+    for name in ("biases", "absent, transposed"):
+        moe.check_weights_of_any_type("cpu", name, dtype)
+    lora.check_trains("cpu", (8, 16), strict=False, weights_dtype=dtype)
 
 
 def test_experts_as_a_function() -> None:

@@ -113,6 +113,43 @@ def test_sizes_beyond_the_rows_are_cut_off(backend: str) -> None:
             extension.kernels().library.raise_wrong_sizes(0)
 
 
+WRONG = {  # of 40 rows, and what is taken instead
+    (30, 20, 1000): (30, 10, 0),
+    (-5, 25, -(2**31)): (0, 25, 0),
+    (2**31 - 1, 2**31 - 1, 1): (40, 0, 0),
+    (12, -3, 2**31 - 1): (12, 0, 28),
+}
+
+
+@pytest.mark.parametrize("asked", WRONG, ids=str)
+@pytest.mark.parametrize(("k", "n"), [(16, 24), (20, 9)])
+def test_wrong_sizes_are_cut_to_the_rows(backend: str, k: int, n: int, asked: tuple[int, ...]) -> None:
+    """Below 0 they count as 0; with features for either kernel."""
+    sizes, counts = WRONG[asked], jnp.array(asked, jnp.int32)
+    lhs, rhs, _ = operands(k, n, jnp.bfloat16, sizes, 40 - sum(sizes))
+    bias, dy = array(seeded(2), 3, n), poisoned(array(seeded(3), 40, n), sizes)
+    y, pull = jax.vjp(lambda *a: fusible.jax.grouped_gemm(*a[:2], first_dims=counts, bias=a[2]), lhs, rhs, bias)
+    dlhs, drhs, dbias = pull(dy)
+
+    assert_close(y, product64(lhs, rhs, sizes, bias=bias))
+    assert_close(dlhs, product64(dy, rhs, sizes, transpose=True))
+    assert_close(drhs, wgrad64(lhs, dy, sizes))
+    assert_close(dbias, torch.stack([exact(dy)[rows].sum(0) for rows in rows_of_groups(sizes)]), roundings=2)
+    if backend != "xla" and k % 8 == 0:
+        with pytest.raises(RuntimeError, match="the size of group"):
+            extension.kernels().library.raise_wrong_sizes(0)
+
+
+@pytest.mark.parametrize("asked", WRONG, ids=str)
+@pytest.mark.parametrize("form", ["swiglu", "probabilities after, biases", "odd columns"])
+def test_wrong_sizes_of_experts_are_cut_to_the_rows(backend: str, form: str, asked: tuple[int, ...]) -> None:
+    sizes = WRONG[asked]
+    check_experts(Experts(**{**FORMS[form], "sizes": sizes, "tail": 40 - sum(sizes)}), asked=asked)
+    if backend != "xla" and form != "odd columns":
+        with pytest.raises(RuntimeError, match="the size of group"):
+            extension.kernels().library.raise_wrong_sizes(0)
+
+
 def test_one_compiled_program_takes_all_sizes(backend: str) -> None:
     lhs, rhs, _ = operands(16, 24, jnp.bfloat16, (30, 0, 10), 6)
     lhs, run = jnp.nan_to_num(lhs), jax.jit(lambda *a: fusible.jax.ragged_dot(*a))
@@ -233,9 +270,9 @@ def test_ragged_dot_is_called_as_that_of_jax() -> None:
     ]
 
 
-def check_experts(problem: Experts, roundings: float = 4) -> None:
-    """Forward and all gradients."""
-    arrays, counts = problem.arrays(), jnp.array(problem.sizes, jnp.int32)
+def check_experts(problem: Experts, roundings: float = 4, asked: tuple[int, ...] | None = None) -> None:
+    """Forward and all gradients; ``asked``: the sizes of the call, where they are not those of the problem."""
+    arrays, counts = problem.arrays(), jnp.array(asked or problem.sizes, jnp.int32)
     dy = poisoned(array(seeded(5), problem.rows, problem.features, dtype=problem.dtype), problem.sizes)
 
     def run(arrays: dict[str, Any]) -> Any:

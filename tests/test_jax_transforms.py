@@ -44,6 +44,23 @@ def operands() -> tuple[jax.Array, jax.Array, jax.Array]:
     return array(random, 20, 16), array(random, 3, 16, 24), jnp.array(SIZES, jnp.int32)
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f, x: jax.jvp(f, (x,), (x,)), lambda f, x: jax.jacfwd(f)(x), lambda f, x: jax.hessian(f)(x)],
+    ids=["jvp", "jacfwd", "hessian"],
+)
+def test_forward_mode_is_refused(transform: Any) -> None:
+    """As docs/jax.md says; second derivatives of products are those of the reverse mode."""
+    x, weights, sizes = operands()
+
+    def loss(x: Any) -> Any:
+        return jnp.sum(jnp.square(fusible.jax.ragged_dot(x, weights, sizes)))
+
+    with pytest.raises(TypeError, match="can't apply forward-mode autodiff"):
+        transform(loss, x)
+    assert jax.jacrev(jax.grad(loss))(x).shape == (*x.shape, *x.shape)
+
+
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, 0)], ids=str)
 def test_vmap_is_one_call_after_the_other(backend: str, axes: tuple[int | None, ...]) -> None:
     one = operands()

@@ -30,6 +30,11 @@ def test_rows_that_our_kernels_do_not_take(ranks: tuple[int, int]) -> None:
     check_trains("cuda", ranks, strict=False)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_routing_weights_of_any_type(dtype: torch.dtype) -> None:
+    check_trains("cuda", (8, 16), strict=False, weights_dtype=dtype)
+
+
 @pytest.mark.parametrize("rank", [8, 16, 64, 96])
 @pytest.mark.parametrize("layout", [Layout.NT, Layout.NN])
 def test_second_pairs(layout: Layout, rank: int) -> None:

@@ -455,3 +455,24 @@ def test_tokens_that_do_not_fit(x: Any, words: str) -> None:
 
 def test_a_router_says_what_it_is() -> None:
     assert "6, 3 of 8, sigmoid, 2 of 4 groups" in repr(Router(6, 8, 3, scores="sigmoid", groups=4, top_groups=2))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_parameter_an_expert_for_an_optimiser_of_matrices(bias: bool) -> None:
+    stacked, moe = layer(torch.float32, bias=bias), layer(torch.float32, bias=bias, single_grouped_weight=False)
+    moe.load_state_dict(stacked.state_dict())
+    for each in (stacked, moe):
+        each(tokens(dtype=torch.float32)).y.square().mean().backward()
+    with pytest.raises(ValueError, match="only supports 2D"):
+        torch.optim.Muon(stacked.experts.parameters())
+    before = {name: p.detach().clone() for name, p in moe.named_parameters()}
+    matrices = [p for p in moe.experts.parameters() if p.dim() == 2]
+    torch.optim.Muon(matrices, lr=0.1).step()
+
+    assert [list(p.shape) for p in matrices] == [[2 * FFN, HIDDEN]] * E + [[HIDDEN, FFN]] * E
+    for name in ("up", "down"):
+        for expert in range(E):
+            alone = nn.Parameter(before[f"experts.{name}.weight{expert}"].clone())
+            alone.grad = stacked.experts.get_submodule(name).weight.grad[expert]
+            torch.optim.Muon([alone], lr=0.1).step()
+            torch.testing.assert_close(moe.get_parameter(f"experts.{name}.weight{expert}"), alone)

@@ -251,6 +251,25 @@ def test_matrices_that_do_not_fit_one_another() -> None:
         checkpoints.from_mxfp4(state, ("0", "2"))
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_an_odd_number_of_rows_is_no_gate_and_up(interleaved: bool) -> None:
+    state = checkpoint("l.")
+    for name in ("blocks", "scales"):
+        state[f"l.gate_up_proj_{name}"] = state[f"l.gate_up_proj_{name}"][:, 1:]
+    with pytest.raises(ValueError, match=r"^l\.gate_up_proj_blocks must have as many rows of gate as of up, not 191"):
+        checkpoints.from_mxfp4(state, ("0", "2"), interleaved=interleaved)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj_scales", "down_proj_scales"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_scales_that_are_nan_are_refused(name: str, dtype: torch.dtype) -> None:
+    state = checkpoint("l.")
+    state[f"l.{name}"].view(torch.uint8)[1, 2, 0] = 255
+    state[f"l.{name}"] = state[f"l.{name}"].view(dtype)
+    with pytest.raises(ValueError, match=rf"^l\.{name} must be exponents below 255, which is NaN, and has it 1 times"):
+        checkpoints.from_mxfp4(state, ("0", "2"))
+
+
 def test_rows_that_share_scales_keep_their_order() -> None:
     fc1, fc2 = GroupedLinear(E, 128, 512, dtype=torch.bfloat16), GroupedLinear(E, 256, 128, dtype=torch.bfloat16)
     concat = fusible.quantize_(fusible.Sequential(fc1, fusible.SwiGLU(), fc2), fusible.Float8Block())

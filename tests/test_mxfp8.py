@@ -140,6 +140,20 @@ def test_what_is_not_finite() -> None:
     assert (mxfp8.dequantize_rows(rows)[2] == 0).all()
 
 
+@pytest.mark.parametrize("value", [inf, -inf, nan])
+def test_what_is_not_finite_makes_the_scales_of_blocks_of_128_nan(value: float) -> None:
+    x = torch.ones(4, 160, dtype=torch.bfloat16)
+    x[1, 40] = value
+
+    rows, weight = mxfp8.quantize_rows(x), mxfp8.quantize_rows(x.unsqueeze(0))
+    sizes = torch.tensor([3, 1])
+    columns = mxfp8.regroup_columns(mxfp8.quantize_columns(x, sizes), sizes)
+
+    assert mxfp8.regroup_rows(rows).scales[:, :4].isnan().tolist() == [[False, True, False, False], [False] * 4]
+    assert mxfp8.regroup_weight(weight, 1).scales.isnan().tolist() == [[[True, False]]]
+    assert columns.scales.isnan().nonzero().tolist() == [[0, 40]]
+
+
 def test_columns_come_back_as_rows() -> None:
     x, sizes = varied(206, 20), torch.tensor(SIZES)
 

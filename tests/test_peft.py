@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import subprocess
 import sys
+from collections import OrderedDict
 from importlib.util import find_spec
 from typing import Any
 
@@ -312,17 +314,46 @@ def test_a_peft_that_activates_otherwise_is_told_of(monkeypatch: pytest.MonkeyPa
         fusible.integrations.peft.register()
 
 
-def test_a_peft_that_is_imported_later_is_seen_at_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrapper = fusible.integrations.peft.peft_layer.ParamWrapper
-    monkeypatch.setattr(wrapper, "_activate_lora", wrapper._activate_lora.__wrapped__)
-    monkeypatch.delitem(sys.modules, "fusible.integrations.peft")
-    monkeypatch.delattr(fusible.integrations, "peft")
-    model = adapted("mixtral")
-    first, second = results(model, "fusible"), results(model, "fusible")
+@pytest.mark.parametrize("imports", ["import fusible, peft", "import peft, fusible"])
+def test_either_may_be_imported_first(imports: str) -> None:
+    program = f"{imports}\nassert hasattr(peft.tuners.lora.layer.ParamWrapper._activate_lora, '_fusible')"
+    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program], check=True)
 
-    assert hasattr(wrapper._activate_lora, "_fusible")
-    assert rows_of(model)[0][0] == "RoutedLoRA"
-    assert_same(second, first)
+
+def in_bytes(name: str) -> Any:
+    """A model as transformers loads it from an FP8 checkpoint."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
+
+    return replace_with_fp8_linear(make(name), quantization_config=FineGrainedFP8Config(), pre_quantized=True)
+
+
+@pytest.mark.parametrize("implementation", ["fusible", "eager", "grouped_mm"])
+@pytest.mark.parametrize("target", ["experts.gate_up_proj", "experts.down_proj"])
+def test_adapters_on_bytes_are_refused_where_they_are_made(target: str, implementation: str) -> None:
+    model = in_bytes("mixtral")
+    run_through(model, implementation)
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=[target])
+
+    with pytest.raises(ValueError, match=rf"^FP8Experts\.{target[8:]}: PEFT cannot adapt .*dequantize=True.*or leave"):
+        peft.get_peft_model(model, config)
+
+
+def test_adapters_beside_bytes_are_not_refused() -> None:
+    model = peft.get_peft_model(in_bytes("mixtral"), peft.LoraConfig(r=4, target_modules=["lm_head"]))
+
+    assert any("lora_" in name for name, _ in model.named_parameters())
+
+
+def test_adapters_on_bytes_that_were_made_before_are_refused_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapper = fusible.integrations.peft.peft_layer.ParamWrapper
+    monkeypatch.setattr(wrapper, "__init__", wrapper.__init__.__wrapped__)
+    experts = experts_of(in_bytes("mixtral"))[0]
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["gate_up_proj"])
+    model = peft.get_peft_model(nn.Sequential(OrderedDict(experts=experts)), config)
+
+    with pytest.raises(ValueError, match=r"FP8Experts\.gate_up_proj: PEFT cannot adapt"):
+        model(torch.randn(3, 32))
 
 
 def test_compiled_code_has_the_sums_of_peft() -> None:

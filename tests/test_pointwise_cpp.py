@@ -20,8 +20,13 @@ DIFFERENT_AT_NAN |= {"uncommon: softshrink", "uncommon: hardshrink"}
 """PyTorch's own kernels differ here from its decompositions, at NaN or infinity."""
 ROUNDS_IN_FLOAT32 = {"rounding trick", "uncommon: power"}
 HALF_STEP = 2.0**-12  # of fp16, relative
+WEIGHTED = {
+    "sigmoid of a row": (lambda x, r: x * torch.sigmoid(r), 1),
+    "lerp by a row": (lambda x, u, r: torch.lerp(x, u, torch.sigmoid(r)), 2),
+}
 UNUSUAL = {f"uncommon: {name}": function for name, function in UNCOMMON.items()}
-ALL = {**FUNCTIONS, **PUBLISHED, **UNUSUAL, **{f"seed {seed}": random_function(seed) for seed in range(200)}}
+RANDOM = {f"seed {seed}": random_function(seed) for seed in range(200)}
+ALL = {**FUNCTIONS, **WEIGHTED, **PUBLISHED, **UNUSUAL, **RANDOM}
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=str(build.missing()))
 
@@ -109,6 +114,21 @@ def test_generated_code_computes_the_function(library, name, fast):
         close = (got - expected).abs() <= expected.abs() * HALF_STEP + rounding + 1e-6
         wrong = ~(same | close)
         assert not wrong.any(), (key, values["x"][wrong][:4], got[wrong][:4], expected[wrong][:4])
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "exact"])
+@pytest.mark.parametrize(
+    ("name", "infinite", "weight"),
+    [("sigmoid of a row", "x", "r0"), ("straight through", "x", "u"), ("lerp by a row", "u", "r0")],
+)
+def test_subnormal_factors_of_infinity_are_zero_in_16_bits(library, name, infinite, weight, fast):
+    """As docs/pointwise.md says."""
+    values = operands([n for n in program_of(name).inputs if n != "dy"])
+    values["x"][:2], values[weight][:2] = 0.0, -88.0
+    values[infinite][:2] = torch.tensor([torch.inf, -torch.inf])
+    y = evaluate(library, name, fast, values)["forward"][:2]
+    assert ALL[name][0](*[t[:2] for n, t in values.items() if n != "dy"]).isinf().all()
+    assert y.isnan().all() if fast else y.isinf().all()
 
 
 def test_numbers_are_those_of_float32():

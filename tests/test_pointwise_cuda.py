@@ -82,6 +82,19 @@ def test_memory_around_the_results_is_untouched():
     torch.testing.assert_close(out[1:10], (x.float().exp() * numbers[0, :, None]).bfloat16())
 
 
+@pytest.mark.parametrize("dtype", STEP, ids=str)
+def test_edges_differ_from_pytorch_in_16_bits_alone(dtype):
+    """As docs/pointwise.md says."""
+    weighted = Pointwise(lambda x, s: x * torch.sigmoid(s))
+    x, s = torch.full((3, 16), torch.inf, device="cuda", dtype=dtype), torch.tensor([-88.0, -80.0, 0.0], device="cuda")
+    found = weighted(x, s=s)
+    assert found[1:].isinf().all()
+    assert found[0].isinf().all() if dtype == torch.float32 else found[0].isnan().all()
+    large = -1e18 if dtype != torch.float16 else -3e4
+    y = Pointwise(lambda x: x * (1 + x / torch.sqrt(1 + x * x)))(torch.full((3, 16), large, device="cuda", dtype=dtype))
+    assert (y.abs() <= (0 if dtype == torch.float32 else 2.0**-18 * -large)).all()
+
+
 def test_rows_with_nan_stay_alone():
     op = Pointwise(lambda x, s: torch.sigmoid(x) * s)
     x = torch.randn(6, 32, device="cuda")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -52,6 +54,17 @@ def test_the_licence_is_named_alike_everywhere() -> None:
     assert field_of_citation("license") == LICENCE
     assert re.match(r"\s+Apache License\s+Version 2\.0, January 2004\s", read("LICENSE"))
     assert "END OF TERMS AND CONDITIONS" in read("LICENSE")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_make_demo_installs_what_torch_would_warn_of(tmp_path: Path) -> None:
+    """Torch prints a warning at the first optimizer where numpy is missing."""
+    command = ["make", "-n", "demo", f"VENV={tmp_path / 'venv'}"]
+    steps = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    *before, demo = steps.strip().splitlines()
+
+    assert demo.endswith("-m fusible demo")
+    assert any(re.search(r"pip .*install -q numpy$", line) for line in before)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -136,9 +136,11 @@ def test_scales_of_checkpoints_become_float32(recipe: Recipe, dtype: torch.dtype
     op, other, state = quantised(recipe, seed=2), linear(seed=2), quantised(recipe).state_dict()
     state["weight_scale_inv"] = state["weight_scale_inv"].to(dtype)
     op.load_state_dict(state)
-    with pytest.warns(UserWarning, match="rounded values are loaded"):
-        other.load_state_dict(state)
+    holder = torch.nn.ModuleDict({"a": torch.nn.ModuleDict({"b": other})})
+    with pytest.warns(UserWarning, match="rounded values are loaded") as warned:
+        holder.load_state_dict({f"a.b.{name}": tensor for name, tensor in state.items()})
 
+    assert warned[0].filename == __file__
     assert op.weight_scale_inv.dtype == torch.float32
     assert torch.equal(result(op), result(quantised(recipe)))
     rounded = fusible.QuantizedGroupedTensor.quantize(linear().weight, recipe).dequantize()

@@ -32,6 +32,12 @@ def test_a_routed_layer_is_close_to_the_definition(name):
     recipes.check_routed(GPU, LAYERS, name)
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_not_finite_leaves_nothing_finite_in_its_row(name, value):
+    recipes.check_not_finite(GPU, LAYERS, name, value)
+
+
 @pytest.mark.parametrize("name", MULTIPLIED)
 def test_recipes_with_kernels_run_strictly(name):
     recipes.check_strict(GPU, LAYERS, name)

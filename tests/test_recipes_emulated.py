@@ -43,6 +43,12 @@ def test_experts_are_close_to_the_definition(name):
     recipes.check_experts(KERNELS, LAYERS, name, bias=False)
 
 
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("name", ALL)
+def test_what_is_not_finite_leaves_nothing_finite_in_its_row(name, value):
+    recipes.check_not_finite(KERNELS, LAYERS, name, value)
+
+
 @pytest.mark.parametrize("name", ["block", "MXFP8"])
 def test_a_routed_layer_is_close_to_the_definition(name):
     recipes.check_routed(KERNELS, LAYERS, name)

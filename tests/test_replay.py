@@ -498,19 +498,19 @@ def test_workspaces_are_asked_for_at_every_number_of_rows(emulation: harness.Emu
     captures = [emulation._module.Capture([], rows) for rows in (600, 1300)]
     for each, rows in zip(captures, (600, 1300), strict=True):
         with each:
-            size = asked(slots=2 * rows, groups=4)
+            size = asked(slots=2 * rows, groups=64)
             assert not each.allocated(2**20, size + rows, False)
-            size = asked(slots=2 * rows, groups=4)
+            size = asked(slots=2 * rows, groups=64)
             assert each.allocated(2**30, size, False)
     launches = captures[1].launches(captures[0], 2**20)
-    sizes = [(asked(slots=2 * rows, groups=4) + 255) // 256 * 256 for rows in range(1, 4000)]
+    sizes = [(asked(slots=2 * rows, groups=64) + 255) // 256 * 256 for rows in range(1, 4000)]
 
     assert not launches.for_any_rows  # the first is no workspace that anybody was asked for
     assert len(set(sizes)) > 1
     captures = [emulation._module.Capture([], rows) for rows in (600, 1300)]
     for each, rows in zip(captures, (600, 1300), strict=True):
         with each:
-            assert each.allocated(2**30, asked(slots=2 * rows, groups=4), False)
+            assert each.allocated(2**30, asked(slots=2 * rows, groups=64), False)
     launches = captures[1].launches(captures[0], 2**20)
     assert launches.for_any_rows
     memory = [(torch.ones(0, dtype=torch.uint8).new_empty, ())]

@@ -10,6 +10,7 @@ from checks.moe import (
     check_fusion_changes_nothing,
     check_same_bits_again,
     check_trains,
+    check_weights_of_any_type,
     check_without_gradients,
 )
 from checks.routed import CASES
@@ -30,6 +31,12 @@ def test_trains(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_fusion_changes_nothing(name: str) -> None:
     check_fusion_changes_nothing("cuda", name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_routing_weights_of_any_type(name: str, dtype: torch.dtype) -> None:
+    check_weights_of_any_type("cuda", name, dtype)
 
 
 @pytest.mark.parametrize("name", ["plain", "gpt-oss", "absent"])

@@ -82,6 +82,19 @@ def test_a_third_step_is_replayed_bit_by_bit(runs: Runs, make: Callable[[], Laye
     assert same(again, first)
 
 
+def test_a_replay_sorts_more_slots_than_its_captures(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 4096 slots are sorted without a workspace. Replays of such captures must get one for more slots."""
+    monkeypatch.setattr(guards, "_MULTIPLES_FROM", T)
+    layer = Layer()
+    for tokens in (T, T + 3, T + 5, 2100):
+        layer.give(tokens)
+        expected, got = layer.anew(), list[Tensor]()
+        count = runs.of(lambda got=got: got.extend(layer.step()))
+        assert same(got, expected)
+
+    assert count == (0, 2)
+
+
 class LayerWithAdapters(Layer):
     """Frozen experts whose adapters are trained."""
 

@@ -35,7 +35,7 @@ def test_route_sorts_stably(tokens: int, slots: int, experts: int, kind: str) ->
     check_route_sorts_stably("cuda", tokens, slots, experts, kind)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_route_brings_weights_of_any_type(dtype: torch.dtype) -> None:
     check_route_brings_weights_of_any_type("cuda", dtype)
 

@@ -26,7 +26,7 @@ if find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 
 import transformers
-from hugging_face import MODELS, assert_same, experts_of, inputs, make, relative, results
+from hugging_face import COMMON, MODELS, assert_same, experts_of, inputs, make, relative, results
 
 from fusible.integrations import experts as adapter
 from fusible.integrations import transformers as integration
@@ -751,3 +751,55 @@ def test_old_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(ImportError, match=r"needs transformers 5\.7 or newer, found 5\.6\.0"):
         integration.register()
+
+
+def several_parts(of_text: dict[str, Any]) -> Any:
+    """The configuration of a tiny model with a vision and a text part, whose experts are in the latter."""
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+    text = {**COMMON, "intermediate_size": 48, "moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "out_hidden_size": 32}
+    vision |= {"deepstack_visual_indexes": [0], "patch_size": 4, "num_position_embeddings": 16}
+    inner = transformers.Qwen3VLMoeTextConfig(**text, rope_parameters=rope, **of_text)
+    return transformers.Qwen3VLMoeConfig(text_config=inner, vision_config=vision)
+
+
+@pytest.mark.parametrize("how", ["fusible", {"text_config": "fusible"}])
+def test_a_model_of_several_parts_takes_it_as_a_whole(how: Any, tmp_path: Path) -> None:
+    kind = transformers.Qwen3VLMoeForConditionalGeneration
+    built = kind._from_config(several_parts({}), experts_implementation=how)
+    built.save_pretrained(tmp_path)
+    loaded = kind.from_pretrained(tmp_path, experts_implementation=how)
+    switched = kind.from_pretrained(tmp_path)
+    switched.set_experts_implementation(how)
+    for model in (built, loaded, switched):
+        model(torch.arange(2, 9).view(1, 7))
+        assert {layer.explanation.steps[0].name for layer in fusible.explain(model).layers} == {"RoutedMLP"}
+
+
+def test_what_the_text_part_alone_was_given_is_lost_and_explained() -> None:
+    """transformers sets it anew in all parts, as it does with the implementation of attention."""
+    model = transformers.Qwen3VLMoeForConditionalGeneration(several_parts({"experts_implementation": "fusible"}))
+    said = str(fusible.explain(model))
+
+    assert "model.set_experts_implementation('fusible') runs it here" in said
+
+
+def test_a_model_of_two_sets_of_experts_trains() -> None:
+    """Ernie 4.5 VL: tokens of text and of images have experts of their own."""
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    sizes = {"intermediate_size": 48, "moe_intermediate_size": [24, 16], "moe_num_experts": 4, "moe_k": 2}
+    common = {name: value for name, value in COMMON.items() if name != "head_dim"}
+    text = {**common, **sizes, "rope_parameters": rope, "output_router_logits": True}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "patch_size": 4}
+    torch.manual_seed(0)
+    config = transformers.Ernie4_5_VLMoeConfig(text_config=text, vision_config=vision)
+    model = transformers.Ernie4_5_VLMoeForConditionalGeneration(config)
+    ids, losses = torch.arange(2, 15).view(1, 13), []
+    for implementation in ("eager", "fusible"):
+        model.set_experts_implementation(implementation)
+        losses.append(model(ids, labels=ids, mm_token_type_ids=torch.zeros_like(ids)).loss)
+
+    torch.testing.assert_close(*losses)
+    losses[1].backward()
+    ran = [layer.explanation for layer in fusible.explain(model).layers if layer.explanation is not None]
+    assert {explanation.steps[0].name for explanation in ran} == {"RoutedMLP"}

@@ -262,3 +262,19 @@ def test_model_compiles_without_a_break() -> None:
         found.append((output.logits.detach(), [p.grad.clone() for p in model.parameters()]))
 
     torch.testing.assert_close(found[0], found[1])
+
+
+def test_generates_with_a_static_cache() -> None:
+    """transformers compiles the steps of decoding then: on a GPU, and wherever a configuration says so."""
+    from transformers import CompileConfig
+
+    torch._dynamo.reset()
+    model, texts = make("mixtral").eval(), []
+    how = CompileConfig(backend="aot_eager", mode=None)
+    how._compile_all_devices = True
+    for implementation in ("eager", "fusible"):
+        model.set_experts_implementation(implementation)
+        ids = torch.arange(2, 7).view(1, 5)
+        texts.append(model.generate(ids, max_new_tokens=4, cache_implementation="static", compile_config=how))
+
+    assert torch.equal(*texts)

@@ -161,6 +161,15 @@ def test_what_does_not_fit_runs_through_stock_with_a_warning(monkeypatch, change
         assert torch.equal(forward()(module, x, index, weights), x + 1)
 
 
+@pytest.mark.parametrize("name", ["gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv"])
+def test_tensors_that_are_missing_are_named(name):
+    module = experts()
+    setattr(module, name, None)
+
+    with pytest.raises(fusible.ArgumentError, match=f"^FP8Experts: {name} is None; bytes are no values"):
+        forward()(module, *inputs())
+
+
 def test_a_model_is_explained_once_its_experts_have_run():
     kind = use_experts_implementation(experts_class=fp8.FP8Experts, experts_interface=fp8.ALL_FP8_EXPERTS_FUNCTIONS)
     module = experts(_experts_implementation="fusible")

@@ -97,6 +97,13 @@ struct CapturedWorkspace {
   virtual int64_t bytes() = 0;
 };
 
+// The bytes to allocate for a workspace, never zero: an allocation of zero bytes has no address, so a capture could not
+// tell that the launch reads it, and a replay that needs more bytes would launch with a null pointer.
+template <class Workspace>
+int64_t allocated_bytes(const Workspace& workspace) {
+  return std::max<int64_t>(workspace.bytes(), 16);
+}
+
 // Memory that is allocated during a capture; `workspace`: it is as large as the extension has said that one must be.
 struct CapturedAllocation {
   Address first;
@@ -261,7 +268,7 @@ void Capture::asked(const Workspace& workspace) {
   struct Captured final : CapturedWorkspace {
     Workspace workspace;
     explicit Captured(const Workspace& value) : workspace(value) {}
-    int64_t bytes() override { return workspace.bytes(); }
+    int64_t bytes() override { return allocated_bytes(workspace); }
   };
   const auto captured = std::make_shared<Captured>(workspace);
   captured->fields.name = Workspace::kName;

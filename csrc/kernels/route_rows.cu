@@ -135,6 +135,7 @@ void route(const Route& c, int device, cudaStream_t stream) {
   FUSIBLE_CHECK(c.slots >= 0 && c.slots < (int64_t{1} << 30), "fewer than 2^30 slots can be routed, got ", c.slots);
   const DeviceGuard guard(device);
   const Stretches stretches = stretches_of(c.slots);
+  FUSIBLE_CHECK(stretches.blocks == 1 || c.workspace, "routing of ", c.slots, " slots needs a workspace, got none");
   if (stretches.blocks > 1) count_slots<<<stretches.blocks, kThreads, 0, stream>>>(c, stretches.slots);
   assign_rows<<<stretches.blocks, kThreads, 0, stream>>>(c, stretches.slots);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "routing of ", c.slots, " slots to ", c.groups, " experts");

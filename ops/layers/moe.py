@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...fuser import ArgumentError, Sequential
+from ...fuser.torch_private import serialized_as
 from ..activation_spec import ActivationSpec, Interleaved
 from ..checks import check_numbers, check_sizes
 from ..glu import Activated
@@ -23,6 +24,7 @@ from .shared_expert import SharedExpert
 from .token_count import TokenCount
 
 
+@serialized_as("fusible.MoEOutput")
 class MoEOutput(NamedTuple):
     """What :class:`MoE` returns.
 
@@ -61,6 +63,8 @@ class MoE(nn.Module):
             there is no such bias.
         shared_ffn: F of the shared experts together, which every token passes. None: there are none.
         shared_gate: the shared experts are multiplied by ``sigmoid(gate @ x)``.
+        single_grouped_weight: each linear of the experts has one parameter ``weight`` [E, out, in]; else ``weight0``,
+            ``weight1``, … [out, in], and so of its biases, for optimisers of matrices.
 
     Raises:
         ArgumentError: sizes that are not positive ints; factors that are no numbers; in a call, tokens that are not
@@ -93,6 +97,7 @@ class MoE(nn.Module):
         bias_update_rate: float | None = None,
         shared_ffn: int | None = None,
         shared_gate: bool = False,
+        single_grouped_weight: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -108,7 +113,8 @@ class MoE(nn.Module):
         choice |= {"groups": groups, "top_groups": top_groups, "selection_bias": bias_update_rate is not None}
         spec = activation_spec(activation, layout)
         self.router = Router(hidden, experts, top_k, **choice, **factory)
-        self.experts = _experts(hidden, ffn, experts, spec, bias, factory)
+        single = {"single_grouped_weight": single_grouped_weight, "single_grouped_bias": single_grouped_weight}
+        self.experts = _experts(hidden, ffn, experts, spec, {"bias": bias, **single, **factory})
         self.shared: SharedExpert | None = None
         if shared_ffn is not None:
             self.shared = SharedExpert(hidden, shared_ffn, spec, gated=shared_gate, bias=bias, **factory)
@@ -198,16 +204,15 @@ def _without_none(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _experts(
-    hidden: int, ffn: int, experts: int, spec: ActivationSpec, bias: bool, factory: dict[str, Any]
-) -> Sequential:
+def _experts(hidden: int, ffn: int, experts: int, spec: ActivationSpec, options: dict[str, Any]) -> Sequential:
+    """Those of a layer; the options are of its linears."""
     columns = 2 * ffn if spec.gated else ffn
     return Sequential(
         OrderedDict(
             dispatch=Dispatch(experts),
-            up=GroupedLinear(experts, hidden, columns, bias=bias, **factory),
+            up=GroupedLinear(experts, hidden, columns, **options),
             activation=activation_op(spec),
-            down=GroupedLinear(experts, ffn, hidden, bias=bias, **factory),
+            down=GroupedLinear(experts, ffn, hidden, **options),
             scale=Scale(),
             combine=Combine(),
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...fuser import ArgumentError
+from ...fuser.torch_private import serialized_as
 from ..checks import check_sizes
 from .balance import tokens_per_expert
 
@@ -41,6 +42,7 @@ class Groups:
             raise ValueError(f"Groups: keep must be at most count={self.count}, got {self.keep}")
 
 
+@serialized_as("fusible.Routes")
 class Routes(NamedTuple):
     """Where tokens go.
 

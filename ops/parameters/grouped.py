@@ -59,6 +59,11 @@ class ExpertParameters(Op):
             if not any(tensor is param for tensor in group.tensors[int(number) :][:1]):
                 del self._groups[key]
 
+    @property
+    def column_dims(self) -> dict[str, int | None]:
+        """The dimension of a parameter, from the end, that has the columns of the output; None: none has them."""
+        return {"weight": -1 if self.transposed_weight else -2, "bias": -1, "lora_a": None, "lora_b": -2}
+
     def parameter_names(self, name: str) -> list[str]:
         """The registered names of an expert parameter, in group order."""
         return list(_names(name, self.num_groups)) if self.per_group[name] else [name]
@@ -205,7 +210,7 @@ class ExpertParameters(Op):
         self._groups.clear()  # so that a parameter is freed now, and not at the next call
 
     def _has_others(self) -> bool:
-        replaced = self._forward_pre_hooks  # which may put parameters in the place of others, as prune's do
+        replaced = self._forward_pre_hooks  # which may put parameters in the place of others
         return bool(self._modules or replaced) or len(self._parameters) > self._count
 
     def _others(self) -> Iterable[tuple[str, Tensor]]:

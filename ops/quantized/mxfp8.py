@@ -18,6 +18,7 @@ from .reference import amax_of, gather, scatter, split, token_blocks
 
 MX_BLOCK = 32
 _PER_BLOCK = BLOCK // MX_BLOCK
+_OF_INFINITY, _OF_NAN = 0xFE, 0xFF  # the bytes of scales; that of the largest finite amax is 0xF7
 
 
 class MXRows(NamedTuple):
@@ -90,7 +91,7 @@ def regroup_rows(rows: MXRows) -> QuantizedRows:
     exponents = split(rows.scales.view(torch.uint8), -1, _PER_BLOCK)
     largest = exponents.amax(-1, keepdim=True)
     data = _shifted(rows.data, _shift(exponents, largest).flatten(1))
-    scales = from_e8m0(largest.squeeze(-1)).t()
+    scales = _block_scales(largest.squeeze(-1)).t()
     return QuantizedRows(data, torch.nn.functional.pad(scales, (0, -tokens % 4)).contiguous())
 
 
@@ -102,7 +103,7 @@ def regroup_columns(columns: MXColumns, split_sizes: Tensor) -> BlockedColumns:
     exponents = gather(exponents, blocks)  # [blocks, 128, K], of each token
     largest = exponents.amax(1, keepdim=True)
     values = gather(columns.data.view(torch.uint8), blocks).view(E4M3.dtype).float() * _shift(exponents, largest)
-    return BlockedColumns(cast(values, E4M3).transpose(1, 2).contiguous(), from_e8m0(largest.squeeze(1)))
+    return BlockedColumns(cast(values, E4M3).transpose(1, 2).contiguous(), _block_scales(largest.squeeze(1)))
 
 
 def regroup_weight(weight: MXRows, halves: int) -> QuantizedWeight:
@@ -113,8 +114,16 @@ def regroup_weight(weight: MXRows, halves: int) -> QuantizedWeight:
     largest = blocks.amax((3, 5), keepdim=True)
     factors = _shift(blocks, largest).flatten(4).flatten(2, 3)[:, :, : rows // halves].flatten(1, 2)
     data = _shifted(weight.data, factors)
-    scales = from_e8m0(largest.squeeze(5).squeeze(3)).flatten(1, 2)
+    scales = _block_scales(largest.squeeze(5).squeeze(3)).flatten(1, 2)
     return QuantizedWeight(data, data.mT.contiguous(), scales)
+
+
+def _block_scales(largest: Tensor) -> Tensor:
+    """The scales of blocks as float32: NaN where MX blocks have that of infinity, whose bytes are those of 448.
+
+    A product of bytes would take them for 448 times 2 ** 127, and give a finite number where weights are small.
+    """
+    return from_e8m0(torch.where(largest == _OF_INFINITY, _OF_NAN, largest))
 
 
 def _shift(exponents: Tensor, largest: Tensor) -> Tensor:

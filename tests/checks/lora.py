@@ -33,13 +33,15 @@ def exact(parameters: list[dict[str, Tensor]], x: Tensor, ids: Tensor, weights: 
     return torch.stack(slots).sum(0)
 
 
-def check_trains(device: str, ranks: tuple[int, int], strict: bool = True) -> None:
+def check_trains(
+    device: str, ranks: tuple[int, int], strict: bool = True, weights_dtype: torch.dtype = torch.float32
+) -> None:
     """Output and gradients; if strict, all by our kernels."""
     torch.manual_seed(0)
     model = layer(device, ranks)
     x = torch.randn(TOKENS, HIDDEN, device=device).bfloat16().requires_grad_()
     ids = torch.rand(TOKENS, E, device=device).argsort(-1)[:, :2]
-    weights = torch.rand(TOKENS, 2, device=device).requires_grad_()
+    weights = torch.rand(TOKENS, 2, device=device, dtype=weights_dtype).requires_grad_()
     adapters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with config(backend="hopper" if strict else "auto", strict=strict):
         y = model(x, top_k_index=ids, top_k_weights=weights)

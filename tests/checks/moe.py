@@ -5,6 +5,8 @@ Against float64, against the steps one by one, and with the same bits however it
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,8 @@ UNFUSED = {"RoutedMLP", "GroupedMLP", "GroupedLinearGLU", "GLUScale"}
 class Layer:
     """The layer of a problem as a container, on the problem's parameters."""
 
-    def __init__(self, device: str, name: str) -> None:
-        self.problem = Problem(device, CASES[name])
+    def __init__(self, device: str, name: str, weights: torch.dtype = torch.float32) -> None:
+        self.problem = Problem(device, replace(CASES[name], weights=weights))
         case, (up, down, up_bias, down_bias) = self.problem.case, self.problem.parameters
         self.model = Sequential(
             Dispatch(case.groups),
@@ -118,6 +120,23 @@ def check_without_gradients(device: str, name: str) -> None:
     for _ in range(3):
         with torch.no_grad():
             assert torch.equal(layer.run(), expected)
+
+
+def check_weights_of_any_type(device: str, name: str, dtype: torch.dtype) -> None:
+    """Right with weights of ``dtype``, and with gradients of theirs: fused or not, replayed or not, in one call."""
+    layer = Layer(device, name, dtype)
+    fused, truth = layer.results(), layer.problem.truth()
+    with config(disable_fusions=UNFUSED):
+        unfused = layer.results()
+    repeated = [layer.results() for _ in range(3)]
+    with torch.no_grad():
+        called = layer.run()
+
+    assert step_names(layer.model.explain()) == ["RoutedMLP"]
+    for results in (fused, unfused, *repeated):
+        assert results[2].dtype == dtype
+        assert max(distance(*pair) for pair in zip(results, truth, strict=True)) < 0.02
+    assert distance(called, truth[0]) < 0.02
 
 
 def check_called_gives_the_bits_of_the_trained(device: str, name: str) -> None:

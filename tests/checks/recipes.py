@@ -251,3 +251,17 @@ def assert_same_bits(results: list[tuple[Tensor, ...]]) -> None:
     """Every step gave what the first gave."""
     for later in results[1:]:
         assert all(torch.equal(*pair) for pair in zip(results[0], later, strict=True))
+
+
+def check_not_finite(kernels: Kernels, layers: Layers, name: str, value: float) -> None:
+    """A value that is not finite leaves no finite number in its row, of the output and of the gradient of x."""
+    with kernels.installed():
+        op = layers.linear(ALL[name], bias=False).to(kernels.device)
+        x, dy, sizes = layers.call(kernels.device, layers.hidden)
+        with torch.no_grad():
+            op.weight.mul_(2.0**-12)  # small enough for a finite product with what an infinite value is rounded to
+            x[3, 5] = dy[4, 6] = value
+        y = op(x, split_sizes=sizes)
+        (dx,) = torch.autograd.grad(y, x, dy)
+    assert not y[3].isfinite().any()
+    assert not dx[4].isfinite().any()

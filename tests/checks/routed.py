@@ -29,6 +29,7 @@ class Case:
     columns: int = 72
     dtype: torch.dtype = torch.bfloat16
     absent: bool = False
+    weights: torch.dtype = torch.float32
 
     @property
     def spec(self) -> ActivationSpec:
@@ -72,7 +73,7 @@ class Problem:
         )
         ids = torch.rand(c.tokens, e, generator=torch.Generator(device).manual_seed(7), device=device).argsort(-1)
         ids = ids.repeat(1, 1 + c.slots // e)[:, : c.slots]
-        self.weights = drawn(device, c.tokens, c.slots, dtype=torch.float32, seed=8)
+        self.weights = drawn(device, c.tokens, c.slots, dtype=c.weights, seed=8)
         self.lost = torch.zeros(c.tokens, 1, dtype=torch.bool, device=device)
         if c.absent:
             ids = torch.where(ids % 2 == 1, ids, e)

@@ -55,7 +55,8 @@ def check_route_brings_weights_of_any_type(device: str, dtype: torch.dtype) -> N
     ids, weights = draw(device, 33, 4, 8), numbers(device, 33, 4, dtype=dtype)
     found = routing.route(ids, 8, torch.bfloat16, weights)
 
-    assert torch.equal(found.scales, weights.reshape(-1)[found.slot_of_row.long()].float())
+    scales = weights.reshape(-1)[found.slot_of_row.long()].to(torch.promote_types(dtype, torch.float32))
+    assert torch.equal(routing.scales_of(found, weights), scales)
 
 
 def check_ids_that_lie_stay_inside(device: str) -> None:
@@ -99,5 +100,7 @@ def check_numbers_of_slots(device: str, dtype: torch.dtype) -> None:
     given[int(found.num_rows) :] = torch.nan
     place = found.row_of_slot.long()
 
-    expected = torch.where(place < int(found.num_rows), given[place], 0).to(dtype)
-    assert torch.equal(routing.by_slot(given, found, dtype), expected)
+    expected = torch.where(place < int(found.num_rows), given[place], 0)
+    assert torch.equal(routing.by_slot(given, found, dtype), expected.to(dtype))
+    assert torch.equal(routing.by_slot(given, found, torch.float64), expected.double())
+    assert torch.equal(routing.by_slot(given.double(), found, dtype), expected.to(dtype))

@@ -28,6 +28,11 @@ def refusal(ids: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
     return None
 
 
+def takes_weights(dtype: torch.dtype) -> bool:
+    """Whether the kernels read and write numbers of slots in this dtype; those of 64 bits stay with PyTorch."""
+    return dtype in TYPE_CODES
+
+
 def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Of ids [T, k]: tokens per expert and their sum [E + 1], slot of each row [S] and row of each slot [T, k].
 

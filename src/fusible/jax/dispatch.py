@@ -44,12 +44,16 @@ def product(
 def _product_kernel(
     layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, row_scale: Any, into: Any
 ) -> jax.Array:
-    """Tensor maps reach features that are multiples of 8; another kernel takes the others, without scales."""
+    """Tensor maps reach features that are multiples of 8; another kernel takes the others, without scales.
+
+    That one leaves out groups that do not fit, so their sizes are cut before it.
+    """
     if a.size == 0 or b.size == 0:
         return fallback.product(layout, dtype, a, b, sizes, bias, row_scale, into)
     if a.shape[1] % 8 == 0 and output_shape(layout, a, b, sizes)[-1] % 8 == 0:
         scale = None if row_scale is None else row_scale.astype(jnp.float32)
         return calls.grouped_gemm(layout, dtype, a, b, sizes, bias, scale, into)
+    sizes = fallback.fitting(sizes, a.shape[0])
     if row_scale is None:
         return calls.ragged_gemm(layout, dtype, a, b, sizes, bias, into)
     rows = calls.ragged_gemm(layout, np.dtype(np.float32), a, b, sizes, bias, None)

@@ -28,6 +28,7 @@ def product(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, r
 def _multiply(layout: Layout, a: Any, b: Any, sizes: Any, dtype: Any) -> jax.Array:
     if a.size == 0 or b.size == 0:
         return jnp.zeros(output_shape(layout, a, b, sizes), dtype)
+    sizes = fitting(sizes, a.shape[0])
     if layout is Layout.TN:
         return jax.lax.ragged_dot_general(a, b, sizes, _WGRAD, preferred_element_type=dtype)
     weights = jnp.swapaxes(b, 1, 2) if layout is Layout.NT else b
@@ -99,10 +100,22 @@ def of_rows(vectors: Any, sizes: Any, rows: int) -> jax.Array:
 
 def group_of_rows(sizes: Any, rows: int) -> jax.Array:
     """The group of each row [T]; the last one for rows past the last group."""
-    groups = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows, dtype=sizes.dtype), side="right")
+    groups = jnp.searchsorted(group_ends(sizes, rows), jnp.arange(rows, dtype=sizes.dtype), side="right")
     return jnp.minimum(groups, sizes.shape[0] - 1)
 
 
 def in_a_group(sizes: Any, rows: int) -> jax.Array:
     """Whether each row [T] belongs to a group."""
-    return jnp.arange(rows, dtype=sizes.dtype) < jnp.sum(sizes)
+    return jnp.arange(rows, dtype=sizes.dtype) < jnp.max(group_ends(sizes, rows), initial=0)
+
+
+def fitting(sizes: Any, rows: int) -> jax.Array:
+    """The sizes [G] as they are taken; see :func:`group_ends`."""
+    return jnp.diff(group_ends(sizes, rows), prepend=0)
+
+
+def group_ends(sizes: Any, rows: int) -> jax.Array:
+    """Where each group [G] ends among the rows, as in the kernels: a size below 0 is 0, what is beyond is cut off."""
+    fitting = jnp.clip(sizes, 0, rows)
+    ends: jax.Array = jax.lax.associative_scan(lambda a, b: jnp.minimum(a, rows - b) + b, fitting)  # cannot overflow
+    return ends

@@ -38,9 +38,9 @@ def grouped_gemm(
     =========================================  ================  ============  ============
 
     The leading dimensions of lhs, and of a ragged rhs, count as one. Rows are sorted by group. Those past the last
-    group take no part, whatever stands there, and are zero in the result and in gradients. Sizes beyond the rows are
-    cut off. Sums are in float32, and rounded once. Weights are read as they lie: use ``transpose_rhs`` rather than a
-    transposition, which XLA would carry out.
+    group take no part, whatever stands there, and are zero in the result and in gradients. A size below 0 counts as 0,
+    and rows that are not there are cut off. There is no forward mode. Sums are in float32, and rounded once. Weights
+    are read as they lie: use ``transpose_rhs`` rather than a transposition, which XLA would carry out.
 
     Args:
         lhs, rhs: of one dtype. Hopper's kernels take bfloat16 and float16, and any shapes.

@@ -75,7 +75,8 @@ def grouped_mlp(
     """The experts of a layer: two linears of G groups, an activation in between, and a probability for each row.
 
     On Hopper the activation is a part of the first product, and its backward one of the second's. Rows past the last
-    group take no part, and are zero in the result and in gradients.
+    group take no part, and are zero in the result and in gradients. A size below 0 counts as 0, and rows that are not
+    there are cut off. There is no forward mode, and there are no second derivatives.
 
     Args:
         x: rows [..., H], sorted by group.
