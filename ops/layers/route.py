@@ -1,21 +1,23 @@
-"""Which experts tokens go to, and with which weights: from logits, in PyTorch's operations."""
+"""Which experts tokens go to, and with which weights, from logits."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...fuser import ArgumentError
+from ...fuser.config import active_config, constant
+from ...fuser.runtime.autograd import Runtime, run
 from ...fuser.torch_private import serialized_as
+from ...fuser.tracing import has_no_data
 from ..checks import check_sizes
-from .balance import tokens_per_expert
-
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+from ..kernels.problems.choice import SCORES, Rule
+from ..kernels.pytorch.choice import probabilities, wide
+from .choose import Choose
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ class Routes(NamedTuple):
         top_k_index: int64 [T, k], the experts of each token, the best one first; -1 for a token that is not valid.
         top_k_weights: [T, k], float32 at least, differentiable; 0 where there is no expert.
         tokens_per_expert: int64 [E].
-        logits: [T, E], float32 at least, differentiable; 0 in rows that are not valid.
+        logits: [T, E], as they were given, differentiable.
         scores: what the logits are made into.
+        loss: the sum of the losses of a :class:`Router`; None where it has none.
     """
 
     top_k_index: Tensor
@@ -59,11 +62,16 @@ class Routes(NamedTuple):
     tokens_per_expert: Tensor
     logits: Tensor
     scores: str
+    loss: Tensor | None = None
 
     @property
     def probabilities(self) -> Tensor:
-        """[T, E]: the scores of each token, divided by their sum; differentiable. Formed when it is asked for."""
-        return log_scores(self.logits, self.scores).softmax(-1)
+        """[T, E]: the scores of each token, divided by their sum; differentiable. Formed when it is asked for.
+
+        Those of a token that is not valid are equal, and have no gradient.
+        """
+        nowhere = (self.top_k_index == -1).all(-1, keepdim=True)
+        return probabilities(wide(self.logits).masked_fill(nowhere, 0), self.scores)
 
 
 def route(
@@ -109,65 +117,52 @@ def route(
     ([[0, 3], [-1, -1]], [1, 0, 0, 1])
     """
     check_choice("route", logits.shape[-1], top_k, scores, groups)
-    _check_tensors(logits, top_k, valid, ids)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if valid is not None:
-        logits = logits.masked_fill(~valid.unsqueeze(-1), 0)
-    index = _choose(logits.detach(), top_k, scores, bias, groups)
-    if ids is not None:
-        index = torch.where((ids == -1).all(-1, keepdim=True), index, ids.long())
-    if valid is not None:
-        index = index.masked_fill(~valid.unsqueeze(-1), -1)
-    weights = _weights(logits, index, scores, top_k > 1 if normalize is None else normalize)
-    weights = weights if scale == 1.0 else weights * scale
-    return Routes(index, weights, tokens_per_expert(index, logits.shape[-1]), logits, scores)
+    check_tensors("route", logits, top_k, valid, ids)
+    rule = rule_of(top_k, scores, top_k > 1 if normalize is None else normalize, scale, groups)
+    given = {"selection_bias": bias, "valid": valid, "ids": whole(ids)}
+    arguments = logits, rule, *given.values()
+    if torch.compiler.is_dynamo_compiling():
+        _register_with_dynamo()
+        return Routes(*_in_graph(logits, *given.values(), *vars(rule).values()), logits, scores)
+    return Routes(*_chosen(*arguments), logits, scores)
 
 
-def log_scores(logits: Tensor, scores: str) -> Tensor:
-    """The logarithms of scores; of softmax without the constant of each row."""
-    if scores == "softmax":
-        return logits
-    return F.logsigmoid(logits) if scores == "sigmoid" else _log_softplus(logits) / 2
+def _chosen(
+    logits: Tensor, rule: Rule, bias: Tensor | None, valid: Tensor | None, ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    keywords = {"selection_bias": bias, "valid": valid, "ids": ids}
+    keywords = {name: value for name, value in keywords.items() if value is not None}
+    weights, index, counts = run(_op(rule), logits, keywords, Runtime.of(logits))
+    return index, weights, counts
 
 
-def _log_softplus(x: Tensor) -> Tensor:
-    """``log(log(1 + exp(x)))``; below -30 it is x, to the last bit of float64."""
-    return torch.where(x < -30, x, F.softplus(x.clamp(min=-30), threshold=40).log())
+def _in_graph(logits: Any, bias: Any, valid: Any, ids: Any, *rule: Any) -> Any:
+    """:func:`_chosen` with what graphs have for arguments."""
+    return _chosen(logits, Rule(*rule), bias, valid, ids)
 
 
-def _choose(logits: Tensor, top_k: int, scores: str, bias: Tensor | None, groups: Groups | None) -> Tensor:
-    """int64 [T, k]: the experts with the highest keys."""
-    if bias is None and groups is None:
-        return _best(logits, top_k)
-    keys = logits.softmax(-1) if scores == "softmax" else log_scores(logits, scores).exp()
-    keys = keys if bias is None else keys + bias
-    return _best(keys if groups is None else _within_groups(keys, groups), top_k)
+@constant
+def _register_with_dynamo() -> None:
+    """Makes a call a node of the graph, at the first that is traced: the decorator imports the compiler."""
+    torch.compiler.allow_in_graph(_in_graph)  # type: ignore[no-untyped-call]
 
 
-def _best(keys: Tensor, count: int) -> Tensor:
-    """int64 [T, count]: where the highest keys of each row stand, equal ones in order; ``topk`` promises no order."""
-    return keys.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
+@lru_cache(maxsize=64)
+def _op(rule: Rule) -> Choose:
+    return Choose(rule)
 
 
-def _within_groups(keys: Tensor, groups: Groups) -> Tensor:
-    """The keys; -inf for experts outside of the best groups of their token."""
-    by_group = keys.view(-1, groups.count, keys.shape[-1] // groups.count)
-    of_groups = by_group.topk(min(groups.best, by_group.shape[-1]), dim=-1).values.sum(-1)
-    outside = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, _best(of_groups, groups.keep), False)
-    return by_group.masked_fill(outside.unsqueeze(-1), -math.inf).view(keys.shape)
+def rule_of(
+    top_k: int, scores: str, normalize: bool, scale: float, groups: Groups | None, tallied: bool = False
+) -> Rule:
+    """The rule, as kernels have it."""
+    limited = () if groups is None else (groups.count, groups.keep, min(groups.best, 2**31 - 1))
+    return Rule(top_k, scores, normalize, float(scale), *limited or (1, 1, 1), tallied=tallied)
 
 
-def _weights(logits: Tensor, index: Tensor, scores: str, normalize: bool) -> Tensor:
-    """[T, k]: the scores of the chosen experts; 0 for those that do not exist, or that a logit of -inf rules out."""
-    exists = (index >= 0) & (index < logits.shape[-1])
-    chosen = log_scores(logits.gather(-1, index.masked_fill(~exists, 0)), scores)
-    never = ~exists | (chosen == -math.inf)
-    if not normalize:
-        chosen = chosen - logits.logsumexp(-1, keepdim=True) if scores == "softmax" else chosen
-        return chosen.masked_fill(never, 0).exp().masked_fill(never, 0)
-    nothing = never.all(-1, keepdim=True)
-    chosen = chosen.masked_fill(never & ~nothing, -math.inf).masked_fill(nothing, 0)
-    return chosen.softmax(-1).masked_fill(nothing, 0)
+def whole(ids: Tensor | None) -> Tensor | None:
+    """The ids as the kernels have them."""
+    return None if ids is None else ids.long()
 
 
 def check_choice(op: str, num_experts: int, top_k: int, scores: str, groups: Groups | None) -> None:
@@ -187,21 +182,37 @@ def check_choice(op: str, num_experts: int, top_k: int, scores: str, groups: Gro
         )
 
 
-def _check_tensors(logits: Tensor, top_k: int, valid: Tensor | None, ids: Tensor | None) -> None:
+def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids: Tensor | None) -> None:
+    """Raises for tensors of another shape or dtype; with ``config(debug=True)`` for ids of no expert, too."""
     if logits.dim() != 2 or not logits.is_floating_point():
-        raise ArgumentError(f"route: logits must be floating-point [T, E], got {_form(logits)}")
-    tokens = logits.shape[0]
+        raise ArgumentError(f"{op}: logits must be floating-point [T, E], got {_form(logits)}")
+    tokens, experts = logits.shape
     if valid is not None and (valid.dtype != torch.bool or valid.shape != (tokens,)):
         raise ArgumentError(
-            f"route: valid must be bool [T], True for a real token, T={tokens}; got {_form(valid)}; "
+            f"{op}: valid must be bool [T], True for a real token, T={tokens}; got {_form(valid)}; "
             "a padding mask is valid=~mask"
         )
-    whole = ids is None or not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
-    if ids is not None and (not whole or ids.shape != (tokens, top_k)):
+    if ids is None:
+        return
+    is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not is_whole or ids.shape != (tokens, top_k):
         raise ArgumentError(
-            f"route: ids must be whole numbers [T, top_k], T={tokens}, top_k={top_k}, -1 for a missing row; "
+            f"{op}: ids must be whole numbers [T, top_k], T={tokens}, top_k={top_k}, -1 for a missing row; "
             f"got {_form(ids)}"
         )
+    for name, tensor in (("valid", valid), ("ids", ids)):
+        if tensor is not None and tensor.device != logits.device:
+            raise ArgumentError(f"{op}: {name} must be on {logits.device}, as the logits, got {tensor.device}")
+    if active_config().debug and not torch.compiler.is_dynamo_compiling() and not has_no_data(ids):
+        _check_ids(op, ids, experts)
+
+
+def _check_ids(op: str, ids: Tensor, experts: int) -> None:
+    """Waits for the device."""
+    wrong = ((ids.long() < -1) | (ids.long() >= experts)).any(-1).nonzero()
+    if wrong.numel():
+        row = int(wrong[0])
+        raise ArgumentError(f"{op}: ids must be from -1 to {experts - 1}, got {ids[row].tolist()} in row {row}")
 
 
 def _form(tensor: Tensor) -> str:

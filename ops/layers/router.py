@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from ...fuser import ArgumentError
 from ..checks import check_numbers, check_sizes
 from ..wide_buffers import WideBuffers
-from .route import Groups, Routes, check_choice, route
+from .balance import Balance
+from .choose import Choose
+from .gate import Gate
+from .losses import Loss, Tally, check_sequences
+from .record import Record
+from .route import Groups, Routes, check_choice, check_tensors, rule_of, whole
+from .token_count import TokenCount
 
 
 class Router(WideBuffers):
@@ -30,13 +39,26 @@ class Router(WideBuffers):
         top_groups: see there.
         selection_bias: whether there is a buffer ``selection_bias`` [E], zero at first. It is added to the scores when
             experts are chosen, but is not part of the weights.
+        balance: how :meth:`update_bias` moves that buffer, which is then there: :class:`SignBias` or
+            :class:`QuantileBias`.
+        losses: of each call, added up in ``Routes.loss``: :class:`SwitchLoss`, :class:`GlobalLoss`,
+            :class:`SequenceLoss`, :class:`ZLoss`.
+        bias: whether the logits have a bias, a parameter [E].
 
     Raises:
         ArgumentError: sizes that are not positive ints, a scale that is no number.
-        ValueError: other scores; more choices than experts; groups that do not divide the experts, or hold too few.
+        ValueError: other scores; more choices than experts; groups that do not divide the experts, or hold too few; a
+            balance that cannot be of this choice.
+
+    >>> import torch, fusible
+    >>> router = fusible.Router(8, 16, top_k=2, losses=(fusible.SwitchLoss(0.01), fusible.ZLoss(1e-3)))
+    >>> routes = router(torch.randn(5, 8))
+    >>> routes.top_k_index.shape, routes.loss.requires_grad
+    (torch.Size([5, 2]), True)
     """
 
     selection_bias: Tensor | None
+    bias: nn.Parameter | None
     wide_buffers = ("selection_bias",)  # in fewer bits its small steps would be lost
 
     def __init__(
@@ -51,6 +73,9 @@ class Router(WideBuffers):
         groups: Groups | int = 1,
         top_groups: int = 1,
         selection_bias: bool = False,
+        balance: Balance | None = None,
+        losses: Sequence[Loss] = (),
+        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -58,19 +83,29 @@ class Router(WideBuffers):
         sizes = {"features": features, "num_experts": num_experts, "top_k": top_k}
         check_sizes("Router", dtype, **sizes)
         check_numbers("Router", scale=scale)
-        self.top_k, self.scores, self.scale = top_k, scores, scale
-        self.normalize = top_k > 1 if normalize is None else normalize
         self.groups = groups if isinstance(groups, Groups) else _groups(groups, top_groups)
         check_choice("Router", num_experts, top_k, scores, self.groups)
-        if self.normalize and top_k == 1:
+        normalize = top_k > 1 if normalize is None else normalize
+        if normalize and top_k == 1:
             warnings.warn(
                 "Router: normalize=True with top_k=1: the weight is 1 whatever the scores, so the router has no "
                 "gradient but that of losses",
                 stacklevel=2,
             )
+        self.losses, self.balance = tuple(losses), balance
+        self.gate = Gate()
+        self.choice = Choose(rule_of(top_k, scores, normalize, scale, self.groups, bool(self.losses)))
+        self.token_count: TokenCount | None = None
+        if balance is not None:
+            balance.check(num_experts, self.choice.rule)
+            self.token_count = TokenCount(balance.shape(num_experts), device)
         self.weight = nn.Parameter(torch.empty(num_experts, features, device=device, dtype=dtype))
-        bias = torch.empty(num_experts, device=device, dtype=torch.float32) if selection_bias else None
-        self.register_buffer("selection_bias", bias)
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype))
+        biased = selection_bias or balance is not None
+        buffer = torch.empty(num_experts, device=device, dtype=torch.float32) if biased else None
+        self.register_buffer("selection_bias", buffer)
         self.reset_parameters()
 
     @property
@@ -78,38 +113,124 @@ class Router(WideBuffers):
         """E."""
         return self.weight.shape[0]
 
+    @property
+    def top_k(self) -> int:
+        """How many experts each token goes to."""
+        return self.choice.rule.top_k
+
+    @property
+    def load(self) -> Tensor | None:
+        """What :meth:`update_bias` will look at: for :class:`SignBias` int64 [E]; None without a balance."""
+        bias, count = self.selection_bias, self.token_count
+        return None if bias is None or count is None else count.load_on(bias.device)
+
     def reset_parameters(self) -> None:
-        """Draws the weight uniformly from ±1/sqrt(features), as ``torch.nn.Linear`` does. The selection bias is 0."""
+        """Draws the weight uniformly from ±1/sqrt(features), as ``torch.nn.Linear`` does. Biases are 0."""
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
-        if self.selection_bias is not None:
-            nn.init.zeros_(self.selection_bias)
+        for tensor in (self.bias, self.selection_bias, self.load):
+            if tensor is not None:
+                nn.init.zeros_(tensor)
 
-    def forward(self, x: Tensor, valid: Tensor | None = None, ids: Tensor | None = None) -> Routes:
-        """The routes of tokens [T, H]; ``valid`` bool [T] and ``ids`` [T, k] as :func:`fusible.functional.route`."""
-        return route(
-            self._logits(x),
-            self.top_k,
-            scores=self.scores,
-            normalize=self.normalize,
-            scale=self.scale,
-            bias=self.selection_bias,
-            groups=self.groups,
-            valid=valid,
-            ids=ids,
-        )
+    def forward(
+        self,
+        x: Tensor,
+        valid: Tensor | None = None,
+        ids: Tensor | None = None,
+        sequences: Tensor | int | None = None,
+    ) -> Routes:
+        """The routes of tokens [T, H].
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """[T, E]: few numbers, on which much depends, so that they are worth their bits (arxiv 2101.03961, 2.4)."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
-            return F.linear(x.to(dtype), self.weight.to(dtype))
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(dtype), self.weight.to(dtype))
+        Args:
+            valid, ids: bool [T] and whole numbers [T, k], as :func:`fusible.functional.route` takes them.
+            sequences: for :class:`SequenceLoss`: the number of each token's sequence, whole numbers [T]; or the length
+                of all.
+        """
+        if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
+            raise ArgumentError(f"Router: x must be tokens [T, {self.weight.shape[1]}], got shape {list(x.shape)}")
+        logits: Tensor = self.gate(x, weight=self.weight, logit_bias=self.bias)
+        check_tensors("Router", logits, self.top_k, valid, ids)
+        check_sequences("Router", self.losses, sequences, x.shape[0])
+        chosen = self.choice(logits, selection_bias=self.selection_bias, valid=valid, ids=whole(ids))
+        weights, index, counts, *sums = chosen
+        loss = self._loss(sums, logits, index, sequences) if self.losses else None
+        return Routes(index, weights, counts, logits, self.choice.rule.scores, loss)
+
+    def _loss(self, sums: Sequence[Tensor], logits: Tensor, index: Tensor, sequences: Tensor | int | None) -> Tensor:
+        tally = Tally(*sums, logits, index, self.choice.rule.scores, sequences)
+        first, *others = [loss(tally) for loss in self.losses]
+        return sum(others, first)
+
+    def count(self, y: Tensor, routes: Routes) -> Tensor:
+        """The output ``y`` of what the routes were used in, to be used in its place: its tokens are then counted.
+
+        They are when the gradient of ``y`` passes: once under activation checkpointing, and not at all under
+        ``no_grad``, in evaluation, or without a backward.
+        """
+        if self.token_count is None or self.balance is None or not self.token_count.counts(y):
+            return y
+        assert self.selection_bias is not None
+        counted: Tensor = self.token_count(y, self.balance.count(routes, self.selection_bias))
+        return counted
+
+    @torch.no_grad()
+    def update_bias(self, group: Any = None) -> None:
+        """Moves the selection bias towards an even load, from what was counted since the last update.
+
+        Args:
+            group: the ranks whose tokens count, as ``torch.distributed`` takes it. None: this process alone.
+
+        Raises:
+            RuntimeError: the router was built without ``balance``.
+        """
+        bias, load = self.selection_bias, self.load
+        if bias is None or load is None or self.balance is None:
+            raise RuntimeError("Router: there is no bias to update; build it with balance, such as SignBias(1e-3)")
+        if group is not None:
+            torch.distributed.all_reduce(load, group=group)
+        bias.copy_(self.balance.next_bias(bias, load, self.top_k))
+        load.zero_()
+
+    @contextmanager
+    def record(self) -> Iterator[Record]:
+        """In the body, notes the experts of every call: ``record.ids``, int16 [T, k], to be given again as ``ids``."""
+        with Record([self]).recording() as record:
+            yield record
 
     def extra_repr(self) -> str:
         groups = "" if self.groups is None else f", {self.groups.keep} of {self.groups.count} groups"
-        return f"{self.weight.shape[1]}, {self.top_k} of {self.num_experts}, {self.scores}{groups}"
+        return f"{self.weight.shape[1]}, {self.top_k} of {self.num_experts}, {self.choice.rule.scores}{groups}"
+
+
+@contextmanager
+def record_routes(model: nn.Module) -> Iterator[Record]:
+    """In the body, notes the experts that every :class:`Router` of the model chooses, in the order of the modules.
+
+    ``record.ids`` is int16 [T, L, k], as engines store routes, and ``record.names`` are the L routers. Layer i is given
+    ``record.ids[:, i]`` again as ``ids``: weights are then those of its own logits, with their gradient (arxiv
+    2510.11370).
+    """
+    routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    with Record(list(routers.values()), list(routers)).recording() as record:
+        yield record
+
+
+@torch.no_grad()
+def update_biases(model: nn.Module, group: Any = None) -> None:
+    """:meth:`Router.update_bias` of every router of the model that has a balance, with one reduction for all.
+
+    Args:
+        group: the ranks whose tokens count: data, expert and context parallel ones together. None: this process alone.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router) and module.balance is not None]
+    loads = [load for router in routers if (load := router.load) is not None]
+    if group is not None and loads:
+        total = torch.cat([load.flatten() for load in loads])
+        torch.distributed.all_reduce(total, group=group)
+        for load, part in zip(loads, total.split([load.numel() for load in loads]), strict=True):
+            load.copy_(part.view_as(load))
+    for router in routers:
+        router.update_bias()
 
 
 def _groups(count: int, keep: int) -> Groups | None:

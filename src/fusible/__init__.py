@@ -82,7 +82,22 @@ if TYPE_CHECKING:
         quantize_,
         same_weights,
     )
-    from .ops.layers import Groups, MoE, MoEOutput, Router, Routes
+    from .ops.layers import (
+        GlobalLoss,
+        Groups,
+        MoE,
+        MoEOutput,
+        QuantileBias,
+        Record,
+        Router,
+        Routes,
+        SequenceLoss,
+        SignBias,
+        SwitchLoss,
+        ZLoss,
+        record_routes,
+        update_biases,
+    )
 
 __version__ = "0.1.0"
 
@@ -113,6 +128,7 @@ __all__ = [
     "Float8Tensor",
     "FusedOp",
     "GLUScale",
+    "GlobalLoss",
     "Grads",
     "GroupedLinear",
     "GroupedLinearChain",
@@ -136,8 +152,10 @@ __all__ = [
     "Pattern",
     "Pointwise",
     "PointwiseChain",
+    "QuantileBias",
     "QuantizedGroupedTensor",
     "ReGLU",
+    "Record",
     "RefusedError",
     "RoutedLoRA",
     "RoutedMLP",
@@ -148,9 +166,13 @@ __all__ = [
     "ScaledActivation",
     "ScaledClampedSwiGLU",
     "ScaledSwiGLU",
+    "SequenceLoss",
     "Sequential",
+    "SignBias",
     "SwiGLU",
+    "SwitchLoss",
     "TensorSpec",
+    "ZLoss",
     "__version__",
     "check_device_errors",
     "config",
@@ -163,10 +185,12 @@ __all__ = [
     "interleaved",
     "optional",
     "quantize_",
+    "record_routes",
     "register_fusion",
     "same_weights",
     "testing",
     "unregister",
+    "update_biases",
 ]
 
 _PACKAGES = ("fuser", "ops", "ops.layers")  # where the other names are
