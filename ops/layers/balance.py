@@ -100,7 +100,7 @@ class QuantileBias:
     def count(self, routes: Routes, bias: Tensor) -> Tensor:
         """int64 [E, bins]: how many tokens need which bias. A token without a finite one is left out."""
         scores = log_scores(wide(routes.logits), routes.scores).exp()
-        cutoff = (scores + bias).sort(-1, descending=True, stable=True).values[:, routes.top_k_index.shape[1]]
+        cutoff = (scores + bias).sort(dim=-1, descending=True).values[:, routes.top_k_index.shape[1]]
         needed = cutoff.unsqueeze(-1) - scores
         left_out = (routes.top_k_index == -1).all(-1, keepdim=True) | ~needed.isfinite().all(-1, keepdim=True)
         low, high = _bounds(bias)
