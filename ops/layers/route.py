@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ...fuser import ArgumentError
-from ...fuser.config import active_config, constant
+from ...fuser.contract.config import active_config, constant
+from ...fuser.contract.torch_private import serialized_as
+from ...fuser.contract.tracing import has_no_data
 from ...fuser.runtime.autograd import Runtime, run
-from ...fuser.torch_private import serialized_as
-from ...fuser.tracing import has_no_data
 from ..checks import check_sizes
 from ..kernels.problems.choice import SCORES, Rule
 from ..kernels.pytorch.choice import probabilities, wide

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....fuser import tracing as trace
+from ....fuser.contract import tracing as trace
 from ..custom_ops import kernel
 from ..dispatch import native_refusal
 from ..hopper import choice as hopper
