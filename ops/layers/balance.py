@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..checks import check_numbers, check_sizes
 from ..kernels.problems.choice import Rule
 from ..kernels.pytorch.choice import log_scores, wide
+from ..values.checks import check_numbers, check_sizes
 from .route import Routes
 
 

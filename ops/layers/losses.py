@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...fuser import ArgumentError
-from ..checks import check_numbers
 from ..kernels.pytorch.choice import probabilities, tokens_per_expert, wide
+from ..values.checks import check_numbers
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ...fuser import ArgumentError
-from ..checks import check_numbers, check_sizes
-from ..wide_buffers import WideBuffers
+from ..parameters.wide_buffers import WideBuffers
+from ..values.checks import check_numbers, check_sizes
 from .balance import Balance
 from .choose import Choose
 from .gate import Gate
