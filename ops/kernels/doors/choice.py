@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ....fuser.contract import tracing as trace
-from ..custom_ops import kernel
 from ..dispatch import native_refusal
 from ..hopper import choice as hopper
-from ..problem import nbytes
+from ..operators.custom_ops import kernel
 from ..problems.choice import Choosing, ChoosingBackward, Chosen, Rule
+from ..problems.gemm import nbytes
 from ..pytorch import choice as pytorch
 
 

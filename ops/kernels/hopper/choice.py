@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
 from ..problems.choice import SCORES, Choosing, ChoosingBackward, Chosen, Rule
-from .extension import TYPE_CODES, address, compiled, device_refusal, stream
 
 NAME = "fusible"
 MAX_EXPERTS = 4096

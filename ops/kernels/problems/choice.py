@@ -7,7 +7,7 @@ from typing import NamedTuple, final
 
 from torch import Tensor
 
-from ..problem import nbytes
+from .gemm import nbytes
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
