@@ -23,50 +23,59 @@ SHARED = (
     "ops.kernels.operators.custom_ops",
 )  # values, and what only has to be loaded
 
-CONTRACT = (
-    "fuser/contract/config.py",
-    "fuser/contract/edits.py",
-    "fuser/contract/errors.py",
-    "fuser/contract/module_state.py",
-    "fuser/contract/op.py",
-    "fuser/contract/overrides.py",
-    "fuser/contract/parametrized.py",
-    "fuser/contract/spec.py",
-    "fuser/contract/stored_values.py",
-    "fuser/contract/torch_private.py",
-    "fuser/contract/tracing.py",
-)
-ARROWS = {  # part of fuser -> what it may import besides the op contract; nothing stands above its row
-    "fuser.runtime": set(),
-    "fuser.composite": {"fuser.runtime"},
-    "fuser.compiler": {"fuser.composite", "fuser.runtime"},
-    "fuser.replay": {"fuser.compiler", "fuser.runtime"},
-    "fuser.dynamo": {"fuser.compiler", "fuser.runtime"},
-    "fuser.explain": {"fuser.compiler", "fuser.runtime"},
-    "fuser.container.repeated_call": {"fuser.compiler", "fuser.replay", "fuser.runtime"},
-    "fuser.container.call_cache": {
-        "fuser.compiler",
-        "fuser.replay",
-        "fuser.explain",
-        "fuser.container.repeated_call",
-        "fuser.runtime",
+ARROWS = {  # package -> its parts, and which parts each may import; nothing stands above its row
+    "fuser": {
+        "contract": (),
+        "runtime": ("contract",),
+        "composite": ("contract", "runtime"),
+        "compiler": ("contract", "runtime", "composite"),
+        "replay": ("contract", "runtime", "compiler"),
+        "dynamo": ("contract", "runtime", "compiler"),
+        "explain": ("contract", "runtime", "compiler"),
+        "container": ("contract", "runtime", "compiler", "replay", "dynamo", "explain"),
+        "testing": ("contract", "runtime", "compiler", "container"),
     },
-    "fuser.container.standalone": {
-        "fuser.container.call_cache",
-        "fuser.compiler",
-        "fuser.dynamo",
-        "fuser.explain",
-        "fuser.runtime",
+    "ops": {
+        "formats": (),
+        "programs": (),
+        "values": ("programs",),
+        "kernels": ("formats", "programs", "values"),
+        "quantized": ("formats", "values", "kernels"),
+        "parameters": ("formats", "values", "kernels", "quantized"),
+        "basic": ("programs", "values", "kernels", "parameters"),
+        "grouped": ("formats", "programs", "values", "kernels", "quantized", "parameters", "basic"),
+        "modules": ("formats", "kernels", "quantized", "grouped"),
+        "routed": ("values", "kernels", "basic", "grouped"),
+        "layers": ("values", "parameters", "basic", "grouped", "routed"),
+        "ep": ("formats", "values", "kernels", "routed"),
+        "fused": ("formats", "programs", "values", "kernels", "quantized", "basic", "grouped", "routed", "ep"),
     },
-    "fuser.container.sequential": {
-        "fuser.container.call_cache",
-        "fuser.container.standalone",
-        "fuser.compiler",
-        "fuser.dynamo",
-        "fuser.explain",
-        "fuser.runtime",
+    "ops/kernels": {
+        "architecture": (),
+        "problems": (),
+        "operators": ("problems",),
+        "extension": ("architecture",),
+        "tensor_lists": ("extension",),
+        "jit": ("problems", "extension"),
+        "hopper": ("architecture", "problems", "extension", "jit"),
+        "pytorch": ("architecture", "problems", "operators", "hopper"),
+        "dispatch": ("problems", "hopper", "pytorch"),
+        "unfused": ("problems", "dispatch"),
+        "recording": ("problems", "hopper", "pytorch", "dispatch", "unfused"),
+        "__init__": (
+            "problems",
+            "operators",
+            "extension",
+            "tensor_lists",
+            "jit",
+            "hopper",
+            "pytorch",
+            "dispatch",
+            "unfused",
+            "recording",
+        ),
+        "doors": ("problems", "operators", "extension", "hopper", "pytorch", "dispatch", "__init__"),
     },
-    "fuser.testing": {"fuser.compiler", "fuser.runtime", "fuser.container.sequential"},
 }
 
 
@@ -96,27 +105,49 @@ def test_the_compiler_imports_no_op(path):
 
 
 def module(path):
-    """The dotted name of a file: "fuser.contract.op"; that of a package for its ``__init__``."""
+    """The dotted name of a file: "fuser.op"; that of a package for its ``__init__``."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-def part_of(name, parts):
-    """The one of these parts that a module is, or is in; None: in none of them."""
-    return next((part for part in parts if f"{name}.".startswith(f"{part}.")), None)
+def part_of(name, package):
+    """The part of a package that a module is in; "__init__" for the package itself, None for what is elsewhere."""
+    parts, above = name.split("."), package.split("/")
+    if parts[: len(above)] != above:
+        return None
+    return parts[len(above)] if len(parts) > len(above) else "__init__"
 
 
-@pytest.mark.parametrize("path", files("fuser"), ids=lambda p: str(p.relative_to(ROOT)))
-def test_parts_of_fuser_import_only_what_is_below_them(path):
-    part = part_of(module(path), ARROWS)
-    allowed = {*(module(ROOT / name) for name in CONTRACT), *ARROWS.get(part, ()), part}
-    imported = [".".join(modules(name)) for name in imports(path) if name.startswith("fuser.")]
-
-    assert module(path) == "fuser" or [name for name in imported if part_of(name, allowed) is None] == []
+PARTS = [(package, path) for package in ARROWS for path in files(package)]
 
 
-def test_every_arrow_points_to_an_earlier_row():
-    rows = list(ARROWS)
-    assert all(rows.index(target) < rows.index(part) for part, targets in ARROWS.items() for target in targets)
+@pytest.mark.parametrize(
+    ("package", "path"), PARTS, ids=lambda p: str(p.relative_to(ROOT)) if isinstance(p, Path) else p
+)
+def test_parts_import_only_what_is_below_them(package, path):
+    part = part_of(module(path), package)
+    imported = {part_of(".".join(modules(name)), package) for name in imports(path) if name != "ops._C"} - {None, part}
+
+    assert part == "__init__" or part in ARROWS[package], "a new part: say what it may import"
+    assert imported <= set(ARROWS[package].get(part, ARROWS[package]))  # a package may import all of its parts
+
+
+@pytest.mark.parametrize("package", ARROWS)
+def test_every_arrow_points_to_an_earlier_row(package):
+    rows = list(ARROWS[package])
+    assert all(rows.index(target) < rows.index(part) for part, targets in ARROWS[package].items() for target in targets)
+
+
+@pytest.mark.parametrize("package", ARROWS)
+def test_every_arrow_is_drawn(package):
+    """What is stated is there: an arrow that nothing needs any more is taken out."""
+    drawn = {
+        (part_of(module(path), package), part_of(".".join(modules(name)), package))
+        for path in files(package)
+        for name in imports(path)
+    }
+    stated = {(part, target) for part, targets in ARROWS[package].items() for target in targets}
+
+    assert stated - drawn == set()
 
 
 def test_no_files_import_each_other():
