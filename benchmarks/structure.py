@@ -111,10 +111,10 @@ def rooms(files: nx.DiGraph[str], package: str) -> nx.DiGraph[str]:
     """Which rooms of a package import which: a room is a file in it, or a subpackage with all that is in it."""
     depth = package.count(".") + 2
     inside = [name for name in files if f"{name}.".startswith(f"{package}.")]
-    room_of = {name: ".".join(name.split(".")[:depth]) for name in inside}
+    part_of = {name: ".".join(name.split(".")[:depth]) for name in inside}
     graph: nx.DiGraph[str] = nx.DiGraph()
-    graph.add_nodes_from(room_of.values())
-    pairs = ((room_of[a], room_of[b]) for a, b in files.subgraph(inside).edges)
+    graph.add_nodes_from(part_of.values())
+    pairs = ((part_of[a], part_of[b]) for a, b in files.subgraph(inside).edges)
     graph.add_edges_from((a, b) for a, b in pairs if a != b)
     return graph
 
