@@ -158,7 +158,7 @@ def test_it_describes_another_tree(entangled: Path) -> None:
 
 
 def test_it_counts_the_calls_of_another_tree(tmp_path: Path) -> None:
-    for package in (*structure.PACKAGES, "fusible", "benchmarks", "examples"):
+    for package in (*structure.PACKAGES, "src", "benchmarks", "examples"):
         (tmp_path / package).symlink_to(structure.ROOT / package)
 
     assert set(structure.count_calls(tmp_path)) == {"CPU, cold forward", "CPU, hot forward", "CPU, hot backward"}
