@@ -105,7 +105,7 @@ def test_the_compiler_imports_no_op(path):
 
 
 def module(path):
-    """The dotted name of a file: "fuser.op"; that of a package for its ``__init__``."""
+    """The dotted name of a file: "fuser.contract.op"; that of a package for its ``__init__``."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
