@@ -82,6 +82,7 @@ def _choose(logits: Tensor, rule: Rule, bias: Tensor | None) -> Tensor:
     if bias is None and rule.groups == 1:
         return _best(logits, rule.top_k)
     keys = logits.softmax(-1) if rule.scores == "softmax" else log_scores(logits, rule.scores).exp()
+    keys = keys.masked_fill(logits == -math.inf, 0)  # in a row of -inf alone, too
     keys = keys if bias is None else keys + bias
     return _best(keys if rule.groups == 1 else _within_groups(keys, rule), rule.top_k)
 
