@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...fuser import ArgumentError
+from ...fuser import ArgumentError, Sequential
 from ..parameters.wide_buffers import WideBuffers
 from ..values.checks import check_numbers, check_sizes
 from .balance import Balance
@@ -94,10 +94,11 @@ class Router(WideBuffers):
             )
         self.losses, self.balance = tuple(losses), balance
         self.gate = Gate()
-        self.choice = Choose(rule_of(top_k, scores, normalize, scale, self.groups, bool(self.losses)))
+        self.rule = rule_of(top_k, scores, normalize, scale, self.groups, bool(self.losses))
+        self.choice = Sequential(Choose(self.rule))
         self.token_count: TokenCount | None = None
         if balance is not None:
-            balance.check(num_experts, self.choice.rule)
+            balance.check(num_experts, self.rule)
             self.token_count = TokenCount(balance.shape(num_experts), device)
         self.weight = nn.Parameter(torch.empty(num_experts, features, device=device, dtype=dtype))
         self.register_parameter("bias", None)
@@ -116,7 +117,7 @@ class Router(WideBuffers):
     @property
     def top_k(self) -> int:
         """How many experts each token goes to."""
-        return self.choice.rule.top_k
+        return self.rule.top_k
 
     @property
     def load(self) -> Tensor | None:
@@ -151,13 +152,14 @@ class Router(WideBuffers):
         logits: Tensor = self.gate(x, weight=self.weight, logit_bias=self.bias)
         check_tensors("Router", logits, self.top_k, valid, ids)
         check_sequences("Router", self.losses, sequences, x.shape[0])
-        chosen = self.choice(logits, selection_bias=self.selection_bias, valid=valid, ids=whole(ids))
+        given = {"selection_bias": self.selection_bias, "valid": valid, "ids": whole(ids)}
+        chosen = self.choice(logits, **{name: tensor for name, tensor in given.items() if tensor is not None})
         weights, index, counts, *sums = chosen
         loss = self._loss(sums, logits, index, sequences) if self.losses else None
-        return Routes(index, weights, counts, logits, self.choice.rule.scores, loss)
+        return Routes(index, weights, counts, logits, self.rule.scores, loss)
 
     def _loss(self, sums: Sequence[Tensor], logits: Tensor, index: Tensor, sequences: Tensor | int | None) -> Tensor:
-        tally = Tally(*sums, logits, index, self.choice.rule.scores, sequences)
+        tally = Tally(*sums, logits, index, self.rule.scores, sequences)
         first, *others = [loss(tally) for loss in self.losses]
         return sum(others, first)
 
@@ -199,7 +201,7 @@ class Router(WideBuffers):
 
     def extra_repr(self) -> str:
         groups = "" if self.groups is None else f", {self.groups.keep} of {self.groups.count} groups"
-        return f"{self.weight.shape[1]}, {self.top_k} of {self.num_experts}, {self.choice.rule.scores}{groups}"
+        return f"{self.weight.shape[1]}, {self.top_k} of {self.num_experts}, {self.rule.scores}{groups}"
 
 
 @contextmanager

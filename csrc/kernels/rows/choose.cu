@@ -234,8 +234,9 @@ void choose(const Choice& c, int device, cudaStream_t stream) {
   dispatch_choice(r, [&](auto scores, auto count, auto parts) {
     const auto kernel = choose_experts<decltype(scores)::value, decltype(count)::value, decltype(parts)::value>;
     const size_t bytes = ChoiceShared(c, kTeamsOfBlock<decltype(parts)::value>).bytes();
-    FUSIBLE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-                       "choice of experts with ", bytes, " bytes of shared memory");
+    FUSIBLE_CUDA_CHECK(
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "choice of experts with ", bytes, " bytes of shared memory");
     kernel<<<stretches.blocks, kThreadsOfBlock<decltype(parts)::value>, bytes, stream>>>(c, stretches.tokens, vectors);
   });
   const int numbers = r.experts + (c.slots != nullptr);

@@ -136,8 +136,9 @@ void choose_backward(const ChoiceBackward& c, int device, cudaStream_t stream) {
     const auto kernel =
         choose_experts_backward<decltype(scores)::value, decltype(count)::value, decltype(parts)::value>;
     const size_t bytes = sizeof(float) * (8 + static_cast<size_t>(kTeamsOfBlock<decltype(parts)::value>) * r.experts);
-    FUSIBLE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-                       "gradient of a choice of experts with ", bytes, " bytes of shared memory");
+    FUSIBLE_CUDA_CHECK(
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "gradient of a choice of experts with ", bytes, " bytes of shared memory");
     kernel<<<stretches.blocks, kThreadsOfBlock<decltype(parts)::value>, bytes, stream>>>(c, stretches.tokens, vectors);
   });
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "gradient of ", r.tokens, " choices of ", r.experts, " experts");
