@@ -13,7 +13,7 @@ from checks.choice import Case
 from emulation import build, harness
 from torch import Tensor
 
-from fusible import MoE, RefusedError, Router, SignBias, SwitchLoss, ZLoss, config
+from fusible import RefusedError, Router, SignBias, SwitchLoss, ZLoss, config
 from fusible.fuser import replay
 from fusible.ops.kernels.hopper import choice as kernel
 from fusible.ops.kernels.problems.choice import SCORES, Choosing, Rule
@@ -142,7 +142,7 @@ def test_explain_shows_the_kernel() -> None:
 
 
 def test_a_choice_that_the_kernel_does_not_take_is_refused_when_strict() -> None:
-    with config(strict=True), pytest.raises(RefusedError, match="the choice of experts has no kernel of fusible"):
+    with config(strict=True), pytest.raises(RefusedError, match="the choice of experts has no kernel of hopper"):
         Router(H, E, K, dtype=torch.float64)(torch.randn(T, H).double())
 
 
@@ -163,16 +163,17 @@ def test_replays_give_the_bits_of_the_first_call() -> None:
     assert replay.stats().replayed > before + 4
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-def test_compiled_code_calls_the_custom_op() -> None:
-    torch.manual_seed(0)
-    layer, x = MoE(H, 8, E, K, balance_loss=0.5), torch.randn(T, H)
-    graphs: list[str] = []
+def test_custom_ops_run_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiled code calls, which asks again whether the kernel takes the tensors."""
+    case, made = Case(60, 4, scores="sigmoid", groups=(4, 2, 2), biased=True, pads=True), list[str]()
+    p, run = choice.problem("cpu", case), kernel.forward
+    expected = choice.chosen(p)
+    monkeypatch.setattr(kernel, "forward", lambda *arguments: (made.append("forward"), run(*arguments)))
+    rule = vars(p.rule).values()
+    ours = torch.ops.fusible.choose_experts(p.logits, *rule, p.bias, p.valid, None)
 
-    def backend(graph: Any, examples: Any) -> Any:
-        graphs.append(graph.print_readable(print_output=False))
-        return graph
-
-    y = torch.compile(layer, backend=backend, fullgraph=True)(x).y
-    torch.testing.assert_close(y, layer(x).y)
-    assert graphs
+    assert made == ["forward"]
+    assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
+    d = [torch.ones_like(expected.weights), torch.ones(60), torch.ones(1)]
+    grad = torch.ops.fusible.choose_experts_backward(p.logits, *rule, expected.ids, *d)
+    assert torch.equal(grad, choice.gradient(p, expected.ids, *d))
