@@ -71,7 +71,9 @@ class Choose(Op):
         ids: Tensor | None = None,
     ) -> tuple[Outputs, Saved]:
         chosen = door.choose(Choosing(x, self.rule, selection_bias, valid, ids))
-        outputs = dict(zip(("y", *self.extra_outputs), chosen, strict=False))
+        outputs = {"y": chosen.weights, "top_k_index": chosen.ids, "counts": chosen.counts}
+        sums = {"slots": chosen.slots, "sums": chosen.sums, "squares": chosen.squares}
+        outputs |= {name: tensor for name, tensor in sums.items() if tensor is not None}
         return outputs, self.Saved(x, chosen.ids)
 
     def bwd(

@@ -119,12 +119,12 @@ def route(
     check_choice("route", logits.shape[-1], top_k, scores, groups)
     check_tensors("route", logits, top_k, valid, ids)
     rule = rule_of(top_k, scores, top_k > 1 if normalize is None else normalize, scale, groups)
-    given = {"selection_bias": bias, "valid": valid, "ids": whole(ids)}
-    arguments = logits, rule, *given.values()
     if torch.compiler.is_dynamo_compiling():
         _register_with_dynamo()
-        return Routes(*_in_graph(logits, *given.values(), *vars(rule).values()), logits, scores)
-    return Routes(*_chosen(*arguments), logits, scores)
+        index, weights, counts = _in_graph(logits, bias, valid, whole(ids), *vars(rule).values())
+    else:
+        index, weights, counts = _chosen(logits, rule, bias, valid, whole(ids))
+    return Routes(index, weights, counts, logits, scores)
 
 
 def _chosen(

@@ -154,14 +154,14 @@ class Router(WideBuffers):
         check_sequences("Router", self.losses, sequences, x.shape[0])
         given = {"selection_bias": self.selection_bias, "valid": valid, "ids": whole(ids)}
         chosen = self.choice(logits, **{name: tensor for name, tensor in given.items() if tensor is not None})
-        weights, index, counts, *sums = chosen
-        loss = self._loss(sums, logits, index, sequences) if self.losses else None
-        return Routes(index, weights, counts, logits, self.rule.scores, loss)
-
-    def _loss(self, sums: Sequence[Tensor], logits: Tensor, index: Tensor, sequences: Tensor | int | None) -> Tensor:
-        tally = Tally(*sums, logits, index, self.rule.scores, sequences)
+        weights, index, counts, *tallies = chosen
+        routes = Routes(index, weights, counts, logits, self.rule.scores)
+        if not self.losses:
+            return routes
+        slots, sums, squares = tallies
+        tally = Tally(slots, sums, squares, logits, index, self.rule.scores, sequences)
         first, *others = [loss(tally) for loss in self.losses]
-        return sum(others, first)
+        return routes._replace(loss=sum(others, first))
 
     def count(self, y: Tensor, routes: Routes) -> Tensor:
         """The output ``y`` of what the routes were used in, to be used in its place: its tokens are then counted.
@@ -229,7 +229,8 @@ def update_biases(model: nn.Module, group: Any = None) -> None:
     if group is not None and loads:
         total = torch.cat([load.flatten() for load in loads])
         torch.distributed.all_reduce(total, group=group)
-        for load, part in zip(loads, total.split([load.numel() for load in loads]), strict=True):
+        parts = torch.split(total, [load.numel() for load in loads])
+        for load, part in zip(loads, parts, strict=True):
             load.copy_(part.view_as(load))
     for router in routers:
         router.update_bias()
