@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..kernels.problems.choice import Rule
-from ..kernels.pytorch.choice import log_scores, wide
+from ..routed.choose import Rule, log_scores, wide
 from ..values.checks import check_numbers, check_sizes
 from .route import Routes
 
@@ -104,8 +103,8 @@ class QuantileBias:
         needed = cutoff.unsqueeze(-1) - scores
         left_out = (routes.top_k_index == -1).all(-1, keepdim=True) | ~needed.isfinite().all(-1, keepdim=True)
         low, high = _bounds(bias)
-        place = ((needed.masked_fill(left_out, 0) - low) * (self.bins / (high - low))).floor().long()
-        bins = place.clamp(0, self.bins - 1) + self.bins * torch.arange(bias.shape[0], device=bias.device)
+        position = ((needed.masked_fill(left_out, 0) - low) * (self.bins / (high - low))).floor().long()
+        bins = position.clamp(0, self.bins - 1) + self.bins * torch.arange(bias.shape[0], device=bias.device)
         counted = (~left_out).expand_as(bins).flatten().long()
         total = torch.zeros(bias.shape[0] * self.bins, dtype=torch.int64, device=bias.device)
         return total.scatter_add_(0, bins.flatten(), counted).view(-1, self.bins)
@@ -119,7 +118,7 @@ class QuantileBias:
         inside = load.gather(-1, at)
         within = (wanted - (before.gather(-1, at) - inside)) / inside.clamp(min=1)
         place = (low + (at + within) * ((high - low) / self.bins)).squeeze(-1)
-        return torch.where(load.sum() > 0, place - place.mean(), bias).to(bias.dtype)
+        return torch.where(load.sum() > 0, position - position.mean(), bias).to(bias.dtype)
 
 
 def balancing_step(counts: Tensor, rate: float) -> Tensor:

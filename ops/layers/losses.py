@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...fuser import ArgumentError
-from ..kernels.pytorch.choice import probabilities, tokens_per_expert, wide
+from ..routed.choose import probabilities, tokens_per_expert, wide
 from ..values.checks import check_numbers
 
 

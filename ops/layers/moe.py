@@ -167,8 +167,8 @@ class MoE(nn.Module):
             came = f"shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ArgumentError(f"MoE: x must be tokens [..., {self.hidden}], got {came}")
         tokens = x.reshape(-1, self.hidden)
-        given = {"valid": valid, "ids": ids, "sequences": sequences}
-        flat = {name: self._flat(name, x, value) for name, value in given.items() if value is not None}
+        of_tokens = {"valid": valid, "ids": ids, "sequences": sequences}
+        flat = {name: self._flat(name, x, value) for name, value in of_tokens.items() if value is not None}
         if routes is None:
             routes = self.router(tokens, **flat)
         elif flat:
@@ -180,16 +180,16 @@ class MoE(nn.Module):
         y = self.router.count(y, routes)
         return MoEOutput(y.view(x.shape), routes.loss, routes.tokens_per_expert)
 
-    def _flat(self, name: str, x: Tensor, given: Any) -> Any:
+    def _flat(self, name: str, x: Tensor, value: Any) -> Any:
         """By token, as the router has it."""
-        if not isinstance(given, Tensor):
-            return given
+        if not isinstance(value, Tensor):
+            return value
         of_token = (self.router.top_k,) if name == "ids" else ()
-        if given.shape != (*x.shape[:-1], *of_token):
+        if value.shape != (*x.shape[:-1], *of_token):
             dims = ", ".join(map(str, ("...", *of_token)))
             fits = f"as the tokens [..., {self.hidden}]: {[*x.shape[:-1], *of_token]}"
-            raise ArgumentError(f"MoE: {name} must be [{dims}], {fits}; got {list(given.shape)}")
-        return given.reshape(-1, *of_token)
+            raise ArgumentError(f"MoE: {name} must be [{dims}], {fits}; got {list(value.shape)}")
+        return value.reshape(-1, *of_token)
 
     @torch.no_grad()
     def update_bias(self, group: Any = None) -> None:

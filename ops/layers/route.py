@@ -14,10 +14,8 @@ from ...fuser.contract.config import active_config, constant
 from ...fuser.contract.torch_private import serialized_as
 from ...fuser.contract.tracing import has_no_data
 from ...fuser.runtime.autograd import Runtime, run
-from ..kernels.problems.choice import SCORES, Rule
-from ..kernels.pytorch.choice import probabilities, wide
+from ..routed.choose import SCORES, Choose, Rule, probabilities, wide
 from ..values.checks import check_sizes
-from .choose import Choose
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ...fuser import ArgumentError, Sequential
 from ..parameters.wide_buffers import WideBuffers
+from ..routed.choose import Choose
 from ..values.checks import check_numbers, check_sizes
 from .balance import Balance
-from .choose import Choose
 from .gate import Gate
 from .losses import Loss, Tally, check_sequences
 from .record import Record
@@ -152,8 +152,8 @@ class Router(WideBuffers):
         logits: Tensor = self.gate(x, weight=self.weight, logit_bias=self.bias)
         check_tensors("Router", logits, self.top_k, valid, ids)
         check_sequences("Router", self.losses, sequences, x.shape[0])
-        given = {"selection_bias": self.selection_bias, "valid": valid, "ids": whole(ids)}
-        chosen = self.choice(logits, **{name: tensor for name, tensor in given.items() if tensor is not None})
+        keywords = {"selection_bias": self.selection_bias, "valid": valid, "ids": whole(ids)}
+        chosen = self.choice(logits, **{name: tensor for name, tensor in keywords.items() if tensor is not None})
         weights, index, counts, *tallies = chosen
         routes = Routes(index, weights, counts, logits, self.rule.scores)
         if not self.losses:

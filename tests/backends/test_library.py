@@ -248,7 +248,7 @@ SCHEMAS = {  # exported programs name the arguments
     f"Tensor? vectors=None, {SECOND}, Tensor? matrices=None) -> (Tensor, Tensor)",
     "activate": f"(Tensor pre, {ACTIVATION}, Tensor? scales, Tensor? vectors=None, Tensor? split_sizes=None) -> Tensor",
     "row_dots": "(Tensor tokens, Tensor[] vectors, Tensor split_sizes, ScalarType dtype) -> Tensor",
-    "choose_experts": f"(Tensor logits, {RULE}, Tensor? bias, Tensor? valid, Tensor? given) -> "
+    "choose_experts": f"(Tensor logits, {RULE}, Tensor? bias, Tensor? valid, Tensor? fixed_ids) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "choose_experts_backward": f"(Tensor logits, {RULE}, Tensor ids, Tensor? d_weights, Tensor? d_sums, "
     "Tensor? d_squares) -> Tensor",

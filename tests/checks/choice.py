@@ -73,7 +73,7 @@ def poisoned(p: Choosing) -> Chosen:
 
 
 def wide(p: Choosing) -> Choosing:
-    return Choosing(p.logits.double(), p.rule, None if p.bias is None else p.bias.double(), p.valid, p.given)
+    return Choosing(p.logits.double(), p.rule, None if p.bias is None else p.bias.double(), p.valid, p.fixed_ids)
 
 
 def chosen(p: Choosing) -> Chosen:

@@ -34,7 +34,7 @@ from fusible import (
 )
 from fusible.functional import route
 from fusible.ops.kernels.problems.choice import SCORES, Rule
-from fusible.ops.layers.choose import Choose
+from fusible.ops.routed.choose import Choose
 
 T, H, E, K = 12, 6, 8, 3
 D = torch.float64

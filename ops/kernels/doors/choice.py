@@ -13,9 +13,24 @@ from ....fuser.contract import tracing as trace
 from ..dispatch import native_refusal
 from ..hopper import choice as hopper
 from ..operators.custom_ops import kernel
-from ..problems.choice import Choosing, ChoosingBackward, Chosen, Rule
+from ..problems.choice import SCORES, Choosing, ChoosingBackward, Chosen, Rule
 from ..problems.gemm import nbytes
 from ..pytorch import choice as pytorch
+from ..pytorch.choice import log_scores, probabilities, tokens_per_expert, wide
+
+__all__ = [
+    "SCORES",
+    "Choosing",
+    "ChoosingBackward",
+    "Chosen",
+    "Rule",
+    "choose",
+    "choose_backward",
+    "log_scores",
+    "probabilities",
+    "tokens_per_expert",
+    "wide",
+]
 
 
 def choose(p: Choosing) -> Chosen:
@@ -25,7 +40,7 @@ def choose(p: Choosing) -> Chosen:
         chosen = pytorch.forward(p)
         _record(why, "choose", p.bytes + nbytes(*chosen), p.logits)
         return chosen
-    return choose_experts(p.logits, p.rule, p.bias, p.valid, p.given, True)
+    return choose_experts(p.logits, p.rule, p.bias, p.valid, p.fixed_ids, True)
 
 
 def choose_backward(p: ChoosingBackward) -> Tensor:
@@ -54,7 +69,7 @@ def choose_experts(
     rule: Rule,
     bias: Tensor | None,
     valid: Tensor | None,
-    given: Tensor | None,
+    fixed_ids: Tensor | None,
     is_native: bool = False,
 ) -> Chosen:
     """:func:`choose`, by our own kernel.
@@ -62,7 +77,7 @@ def choose_experts(
     Args:
         is_native: whether it is known to take these.
     """
-    p = Choosing(logits, rule, bias, valid, given)
+    p = Choosing(logits, rule, bias, valid, fixed_ids)
     if not is_native and _refusal(p) is not None:
         return pytorch.forward(p)
     out = _new_choice(logits, rule)

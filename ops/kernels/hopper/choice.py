@@ -36,8 +36,8 @@ def refusal(p: Choosing | ChoosingBackward) -> str | None:
 
 def forward(p: Choosing, out: Chosen) -> None:
     """Fills ``out``."""
-    logits, given = p.logits.contiguous(), None if p.given is None else p.given.contiguous()
-    bias, valid = (None if t is None else t.contiguous() for t in (p.bias, p.valid))
+    logits, read = p.logits.contiguous(), (p.bias, p.valid, p.fixed_ids)
+    bias, valid, fixed_ids = (None if t is None else t.contiguous() for t in read)
     tokens, experts = logits.shape
     size = compiled().choose_workspace(tokens=tokens, experts=experts, tallied=p.rule.tallied)
     workspace = logits.new_empty(size, dtype=torch.uint8)
@@ -48,7 +48,7 @@ def forward(p: Choosing, out: Chosen) -> None:
         best=p.rule.best,
         bias=address(bias),
         valid=address(valid),
-        given=address(given),
+        given=address(fixed_ids),
         ids=out.ids.data_ptr(),
         weights=out.weights.data_ptr(),
         counts=out.counts.data_ptr(),

@@ -66,19 +66,19 @@ class Choosing:
         logits: [T, E].
         bias: [E], added to the scores that are compared.
         valid: bool [T]: the others go to no expert.
-        given: int64 [T, k]: the experts; a row of -1 alone is missing, and chosen.
+        fixed_ids: int64 [T, k]: the experts, not to be chosen; a row of -1 alone is missing, and chosen.
     """
 
     logits: Tensor
     rule: Rule
     bias: Tensor | None
     valid: Tensor | None
-    given: Tensor | None
+    fixed_ids: Tensor | None
 
     @property
     def bytes(self) -> int:
         """Of what is read."""
-        return nbytes(self.logits, self.bias, self.valid, self.given)
+        return nbytes(self.logits, self.bias, self.valid, self.fixed_ids)
 
 
 @final

@@ -47,8 +47,8 @@ def forward(p: Choosing) -> Chosen:
     if p.valid is not None:
         logits = logits.masked_fill(~p.valid.unsqueeze(-1), 0)
     ids = _choose(logits, rule, p.bias)
-    if p.given is not None:
-        ids = torch.where((p.given == -1).all(-1, keepdim=True), ids, p.given)
+    if p.fixed_ids is not None:
+        ids = torch.where((p.fixed_ids == -1).all(-1, keepdim=True), ids, p.fixed_ids)
     if p.valid is not None:
         ids = ids.masked_fill(~p.valid.unsqueeze(-1), -1)
     weights = rule.scale * _weights(logits, ids, rule)

@@ -9,7 +9,18 @@ from torch import Tensor
 
 from ...fuser import Grads, Op, Outputs, TensorSpec
 from ..kernels.doors import choice as door
-from ..kernels.problems.choice import Choosing, ChoosingBackward, Rule
+from ..kernels.doors.choice import (
+    SCORES,
+    Choosing,
+    ChoosingBackward,
+    Rule,
+    log_scores,
+    probabilities,
+    tokens_per_expert,
+    wide,
+)
+
+__all__ = ["SCORES", "Choose", "Rule", "log_scores", "probabilities", "tokens_per_expert", "wide"]
 
 
 class Choose(Op):
