@@ -117,7 +117,7 @@ class QuantileBias:
         at = (before < wanted).sum(-1, keepdim=True).clamp(max=self.bins - 1)
         inside = load.gather(-1, at)
         within = (wanted - (before.gather(-1, at) - inside)) / inside.clamp(min=1)
-        place = (low + (at + within) * ((high - low) / self.bins)).squeeze(-1)
+        position = (low + (at + within) * ((high - low) / self.bins)).squeeze(-1)
         return torch.where(load.sum() > 0, position - position.mean(), bias).to(bias.dtype)
 
 
