@@ -220,18 +220,6 @@ def test_addresses_are_asked_in_python_where_torch_has_no_function_for_it(withou
     assert without("torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr").address_function == 0
 
 
-def test_forms_are_told_by_functions_of_torch(monkeypatch):
-    offset, *functions = torch_private.form_functions
-
-    assert offset > 0
-    assert all(functions)
-    monkeypatch.setattr(torch_private.ctypes, "CDLL", lambda path: object())
-    assert torch_private._form_functions() == ()
-    assert "aoti_torch_get_sizes" in torch_private.missing
-    for name in torch_private._FORM_FUNCTIONS:
-        del torch_private.missing[name]
-
-
 def test_a_node_that_cannot_run_when_it_is_ready_is_of_one_forward(monkeypatch):
     assert not torch_private.run_when_ready(SimpleNamespace())
     parameters = tuple([torch.nn.Parameter(torch.randn(3)) for _ in range(2)])
