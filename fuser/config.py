@@ -35,7 +35,6 @@ class Config:
     """
 
     strict: bool = False
-    deterministic: bool = True
     backend: str = "auto"
     disable_fusions: frozenset[str] = frozenset()
     debug: bool = False
@@ -115,7 +114,6 @@ def use_config(switches: Config) -> Iterator[None]:
 def config(
     *,
     strict: bool | None = None,
-    deterministic: bool | None = None,
     backend: str | None = None,
     disable_fusions: Collection[str] | None = None,
     debug: bool | None = None,
@@ -124,13 +122,13 @@ def config(
 ) -> Iterator[Config]:
     """Changes the given switches for the body of the ``with``.
 
+    Results are bitwise the same from run to run, whatever the switches.
+
     Their defaults come from environment variables, read when ``fusible`` is imported: ``FUSIBLE_STRICT``,
     ``FUSIBLE_DEBUG`` (0 or 1), ``FUSIBLE_BACKEND``, ``FUSIBLE_DISABLE_FUSIONS`` (names, with commas between them).
 
     Args:
         strict: raise :class:`RefusedError` where a fusion is refused or a kernel falls back.
-        deterministic: results are bitwise the same from run to run. All present kernels are, with or without it; the
-            switch keeps that promise should a faster one not be.
         backend: ``"auto"``, or the only grouped-GEMM backend to use: ``"hopper"``, ``"grouped_mm"``, ``"loop"``.
         disable_fusions: names of fusions that must not fire, such as ``{"GroupedMLP"}``.
         debug: also check what needs a device synchronisation, such as the values of split sizes.
@@ -144,7 +142,7 @@ def config(
         ValueError: a switch that is no bool; an unknown backend; a string for ``disable_fusions``; a recipe that is no
             frozen dataclass.
     """
-    flags = {"strict": strict, "deterministic": deterministic, "debug": debug, "recompute": recompute}
+    flags = {"strict": strict, "debug": debug, "recompute": recompute}
     for name, flag in flags.items():
         if flag is not None and not isinstance(flag, bool):
             raise ValueError(f"config: {name} must be True or False, got {flag!r}")

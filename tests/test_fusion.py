@@ -237,7 +237,7 @@ def test_one_string_of_disabled_fusions_raises():
         pass
 
 
-@pytest.mark.parametrize("switch", ["strict", "deterministic", "debug", "recompute"])
+@pytest.mark.parametrize("switch", ["strict", "debug", "recompute"])
 def test_a_switch_is_true_or_false(switch: str) -> None:
     with pytest.raises(ValueError, match=f"config: {switch} must be True or False, got 'no'"), config(**{switch: "no"}):
         pass
