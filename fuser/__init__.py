@@ -9,7 +9,7 @@ from .config import Config, config
 from .errors import ArgumentError, DoubleBackwardError, RefusedError
 from .explain.explanation import Explanation
 from .explain.model import ModelExplanation, explain
-from .op import Buffer, Gradient, Grads, Keyword, Op, Outputs
+from .op import Buffer, Gradient, Grads, Keyword, Op, Outputs, Promises
 from .sequential import Sequential
 from .spec import TensorSpec
 
@@ -32,6 +32,7 @@ __all__ = [
     "Outputs",
     "Pattern",
     "Plan",
+    "Promises",
     "RefusedError",
     "Run",
     "Sequential",

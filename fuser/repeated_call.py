@@ -64,7 +64,7 @@ class RepeatedCall:
 
     Every call checks all that the plan depends on: the form of arguments and parameters, by torch's own guards, which
     see autocast and inference mode as well; values that ops check; assignments to ops; hooks; and switches. Only plans
-    are taken whose ops promise that nothing else counts: see :attr:`Op.replayable`.
+    are taken whose ops promise that nothing else counts: see :class:`Promises`.
 
     Attributes:
         last: what ``explain()`` needs of the call.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..fuser import Grads, Op, TensorSpec
+from ..fuser import Grads, Op, Promises, TensorSpec
 from . import kernels
 from .activation_spec import ActivationSpec, Interleaved, gated
 from .checks import check_floats, check_halves
@@ -17,9 +17,7 @@ from .programs.compose import unscaled
 class Activated(Op):
     """The op of an :class:`ActivationSpec`: what fusions look for."""
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     class Saved(NamedTuple):
         preact: Tensor | None

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..fuser import ArgumentError, Buffer, Gradient, Grads, TensorSpec
+from ..fuser import ArgumentError, Buffer, Gradient, Grads, Promises, TensorSpec
 from ..fuser import tracing as trace
 from ..fuser.runtime.buffers import CallerBuffer
 from . import delayed_scales, kernels
@@ -82,9 +82,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
         RuntimeError: in a backward that accumulates into ``main_grad``, if that is missing or does not fit.
     """
 
-    checks_values = False  # those of split sizes on the host
-    values_checked_on_host = frozenset({"split_sizes"})
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset({"split_sizes"}))
     recipe: Recipe | None = None
     wide_buffers = delayed_scales.BUFFERS  # in which they are computed
     gathers_bytes = False  # whether FSDP2 gathers the weight in e4m3

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..fuser import Gradient, Grads, TensorSpec
+from ..fuser import Gradient, Grads, Promises, TensorSpec
 from . import kernels
 from .checks import SplitSizesFit, check_matrix_input, check_sizes, check_split_sizes, product_dtype
 from .grouped_linear import as_rows, with_rows_of
@@ -43,9 +43,7 @@ class GroupedLoRA(ExpertParameters):
             in a call, arguments that do not fit.
     """
 
-    checks_values = False
-    replayable = True
-    values_checked_on_host = frozenset({"split_sizes"})
+    promises = Promises(replayable=True, values_checked=frozenset({"split_sizes"}))
 
     class Saved(NamedTuple):
         x: Tensor | None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fuser import Grads, Keyword, Op, TensorSpec
+from ..fuser import Grads, Keyword, Op, Promises, TensorSpec
 from ..fuser.op import RESERVED
 from ..fuser.tracing import note
 from . import kernels, link_rows
@@ -77,9 +77,7 @@ class Pointwise(Op):
         ArgumentError: in a call, an x or a keyword of another shape, dtype or device.
     """
 
-    checks_values = False
-    replayable = True
-    values_checked_on_host = frozenset()
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     Saved = link_rows.Saved
 

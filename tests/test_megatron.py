@@ -322,5 +322,5 @@ def test_ops_of_these_names_fuse_and_may_be_replayed() -> None:
     model(x, sizes, probs, sizes, probs)
 
     assert steps(model) == ["GroupedMLP"]
-    assert fc1.replayable
+    assert fc1.promises.replayable
     assert model._compiled.last.plan.steps[0].replay_refusal is None

@@ -341,8 +341,8 @@ def test_a_check_of_ones_own_is_always_asked():
         def check(self, x):
             return super().check(x)
 
-    assert not SwiGLU.checks_values
-    assert Checked.checks_values
+    assert SwiGLU.promises.values_checked == frozenset()
+    assert Checked.promises.values_checked is None
 
 
 # ------------------------------------------------------------------------------------------------- forms of calls

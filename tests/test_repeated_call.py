@@ -193,7 +193,7 @@ def test_values_alone_are_checked_again(monkeypatch):
 class OwnCheck(GroupedLinear):
     """Looks at values that the check of its base knows nothing of."""
 
-    replayable, values_checked_on_host = True, frozenset({"split_sizes"})
+    promises = GroupedLinear.promises
 
     def check(self, x, *, split_sizes, autocast_dtype=None):
         if int(split_sizes[0]) == 0:

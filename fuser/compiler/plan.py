@@ -184,7 +184,7 @@ def _check_layouts(graph: OpGraph) -> None:
 
 def checks_values(graph: OpGraph, config: Config) -> bool:
     """Whether a check may look at values: on the host they are there, with ``debug`` they are waited for."""
-    if config.debug or any(op.checks_values for node in graph.entries() if (op := graph.op(node))):
+    if config.debug or any(op.promises.values_checked is None for node in graph.entries() if (op := graph.op(node))):
         return True
     specs = graph.inputs()
     if all([spec is not None and spec.device.type in current_stream for spec in specs]):
@@ -197,11 +197,12 @@ def _checks_values_on_host(graph: OpGraph, node: str) -> bool:
     op = graph.op(node)
     if op is None:
         return False
-    if op.values_checked_on_host is None:
+    checked = op.promises.values_checked
+    if checked is None:
         return True
     sources = graph.sources(node)
     ports_of_ops = {port for port, (source, _) in sources.items() if graph.entry(source) is not None}
-    return not op.values_checked_on_host <= ports_of_ops
+    return not checked <= ports_of_ops
 
 
 def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
@@ -273,7 +274,7 @@ class _Builder:
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
         x, inner = self.slots[source], source not in self.outer
         direct = op if op is not None and (entry.stands_alone or not is_called_whole(op)) else None
-        if not inner and direct is not None and direct.passes_x_on:
+        if not inner and direct is not None and direct.promises.passes_x_on:
             self.outer.add((node, "y"))
         outputs = self._allocate_slots([(node, "y"), *((node, name) for name in (op.extra_outputs if op else ()))])
         names = None if direct is None else foreseen(direct).input_names()

@@ -93,11 +93,11 @@ class Step:
         """Of its ops: see :meth:`Op.value_check`; None where one has none, or more than forms has to be known."""
         looks, x, extras = set(), TensorSpec.of(values[self.x]), dict[str, TensorSpec]()
         for op, reads in zip(self.ops, self.entry_reads, strict=True):
-            if op is None or op.values_checked_on_host is None or any(slot is None for _, slot in reads):
+            if op is None or op.promises.values_checked is None or any(slot is None for _, slot in reads):
                 return None
             keywords = {name: values[slot] for name, slot in reads if slot is not None}
             for name, slot in reads:
-                if name in op.values_checked_on_host:
+                if name in op.promises.values_checked:
                     look = op.value_check(name, x)
                     if look is None or slot is None:
                         return None
@@ -124,10 +124,10 @@ class Step:
         """Why it cannot be replayed; None: all ops that it stands for promise that they can be."""
         if self.input_names is None:
             return f"{self.entries[0]} is called as a module"
-        if isinstance(self.module, Op) and self.module.passes_x_on:
+        if isinstance(self.module, Op) and self.module.promises.passes_x_on:
             return f"{self.entries[0]} passes x on"
         for op in self.module.modules():
-            if isinstance(op, Op) and not op.replayable:
+            if isinstance(op, Op) and not op.promises.replayable:
                 return f"{self._label(op)} does not promise to be replayable"
             if isinstance(op, Op) and (method := patched_half(op)) is not None:
                 return f"the {method} of {self._label(op)} is set on the object"

@@ -101,13 +101,13 @@ def run(
         refuse_transforms([op])
     if forward_ad_state._current_level >= 0:
         _refuse_tangents(op, [x, *keywords.values(), *op.input_tensors()])
-    if op.passes_x_on and patched_half(op) is None:
+    if op.promises.passes_x_on and patched_half(op) is None:
         return (x, *[x.view_as(x) if runtime.grad_enabled else x.detach() for _ in op.extra_outputs])
     if runtime.grad_enabled:
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
             if tensor.requires_grad:
-                shapes = () if op.replayable else tuple([t.shape for t in tensors])
+                shapes = () if op.promises.replayable else tuple([t.shape for t in tensors])
                 step = EagerStep(op, keywords, runtime.autocast_dtype, names, x_is_inner, shapes)
                 return apply(partial(_forward, step, tensors, session), *tensors)
     if session is None:  # nobody asks for what a backward would need

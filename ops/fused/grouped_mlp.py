@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, optional, register_fusion
+from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, Promises, optional, register_fusion
 from ...fuser import tracing as trace
 from ...fuser.config import thread_config
 from .. import kernels
@@ -94,7 +94,7 @@ def with_one_recipe(pattern: Pattern) -> Pattern:
 class GroupedMLP(FusedOp):
     """Keeps x, the pre-activation, the scales, the split sizes and the weights; computes the activation again."""
 
-    replayable = True
+    promises = Promises(replayable=True)
     fc1: GroupedLinear
     act: Activated | Pointwise | PointwiseChain
     scale: Scale | None

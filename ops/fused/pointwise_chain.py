@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...fuser import FusedOp, Grads, Keyword, Match, Op, Pattern, Run, register_fusion
+from ...fuser import FusedOp, Grads, Keyword, Match, Op, Pattern, Promises, Run, register_fusion
 from ...fuser.tracing import note
 from .. import kernels, link_rows
 from ..activation_spec import ActivationSpec
@@ -31,7 +31,7 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 class PointwiseChain(FusedOp):
     """What its parts compute, in one kernel forward and one backward; where there is none, the parts one by one."""
 
-    replayable = True
+    promises = Promises(replayable=True)
 
     def __init__(self, **roles: Any) -> None:
         super().__init__(**roles)

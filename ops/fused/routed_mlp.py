@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import Gradient, Grads, register_fusion
+from ...fuser import Gradient, Grads, Promises, register_fusion
 from ...fuser.runtime.call import evaluate
 from ...fuser.tracing import is_traced
 from .. import routing as permutation
@@ -40,7 +40,7 @@ class RoutedMLP(InnerMLP):
 
     dispatch: Dispatch
     combine: Combine
-    replayable = True
+    promises = Promises(replayable=True)
 
     class Saved(NamedTuple):
         tokens: Tensor | None
