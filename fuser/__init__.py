@@ -5,7 +5,7 @@ from .compiler.pattern import Match, Pattern, Run, one_or_run, optional
 from .compiler.plan import Plan
 from .compiler.registry import Fusion, register_fusion, registry, unregister
 from .composite import Composite, FusedOp
-from .config import Config, config
+from .config import Config
 from .errors import ArgumentError, DoubleBackwardError, RefusedError
 from .explain.explanation import Explanation
 from .explain.model import ModelExplanation, explain
@@ -37,7 +37,6 @@ __all__ = [
     "Run",
     "Sequential",
     "TensorSpec",
-    "config",
     "explain",
     "one_or_run",
     "optional",

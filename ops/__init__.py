@@ -30,6 +30,7 @@ from .quantized_weights import same_weights
 from .residual import AddExtraInput, Identity, MakeExtraOutput
 from .scale import ConstantScale, Scale
 from .sharded_modules import gather_quantized
+from .switches import config
 
 __all__ = [
     "GEGLU",
@@ -76,6 +77,7 @@ __all__ = [
     "ScaledSwiGLU",
     "SwiGLU",
     "check_device_errors",
+    "config",
     "gather_quantized",
     "grouped_gemm",
     "interleaved",

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..fuser.config import active_config
 from .activation_spec import ActivationSpec
 from .kernels.hopper import routed_mlp as backend
 from .kernels.hopper.extension import address
@@ -17,6 +16,7 @@ from .kernels.pytorch.routed_mlp import Order
 from .kernels.pytorch.routed_mlp import backward as backward_on_cpu
 from .kernels.pytorch.short_mlp import Gradients, Kept, WantedGradients
 from .kernels.pytorch.short_mlp import backward as rows_backward_on_cpu
+from .switches import active_switches
 
 __all__ = [
     "Experts",
@@ -51,7 +51,7 @@ def one_call(experts: Experts) -> RoutedMlp | None:
 
     Memory that was freed, or a view, may be of another dtype or pitch at the same address.
     """
-    if active_config().backend not in _NATIVE:
+    if active_switches().backend not in _NATIVE:
         return None
     up, down, up_bias, down_bias, spec, transposed = experts
     addresses = up.data_ptr(), down.data_ptr(), address(up_bias), address(down_bias)
@@ -71,7 +71,7 @@ def on_cpu(
     experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> tuple[Tensor, Kept, Order] | None:
     """The output of a short call on a CPU, where nothing but the host takes time, and what a backward reads."""
-    if active_config().backend != "auto" or short_layer.refusal(x, top_k_index, experts.up, experts.down) is not None:
+    if active_switches().backend != "auto" or short_layer.refusal(x, top_k_index, experts.up, experts.down) is not None:
         return None
     return short_layer.run(x, top_k_index, top_k_weights, experts)
 
@@ -80,6 +80,6 @@ def rows_on_cpu(
     experts: Experts, x: Tensor, split_sizes: Tensor, scales: Tensor | None, *, after: bool
 ) -> tuple[Tensor, Kept] | None:
     """The same of a few rows, sorted by expert, and what a backward reads; ``after``: the second linear is scaled."""
-    if active_config().backend != "auto":
+    if active_switches().backend != "auto":
         return None
     return short_mlp.run(x, experts, split_sizes, scales, after)

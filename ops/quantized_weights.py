@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..fuser import tracing as trace
-from ..fuser.config import active_config, changed
+from ..fuser.config import changed
 from ..fuser.replay import capture
 from ..fuser.torch_private import storage_id
 from .gathered_weights import GatheredWeight
@@ -30,6 +30,7 @@ from .quantized.operands import WeightOperands, rowwise_copy
 from .quantized.recipe import Float8Block, Recipe
 from .quantized.schemes import Copy, scheme_of
 from .quantized_linear import is_power_of_two, weight_operands
+from .switches import active_switches
 
 _INSIDE = (__name__.partition(".")[0], "torch")
 
@@ -81,7 +82,7 @@ def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
     if isinstance(weight, GatheredWeight):
         return weight.operands(both)
     one = first(weight)
-    copies = _block.copies if active_config().same_weights else None
+    copies = _block.copies if active_switches().same_weights else None
     if copies is None or trace.active() or trace.has_no_data(one):
         return _quantized(recipe, weight, both)
     capture.refuse("copies of weights are kept between calls")

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, Promises, optional, register_fusion
 from ...fuser import tracing as trace
-from ...fuser.config import thread_config
 from .. import kernels
 from ..delayed_scales import encode_of_tokens, is_delayed, scales_of_forward
 from ..glu import Activated
@@ -42,6 +41,7 @@ from ..quantized_linear import (
     wgrad_is_quantized,
 )
 from ..scale import Scale
+from ..switches import active_switches
 from . import fc1 as first_linear
 from . import short_call
 from .activation_role import (
@@ -171,7 +171,7 @@ class GroupedMLP(FusedOp):
             slots: where its rows go; what stands in ``output`` then may be anything.
         """
         vectors, keep_preact = vectors_of(self.act), reads_preact(needs_grad)
-        recompute = thread_config.config.recompute and keep_preact and self._recomputes()
+        recompute = active_switches().recompute and keep_preact and self._recomputes()
         fc1 = first_linear.forward(
             *(self.fc1, spec_of(self.act), x, split_sizes, scales, grad_input, fc1_bias_scale),
             *(_kept_for_fc1(needs_grad, self.fc1.has_bias, recompute), autocast_dtype),

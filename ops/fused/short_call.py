@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...fuser import Gradient, Grads
-from ...fuser.config import thread_config
 from ..grouped_linear import GroupedLinear, with_rows_of
 from ..inference import (
     Experts,
@@ -24,6 +23,7 @@ from ..inference import (
     rows_on_cpu,
 )
 from ..quantized_linear import in_force
+from ..switches import active_switches
 from .activation_role import reads_numbers, spec_of
 
 _OF_FC2 = frozenset({"fc2.weight", "fc2.bias"})
@@ -78,7 +78,7 @@ def returns_all(fc1: GroupedLinear, fc2: GroupedLinear) -> bool:
     """Whether all gradients are returned at once, and the pre-activation is kept for them."""
     later = fc1.delay_wgrad_compute or fc2.delay_wgrad_compute
     elsewhere = fc1.accumulate_into_main_grad or fc2.accumulate_into_main_grad
-    return not (later or elsewhere or thread_config.config.recompute)
+    return not (later or elsewhere or active_switches().recompute)
 
 
 def gives(needs_grad: frozenset[str]) -> bool:

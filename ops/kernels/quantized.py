@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ...fuser import tracing as trace
-from ...fuser.config import active_config
 from ...fuser.replay import capture
 from ..activation_spec import ActivationSpec
 from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
+from ..switches import active_switches
 from . import activate, activate_backward, dequantized
 from .custom_ops import kernel
 from .dispatch import quantizers, row_kernels, scaled_products
@@ -402,7 +402,7 @@ def _multiply(problem: Multiplying) -> None:
     """Runs a product, or tells a trace of it."""
     backend, reason = scaled_products(problem)
     operand = problem.a.data
-    if operand.is_cuda and backend.NAME != HOPPER and active_config().backend != backend.NAME:
+    if operand.is_cuda and backend.NAME != HOPPER and active_switches().backend != backend.NAME:
         _multiply_in_16_bits(problem, reason)
     elif trace.active():
         shown, name = reason if operand.is_cuda else "", f"{backend.NAME} (e4m3)"

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         RefusedError,
         Sequential,
         TensorSpec,
-        config,
         explain,
         optional,
         register_fusion,
@@ -77,6 +76,7 @@ if TYPE_CHECKING:
         SReGLU,
         SwiGLU,
         check_device_errors,
+        config,
         gather_quantized,
         grouped_gemm,
         interleaved,
@@ -182,7 +182,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     packages = [import_module(f"{__name__}.{package}") for package in _PACKAGES]
-    value = next(vars(package)[name] for package in packages if name in vars(package))
+    value = next(vars(package)[name] for package in packages if name in package.__all__)
     return globals().setdefault(name, value)
 
 
