@@ -20,7 +20,6 @@ from .. import kernels
 from ..delayed_scales import encode_of_tokens, is_delayed, scales_of_forward
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
-from ..inference import Kept
 from ..kernels import ActivationGrads, Layout
 from ..pointwise import Pointwise
 from ..quantized.copies import BackwardWeight, Columns
@@ -43,7 +42,6 @@ from ..quantized_linear import (
 from ..scale import Scale
 from ..switches import active_switches
 from . import fc1 as first_linear
-from . import short_call
 from .activation_role import (
     BETWEEN_LINEARS,
     keyword_of,
@@ -56,7 +54,6 @@ from .activation_role import (
 from .fc1 import FC1, FirstLinear, OpPart, filed, flat, names_of
 from .pointwise_chain import PointwiseChain
 
-_NONE = (None, None, None, None)
 _FC2 = OpPart("fc2", (("fc2_bias_scale", "bias_scale"),))
 _PRODUCTS = frozenset({"x", "fc1.weight", "fc2.weight"})  # of a backward, that do not need one another
 
@@ -127,12 +124,7 @@ class GroupedMLP(FusedOp):
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
-    ) -> tuple[Tensor, Saved | Kept | None]:
-        more = output, grad_input, fc1_bias_scale, fc2_bias_scale
-        if not x.is_cuda and more == _NONE and autocast_dtype in (None, x.dtype):
-            short = short_call.of_rows(self, x, split_sizes, scales, out_scale_scales, needs_grad)
-            if short is not None:
-                return short
+    ) -> tuple[Tensor, Saved]:
         return self.by_kernels(
             x,
             split_sizes=split_sizes,
@@ -244,10 +236,8 @@ class GroupedMLP(FusedOp):
         assert isinstance(y, Tensor)
         return y, self.fc2.saved(postact, postact, weight, sizes, bias_scale, None, needs, True)
 
-    def bwd(self, saved: Saved | Kept, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         rows = as_rows(dy)
-        if isinstance(saved, Kept):
-            return short_call.gradients(saved, rows, needs_grad)
         if saved.fc1.recipe is not None:
             return self.quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
         if saved.preact is None and reads_preact(needs_grad):
