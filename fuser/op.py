@@ -186,8 +186,6 @@ class Op(nn.Module, ABC):
             cls.keywords = _declared_keywords(cls)
         if "promises" not in cls.__dict__:
             cls.promises = cls.promises.of_subclass(cls.__dict__.keys())
-        if "check" in cls.__dict__ and "value_check" not in cls.__dict__:
-            cls.value_check = Op.value_check  # type: ignore[method-assign]
         if "reserved" not in cls.__dict__:
             defined = {name: cls.__dict__[name] for name in ("fwd", "bwd", "check") if name in cls.__dict__}
             cls.reserved = {**cls.reserved, **{name: _declared_reserved(cls, name, f) for name, f in defined.items()}}
@@ -205,14 +203,6 @@ class Op(nn.Module, ABC):
 
         A keyword that reads an earlier op's extra output is a tensor without data here. Returns what ``fwd`` will
         return for the call, by name where there are extra outputs, or None if that is not known beforehand.
-        """
-        return None
-
-    def value_check(self, name: str, x: TensorSpec) -> Callable[[Tensor], bool] | None:
-        """What :meth:`check` asks of the values of a keyword on the host, besides all that its form says.
-
-        Once :meth:`check` has passed, a call of the same forms is asked this alone, with the tensor that it gives. What
-        compares equal is asked once, for all ops. None: :meth:`check` must be asked again.
         """
         return None
 

@@ -15,7 +15,6 @@ from ..fuser.runtime.buffers import CallerBuffer
 from . import delayed_scales, kernels
 from . import quantized_linear as quantized
 from .checks import (
-    SplitSizesFit,
     check_buffer,
     check_buffer_columns,
     check_matrix_input,
@@ -158,9 +157,6 @@ class GroupedLinear(WideBuffers, WeightGrads):
             p = self.one_parameter(name) if group is None else group.tensors[0]
             key += (type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape, group is None or group.is_uniform())
         return tuple(key)
-
-    def value_check(self, name: str, x: TensorSpec) -> Callable[[Tensor], bool]:
-        return SplitSizesFit.of(x)
 
     def check_without_x(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..fuser import Gradient, Grads, Promises, TensorSpec
 from . import kernels
-from .checks import SplitSizesFit, check_matrix_input, check_sizes, check_split_sizes, product_dtype
+from .checks import check_matrix_input, check_sizes, check_split_sizes, product_dtype
 from .grouped_linear import as_rows, with_rows_of
 from .kernels import Layout, Matrices, OperandPair
 from .low_rank import LowRank, low_rank_pass
@@ -97,9 +97,6 @@ class GroupedLoRA(ExpertParameters):
     def decision_key(self) -> tuple[Any, ...]:
         parameters = (self.one_parameter(name) for name in self.per_group)
         return (type(self), *[(p.dtype, p.device, p.requires_grad, p.shape) for p in parameters])
-
-    def value_check(self, name: str, x: TensorSpec) -> Callable[[Tensor], bool]:
-        return SplitSizesFit.of(x)
 
     def check_without_x(self, *, split_sizes: Any = None) -> None:
         self.check_parameters(None, **self._shapes())

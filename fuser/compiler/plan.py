@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..errors import ArgumentError, RefusedError
 from ..op import Keyword, Op
 from ..overrides import is_called_whole
 from ..parametrized import computes_parameters, foreseen
-from ..runtime.autograd import RepeatedStep, Runtime, StepCapture, refuse_transforms
+from ..runtime.autograd import Runtime, StepCapture, refuse_transforms
 from ..runtime.buffers import NamedValue, check_overlaps
 from ..runtime.devices import current_stream
 from ..spec import TensorSpec, check_layout
@@ -45,13 +45,10 @@ class Plan:
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
     replay_refusal: str | None
 
-    def __call__(
-        self, values: list[Any], runtime: Runtime, session: StepCapture | None = None, checked: int | None = None
-    ) -> Any:
-        """Checks everything that can be checked beforehand, then runs; ``checked``: what :meth:`check` has said."""
-        if checked is None:
-            passed = self.passed
-            checked = self.check(values, runtime) if passed is None else self._checked(passed, values, runtime)
+    def __call__(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> Any:
+        """Checks everything that can be checked beforehand, then runs."""
+        passed = self.passed
+        checked = self.check(values, runtime) if passed is None else self._checked(passed, values, runtime)
         profiled = profiler_enabled()
         for i, step in enumerate(self.steps):
             if i >= checked:
@@ -111,29 +108,6 @@ class Plan:
             if spec is None:
                 break
         return end
-
-    def value_checks(self, values: list[Any]) -> set[tuple[int, Callable[[Tensor], bool]]] | None:
-        """What its checks ask of values beyond forms, each with the slot of the tensor that is asked about.
-
-        None where only :meth:`check` knows. The values are those of a call that has passed it.
-        """
-        if self.passed is not None:
-            return set()
-        if self.buffers or self.config.debug or len(self.steps) != 1:
-            return None
-        return self.steps[0].value_checks(values)
-
-    def repeated_step(
-        self, tensors: Sequence[Tensor], positions: Sequence[int], runtime: Runtime
-    ) -> RepeatedStep | None:
-        """What gives the results for tensors of the forms of these; None: more than one step does.
-
-        Args:
-            positions: of each of the call's values, among the tensors.
-        """
-        if len(self.steps) != 1 or self.results != self.steps[0].outputs:
-            return None
-        return self.steps[0].repeated(tensors, positions, runtime.grad_enabled)
 
     def _parameters(self) -> Iterator[Tensor]:
         for step in self.steps:
