@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .compiler.binding import BoundArguments, OpKwargs, bind
@@ -26,6 +27,7 @@ from .replay.guards import REPLAYED, GuardedCache, Refusal, described
 from .runtime.autograd import Runtime
 from .runtime.devices import current_stream
 from .spec import TensorSpec
+from .tracing import has_no_data
 
 _MANY_PLANS = 64
 
@@ -91,9 +93,13 @@ class CallCache:
         return result
 
     def note(self, call: BoundArguments, runtime: Runtime, refusal: Refusal) -> Plan:
-        """The plan for this call, which is the last one from now on; ``refusal``: why it is not replayed."""
+        """The plan for this call, which is the last one from now on; ``refusal``: why it is not replayed.
+
+        A call that is traced leaves nothing behind, as its sizes may be symbols of a compiler.
+        """
         plan = self.plan(call, runtime)
-        self.last = LastCall.of(plan, call, runtime, described(refusal))
+        if not has_no_data(call.values[0]):
+            self.last = LastCall.of(plan, call, runtime, described(refusal))
         return plan
 
     def explain(self, call: BoundArguments, runtime: Runtime, checks: bool = True) -> Explanation:
@@ -115,18 +121,27 @@ class CallCache:
         """The plan for this signature, compiled at the first call that has it."""
         config, key, version = active_config(), call.key(), 0
         for op in self.layout.ops:
-            view = op if not op._modules else foreseen(op)
+            view = foreseen(op) if op._modules or op._forward_pre_hooks else op
             key += (view.decision_key(), is_hooked(op))
             version += op.decision_version
         if version != self.decision_version:  # conditions may have read what has been assigned since
             self.plans, self.decision_version = Recent(_MANY_PLANS), version
         signature, plans = (*key, runtime, config.token), self.plans
+        if has_no_data(call.values[0]):
+            signature = _in_numbers(signature)
         plan = plans.young.get(signature) or plans.from_old(signature)
         if plan is None:
             call.check_store_values(self.layout.entries)  # here alone: their classes stand in the signature
             plan = compile_plan(OpGraph.of(self.layout, call), registry, config)
             plans.add(signature, plan)
         return plan
+
+
+def _in_numbers(value: Any) -> Any:
+    """A signature in which sizes of parameters are numbers, also where a compiler has made symbols of them."""
+    if isinstance(value, tuple):
+        return tuple(map(_in_numbers, value))
+    return int(value) if isinstance(value, torch.SymInt) else value
 
 
 class LastCall(NamedTuple):

@@ -1,4 +1,8 @@
-"""Ops with parameters that ``torch.nn.utils.parametrize`` computes: each is computed once for a run, held by a view.
+"""Ops with parameters that are computed, by parametrizations or by hooks: a view holds the values for one run.
+
+A parametrization (``torch.nn.utils.parametrize``) computes whenever the parameter is read, so a run reads it once.
+``torch.nn.utils.prune``, ``weight_norm`` and ``spectral_norm`` compute in a hook, before the op is called: the value is
+then a plain attribute, and the parameters are ``weight_orig``, or ``weight_g`` and ``weight_v``, which no op reads.
 
 A view is an object of the op's class that shares all of its attributes but those parameters, in whose place it has
 tensors of its own. Whatever checks, runs or describes an op reads a view of it: then nothing is computed again, and no
@@ -7,7 +11,7 @@ thread sees what another one has computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -19,11 +23,14 @@ from .spec import TensorSpec
 from .tracing import Outline
 
 AnyOp = TypeVar("AnyOp", bound=Op)
+_SUFFIXES = ("orig", "g", "v")  # of what hooks of ``torch.nn.utils`` compute a parameter from
 
 
 def computes_parameters(op: Op) -> bool:
-    """Whether a parametrization computes some of the parameters that the op, or a part of it, reads."""
-    return bool(op._modules) and (bool(_lists(op)) or any([computes_parameters(p) for p in op.inner_ops().values()]))
+    """Whether some of the parameters that the op, or a part of it, reads are computed."""
+    if not (op._modules or op._forward_pre_hooks):
+        return False
+    return bool(_lists(op) or _hooked(op)) or any([computes_parameters(p) for p in op.inner_ops().values()])
 
 
 def computed(op: AnyOp) -> AnyOp:
@@ -54,11 +61,19 @@ def is_certain(op: Op) -> bool:
 
 def foreseen_spec(op: Op, name: str) -> TensorSpec:
     """Of a parameter that will be computed: that of what it is computed from, of the largest of several tensors."""
-    computing = _lists(op)[name]
+    computing = _lists(op).get(name)
+    if computing is None:
+        like, sources = vars(op)[name], [op._parameters[original] for original in _hooked(op)[name]]
+        return _spec_like(like, sources)
     names = ["original"] if computing.is_tensor else [f"original{i}" for i in range(computing.ntensors)]
     originals = [t for name in names if isinstance(t := getattr(computing, name), Tensor)]
     like = max(originals, key=Tensor.numel, default=torch.empty(0))
-    trains = like.is_floating_point() and any([t.requires_grad for t in (*originals, *computing.parameters())])
+    return _spec_like(like, [*originals, *computing.parameters()])
+
+
+def _spec_like(like: Tensor, sources: Sequence[Tensor | None]) -> TensorSpec:
+    """That of a tensor, which trains if one of those that it is computed from does."""
+    trains = like.is_floating_point() and any([t is not None and t.requires_grad for t in sources])
     return TensorSpec(tuple(like.shape), like.dtype, like.device, requires_grad=trains)
 
 
@@ -68,13 +83,16 @@ def _keeps_form(computing: Any) -> bool:
 
 def view_of(op: AnyOp, value: Callable[[Op, str], Tensor]) -> AnyOp:
     """A view of the op, and of its parts, with ``value(op, name)`` for each parameter that is computed."""
-    values = {name: value(op, name) for name in _lists(op)}
+    hooked = _hooked(op)
+    values = {name: value(op, name) for name in (*_lists(op), *hooked)}
     inner = op.inner_ops()
     parts = {role: view_of(part, value) for role, part in inner.items()}
     if not values and all([parts[role] is part for role, part in inner.items()]):
         return op
     modules = {name: parts.get(name, m) for name, m in op._modules.items() if name != "parametrizations"}
-    held = {"_parameters": {**op._parameters, **values}, "_modules": modules, "_computed": tuple(values)}
+    unread = {original for originals in hooked.values() for original in originals}
+    parameters = {name: parameter for name, parameter in op._parameters.items() if name not in unread}
+    held = {"_parameters": parameters | values, "_modules": modules, "_computed": tuple(values)}
     held |= {name: type(vars(op)[name])() for name in op.caches} | values | parts | {"_outline": None}
     view: AnyOp = object.__new__(_view_class(type(op), tuple(held)))
     object.__setattr__(view, "__dict__", op.__dict__)
@@ -90,14 +108,24 @@ def _view_class(cls: type[AnyOp], slots: tuple[str, ...]) -> type[AnyOp]:
 
 
 def _lists(op: Op) -> dict[str, Any]:
-    """What computes which parameter of the op."""
+    """The parametrization of each parameter of the op that has one."""
     lists = op._modules.get("parametrizations")
     return dict(lists.items()) if isinstance(lists, nn.ModuleDict) else {}
 
 
+def _hooked(op: Op) -> dict[str, list[str]]:
+    """Of each parameter of the op that a hook computes, the names of those that it is computed from."""
+    originals: dict[str, list[str]] = {}
+    for original in op._parameters if op._forward_pre_hooks else ():
+        name, _, suffix = original.rpartition("_")
+        if suffix in _SUFFIXES and isinstance(vars(op).get(name), Tensor):
+            originals.setdefault(name, []).append(original)
+    return originals
+
+
 def _outline(op: Op, name: str, spec: TensorSpec) -> Tensor:
     why = (
-        f"{type(op).__name__}: a parametrization computes the values of {name} when fwd runs, and they are there for "
-        "fwd alone; what bwd needs of them, fwd must return"
+        f"{type(op).__name__}: the values of {name} are computed when fwd runs, and they are there for fwd "
+        "alone; what bwd needs of them, fwd must return"
     )
     return Outline(spec, why)

@@ -13,11 +13,13 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+T = TypeVar("T")
 
 try:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -131,6 +133,15 @@ forward_ad_state: Any = forward_ad if hasattr(forward_ad, "_current_level") else
 
 Else: 0, so that every tensor is asked for its tangent.
 """
+
+
+_top_saved_tensors_hooks: Callable[[bool], Any] = private("_C._autograd._top_saved_tensors_default_hooks") or _never
+
+
+def current_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The hooks of the innermost ``saved_tensors_hooks``, to pack and to unpack. Else: None, as if there were none."""
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = _top_saved_tensors_hooks(True) or None
+    return hooks
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., tuple[Tensor, ...]]:
@@ -341,6 +352,29 @@ def mark_constants_again() -> None:
     """Marks them in the public way, once the compiler is imported."""
     for function in _constants:
         torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+
+
+def serialized_as(name: str) -> Callable[[type[T]], type[T]]:
+    """Lets ``torch.export.save`` write programs that return a named tuple of the class. Else: it refuses them."""
+
+    def register(cls: type[T]) -> type[T]:
+        function = private_of_module("torch.utils._pytree", "_register_namedtuple")
+        if function is not None:
+            function(cls, serialized_type_name=name)
+        return cls
+
+    return register
+
+
+def symbolic_graph(function: Callable[..., Any], examples: Sequence[Tensor]) -> Any:
+    """The operations of a function as an FX graph module, for tensors of any sizes: equal ones stay equal.
+
+    Raises what torch raises where it cannot follow the function. Else: RuntimeError.
+    """
+    make_fx = private_of_module("torch.fx.experimental.proxy_tensor", "make_fx")
+    if make_fx is None:
+        raise RuntimeError(f"torch {torch.__version__} does not have torch.fx.experimental.proxy_tensor.make_fx")
+    return make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
 
 
 def core_decompositions() -> dict[Any, Any]:

@@ -186,7 +186,7 @@ def _convert_back(
         for name, part in zip(names, (up, down), strict=True):
             for key in part:
                 del rest[f"{prefix}{name}.{key}"]
-        first, block = f"{prefix}{names[0]}", row_order.told(state, f"{prefix}{names[0]}")
+        first, block = f"{prefix}{names[0]}", row_order.stated_order(state, f"{prefix}{names[0]}")
         layer = layouts.concat(Layer(up["weight"], down["weight"], up.get("bias"), down.get("bias")), block)
         rest |= {f"{prefix}{name}": tensor for name, tensor in convert(layer).items()}
         if block is None and layer.up.shape[1] == 2 * layer.down.shape[2]:

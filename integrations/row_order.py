@@ -47,7 +47,7 @@ def gated_modules(container: Sequential) -> Iterator[Gated]:
     pending: list[tuple[Leaf, str | None]] = []
     previous: Leaf | None = None
     for leaf in leaves(container):
-        block = _own(leaf.module, "gate_block", None)
+        block = _of_op(leaf.module, "gate_block", None)
         if block is None:
             pending = _with(leaf, pending)
         else:
@@ -74,11 +74,11 @@ def _with(leaf: Leaf, pending: list[tuple[Leaf, str | None]]) -> list[tuple[Leaf
 
 def column_dims(module: nn.Module) -> Mapping[str, int | None]:
     """By the name of a parameter the dimension, from the end, that has the columns that come out; None: it has none."""
-    dims: Mapping[str, int | None] = _own(module, "column_dims", {})
+    dims: Mapping[str, int | None] = _of_op(module, "column_dims", {})
     return {"weight": -2, "bias": -1} if isinstance(module, nn.Linear) else dims
 
 
-def _own(module: nn.Module, name: str, default: Any) -> Any:
+def _of_op(module: nn.Module, name: str, default: Any) -> Any:
     """What an op of ours says of itself; attributes of other modules mean something else."""
     return getattr(module, name, default) if isinstance(module, Op) else default
 
@@ -162,12 +162,12 @@ def _stored(gated: Gated, state: dict[str, Any], start: str, metadata: dict[str,
     return untold(f"{start}weight", f"in blocks of {gated.block}, as they are read here")
 
 
-def untold(name: str, how: str) -> str:
+def untold(name: str, order: str) -> str:
     """That nothing says in which order the rows of a parameter are."""
-    return f"{name} may have rows of gate and up {how}, or gate before up; the state dict does not say"
+    return f"{name} may have rows of gate and up {order}, or gate before up; the state dict does not say"
 
 
-def told(state: Mapping[str, Any], linear: str) -> int | None:
+def stated_order(state: Mapping[str, Any], linear: str) -> int | None:
     """The block in which a state dict says that it has the rows of a linear; None if it does not say."""
     block = noted(state.get(f"{linear}.{SUFFIX}"))
     names = linear.split(".")

@@ -1,5 +1,6 @@
 """Basic ops, and the fused ops that replace runs of them."""
 
+from . import quantized_products
 from .activation import Activation
 from .activation_spec import interleaved
 from .bias import Bias
@@ -82,5 +83,6 @@ __all__ = [
     "grouped_gemm",
     "interleaved",
     "quantize_",
+    "quantized_products",
     "same_weights",
 ]

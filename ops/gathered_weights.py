@@ -6,6 +6,7 @@ quantised after a gather in 16 bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -114,7 +115,7 @@ class GatheredWeight(Tensor):
         is_same = func is aten.as_strided.default and (tuple(args[1]), tuple(args[2])) == (one.shape, one.stride())
         if func is aten.detach.default or is_same:
             return cls(one.data_bytes, one.scales, one.dtype, one.recipe)
-        if func._schema.is_mutable and isinstance(one, cls):
+        if any(isinstance(tensor, cls) for tensor in _written(func, args, kwargs)):
             raise RuntimeError(f"{func}: a weight that was gathered in e4m3 cannot be written; write its shards")
         return func(*_dequantized(args), **_dequantized(kwargs))
 
@@ -130,6 +131,16 @@ class GatheredWeight(Tensor):
         """Raises :class:`ArgumentError` for products under another recipe, which would not read the bytes."""
         if recipe != self.recipe:
             raise ArgumentError(f"weight: it was gathered under {self.recipe}, and the op has now recipe={recipe}")
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """Arguments that an operation writes, and the tensors of lists that it does."""
+    if not func._schema.is_mutable:
+        return
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from value if isinstance(value, list | tuple) else (value,)
 
 
 def _dequantized(arguments: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -142,7 +143,7 @@ def vectors_of(link: Link, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ..
 
 def flat(x: Tensor) -> Tensor:
     """[rows, columns], dense."""
-    return x.reshape(x.shape[:-1].numel(), x.shape[-1]).contiguous()
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
 
 def _vector(parameter: Tensor | None) -> Tensor | None:

@@ -20,9 +20,10 @@ from .link import Link
 from .link_rows import flat
 from .programs.columns import of_rows, sums
 from .programs.halves import join, split
+from .programs.operations import OnPyTorch, on_pytorch
 from .programs.parameters import InOrder, Parameters
 from .programs.program import Program
-from .programs.tracing import Function, UnknownFunctionError, check_pointwise, gradients, name_of, trace
+from .programs.tracing import Function, UnknownFunctionError, check_pointwise, name_of, trace
 from .quantized.copies import Scaling
 from .quantized.operands import scaling_of
 from .quantized.recipe import Recipe
@@ -44,7 +45,9 @@ class Pointwise(Op):
     as a module without parameters or the ``apply`` of a ``torch.autograd.Function``, and may write in place.
     Half-precision inputs are computed in float32 and rounded once.
 
-    A function with operations that kernels do not know is kept and run by PyTorch; :attr:`refusal` says why.
+    A function with operations that kernels do not know is read as operations of PyTorch, which runs them;
+    :attr:`refusal` says why. One that computes outside of PyTorch, or with constants as numbers of Python, is kept and
+    called each time; :attr:`eager_only` says so.
 
     Args:
         function: takes x [..., C], or with ``halves`` gate and up [..., C / 2]; then the numbers of the rows [..., 1]
@@ -106,7 +109,7 @@ class Pointwise(Op):
         self.keywords = {name: Keyword(required=True, tensor=True) for name in keywords}
         self._constant_names = parameters.constants
         self.constants = constants
-        self._function: Function | None = None
+        self._on_pytorch: OnPyTorch | None = None
         if parameters.constants or parameters.columns:
             names = parameters.rows + parameters.columns + parameters.constants
             function = InOrder(function, len(self._x_inputs), names)
@@ -114,7 +117,9 @@ class Pointwise(Op):
             self.program = trace(function, self._program_inputs, self._constants)
         except UnknownFunctionError as error:
             check_pointwise(function, self._program_inputs, self._constants)
-            self.refusal, self._function = str(error), function
+            self.refusal = str(error)
+            self._on_pytorch = on_pytorch(function, self._program_inputs, len(self._constants))
+            self.eager_only = self._on_pytorch.eager_only
 
     def _add_columns(self, columns: Mapping[str, Sequence[int] | Tensor]) -> tuple[int, ...]:
         """Adds the parameters, and returns their shape."""
@@ -234,9 +239,6 @@ class Pointwise(Op):
             shapes[name], dtypes[name] = tuple(parameter.shape), parameter.dtype
         return {name: grad.reshape(shapes[name]).to(dtypes[name]) for name, grad in grads.items() if name in needs_grad}
 
-    def trace_refusal(self) -> str | None:
-        return None if self._function is None else f"{self.name} is differentiated by autograd in the backward"
-
     def extra_repr(self) -> str:
         halves = () if self.halves is None else (f"halves={self.halves!r}",)
         constants = [f"{name}={number}" for name, number in self.constants.items()]
@@ -247,23 +249,18 @@ class Pointwise(Op):
         self, x: Tensor, rows: Mapping[str, Tensor], columns: Mapping[str, Tensor], split_sizes: Tensor | None
     ) -> Tensor:
         """Of a function that kernels do not know, by PyTorch; x is [rows, columns]."""
-        assert self._function is not None
-        with torch.no_grad():
-            arguments = [t.flatten(1).clone() for t in self._arguments(x, rows, columns, split_sizes)]
-            return self._function(*arguments, *self._constants).to(x.dtype)
+        assert self._on_pytorch is not None
+        arguments = [t.flatten(1) for t in self._arguments(x, rows, columns, split_sizes)]
+        return self._on_pytorch.value(arguments, self._constants).to(x.dtype)
 
     def _gradients(self, saved: link_rows.Saved, dy: Tensor) -> dict[str, Tensor]:
-        """Of x, of the numbers of rows [rows] and of those of columns [groups, C], by autograd."""
-        assert self._function is not None
+        """Of x, of the numbers of rows [rows] and of those of columns [groups, C], by PyTorch."""
+        assert self._on_pytorch is not None
         assert saved.x is not None
         x = flat(saved.x)
-        leaves = [
-            t.clone().requires_grad_() for t in self._arguments(x, saved.by_keyword, saved.columns, saved.split_sizes)
-        ]
-        with torch.enable_grad():
-            y = self._function(*[leaf.flatten(1) * 1.0 for leaf in leaves], *self._constants)
-        computed = gradients(self._function, y, leaves, dy.to(y.dtype))
-        grads = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, computed, strict=True)]
+        operands = self._arguments(x, saved.by_keyword, saved.columns, saved.split_sizes)
+        computed = self._on_pytorch.gradients([t.flatten(1) for t in operands], self._constants, dy)
+        grads = [grad.reshape(operand.shape) for grad, operand in zip(computed, operands, strict=True)]
         count, last = len(self._x_inputs), len(self._program_inputs) - len(self._column_inputs)
         by_name = {"x": join(tuple(grads[:count]), torch.empty_like(x))}
         by_name |= {name: g.flatten() for name, g in zip(self._row_inputs, grads[count:last], strict=True)}

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..fuser import ArgumentError, Sequential
 from ..fuser.config import config_of, constant, use_config
+from ..fuser.tracing import has_no_data
 from .activation_spec import ActivationSpec, Interleaved
 from .glu import Activated
 from .grouped_linear import GroupedLinear
@@ -74,11 +75,11 @@ def routed_experts(
         return _traced(spec, transposed, x, top_k_index, top_k_weights, *experts)
     _check(x, experts, spec, transposed)
     key = _PoolKey.of(experts, spec, transposed)
+    if has_no_data(x):  # what is traced must not stay in a pool
+        return _Container(key).run(experts, x, top_k_index, top_k_weights)
     container = _pool.take(key)
     try:
         return container.run(experts, x, top_k_index, top_k_weights)
-    except ArgumentError as error:
-        raise error.located("routed_experts") from None
     finally:
         _pool.give_back(key, container)
 
@@ -153,13 +154,15 @@ class _Container:
             self.down.lend(experts.w_down, experts.down_bias)
             y: Tensor = self.ops(x, top_k_index=top_k_index, top_k_weights=top_k_weights)
             return y
+        except ArgumentError as error:
+            raise error.located("routed_experts") from None
         finally:
             self.up.let_go()
             self.down.let_go()
 
 
 def _linear(shape: torch.Size, bias: bool, key: _PoolKey) -> LentLinear:
-    groups, *matrix = shape
+    groups, *matrix = map(int, shape)  # a compiler may have made symbols of them, which it gives up here
     sizes = matrix if key.transposed else matrix[::-1]
     return LentLinear(groups, *sizes, bias=bias, device="meta", dtype=key.dtype, transposed_weight=key.transposed)
 
@@ -230,7 +233,6 @@ def _in_graph(spec: tuple[Any, ...], transposed: bool, flags: tuple[tuple[str, A
     experts, activation = _Experts(*weights), ActivationSpec(*spec)
     values = {name: frozenset(value) if isinstance(value, tuple) else value for name, value in flags}
     _check(x, experts, activation, transposed)
-    # one of its own, as what is traced must not stay in a pool
     container = _Container(_PoolKey.of(experts, activation, transposed))
     with use_config(config_of(**values)):
         return container.run(experts, x, top_k_index, top_k_weights)

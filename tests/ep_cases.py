@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from fusible import (
     MXFP8,
@@ -49,7 +50,7 @@ def case(function: Callable[[World], None]) -> Callable[[World], None]:
 
 
 @contextmanager
-def raises(kind: type[Exception], words: str) -> Iterator[None]:
+def raises(kind: type[Exception] | tuple[type[Exception], ...], words: str) -> Iterator[None]:
     with pytest.raises(kind, match=words):
         yield
 
@@ -685,6 +686,81 @@ def checkpointing_runs_exchanges_again(world: World) -> None:
 
         check_step(group, batch_for(group, counts_of(world)), run)
     assert group.statistics().exchanges == 4
+
+
+@case
+def a_checkpoint_gives_gradients_of_the_routing_that_it_computes_again(world: World) -> None:
+    """Where ranks change places, every size is the same; where all ids are others, only shapes are, and not always."""
+    for capacity, combine in (("exact", "exact"), (2.0, "exact"), ("worst", "reduced")):
+        if combine == "reduced" and world.transport == "symmetric":
+            continue
+        check_checkpoints(world, world.group(capacity=capacity, combine=combine))
+
+
+def check_checkpoints(world: World, group: ep.Group) -> None:
+    """A recomputation that routes otherwise has the gradients of that routing, fused and op by op."""
+    home = at_home(world, group)
+    others = home._replace(ids=batch_for(group, (13,) * world.size, 1).of(world.rank).ids)
+    routings = [moved_on(home, group)] + ([others] if group.local_capacity else [])
+    for again, disabled in itertools.product(routings, ((), ("EPGroupedMLP", "GroupedMLP"))):
+        with config(disable_fusions=frozenset(disabled)):
+            came, expected = checkpointed(part(group), home, again), trained(part(group), again)
+        same(came, expected._replace(y=came.y))
+
+
+@case
+def a_checkpoint_of_other_sizes_is_an_error_on_all_ranks(world: World) -> None:
+    """With capacity ``"exact"``: the tokens of rank 0 go to rank 1, and the ranks past them notice by waiting."""
+    apart = dist.new_group()  # one that fails closes its connections
+    group = world.group(process_group=apart, capacity="exact", timeout=4.0)
+    home = at_home(world, group)
+    with raises((CheckpointError, ep.PeerError), "different metadata|did not take part"):
+        checkpointed(part(group), home, moved_on(home, group) if world.rank == 0 else home)
+    dist.barrier()
+
+
+@case
+def a_checkpoint_of_half_an_exchange_is_an_error(world: World) -> None:
+    """Of the dispatch alone, the recomputation opens an exchange that nothing ends; of the combine, it finds none."""
+    group = world.group()
+    mine = at_home(world, group)
+    x, ids = mine.x.requires_grad_(), {"top_k_index": mine.ids, "top_k_weights": mine.weights}
+    dispatch, combine = ep.EPDispatch(group), ep.EPCombine(group)
+    rows, _, _, slots = checkpoint(dispatch, x, **ids, use_reentrant=False)
+    combine(rows, row_of_slot=slots).sum().backward()
+    with raises(RuntimeError, "has had no EPCombine yet"):
+        dispatch(x, **ids)
+    group.reset()
+    rows, _, _, slots = dispatch(x, **ids)
+    y = checkpoint(combine, rows, row_of_slot=slots, use_reentrant=False)
+    with raises(RuntimeError, "no EPDispatch is open"):
+        y.sum().backward()
+
+
+def at_home(world: World, group: ep.Group) -> Batch:
+    """The tokens of this rank, 13 as on all others, whose experts are all its own."""
+    mine: Batch = batch_for(group, (13,) * world.size).of(world.rank)
+    return mine._replace(ids=mine.ids % group.num_local_experts + group.local_experts.start)
+
+
+def moved_on(batch: Batch, group: ep.Group) -> Batch:
+    """The same tokens, whose experts are those of the next rank."""
+    return batch._replace(ids=(batch.ids + group.num_local_experts) % group.settings.num_experts)
+
+
+def checkpointed(layer: Sequential, first: Batch, again: Batch) -> Results:
+    """A step whose forward has the ids of one batch, and its recomputation those of another."""
+    ids = iter((first.ids, again.ids))
+
+    def body(x: Tensor, top_k_weights: Tensor) -> Tensor:
+        y: Tensor = layer(x, top_k_index=next(ids), top_k_weights=top_k_weights)
+        return y
+
+    def run(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        y: Tensor = checkpoint(body, x, top_k_weights, use_reentrant=False)
+        return y
+
+    return trained(run, first)._replace(parameters=tuple(p.grad for p in layer.parameters()))
 
 
 @case

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 from ep_cases import batch_for, raises
-from ep_world import H, World, check_step, part, same, trained, whole
+from ep_world import TIMEOUT, H, World, check_step, part, same, trained, whole
 from torch import distributed as dist
 
 from fusible import ep
@@ -48,6 +48,20 @@ def a_rank_that_sleeps_is_an_error_after_the_timeout(world: World) -> None:
             with raises(ep.PeerError, "a rank did not take part in dispatch of exchange 0 on lane 0: "):
                 group.check()
     dist.barrier()
+    another_group_works(world, failed=group if world.rank < 2 else None)
+
+
+def another_group_works(world: World, failed: ep.Group | None) -> None:
+    """In processes whose last one has failed; closing that one waits for no rank."""
+    began = time.monotonic()
+    if failed is not None and world.rank == 0:
+        failed.close()
+    assert time.monotonic() - began < 0.5
+    again = dist.new_group([0, 1])
+    if world.rank < 2:
+        group = group_of(again, TIMEOUT, 2)
+        check_step(group, batch_for(group, COUNTS[:2]))
+        group.close()
 
 
 def a_rank_that_ends_in_the_middle_is_an_error_for_the_others(world: World) -> None:

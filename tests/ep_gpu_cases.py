@@ -1,6 +1,6 @@
 """What several GPUs must prove of expert parallelism, a rank each; see ``ep_world`` and ``ep_proof``.
 
-On CPUs the same cases run in a small extent, but for those that need a GPU's queues.
+On CPUs the same cases run in a small extent, but for those that need a GPU's queues. ``ep_long_cases`` has more of two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from ep_carried import Carried
-from ep_cases import batch_for, counts_of, largest, raises
+from ep_cases import batch_for, check_checkpoints, counts_of, largest, raises
 from ep_training import HIDDEN, assert_same_curve
 from ep_world import Batch, World, check_step, part, same, trained, unchecked, whole
 from torch import Tensor
@@ -43,7 +43,7 @@ class Extent(NamedTuple):
 
 
 HERE = (
-    Extent("cuda", 10_000, 500, (2.0, "worst", 200), (("small", 700), ("qwen3", 900), ("mixtral", 300)), 1.0)
+    Extent("cuda", 2_000, 150, (2.0, "worst", 200), (("small", 700), ("qwen3", 900), ("mixtral", 300)), 1.0)
     if torch.cuda.is_available()
     else Extent("cpu", 12, 6, (2.0,), (("small", 8),), 4.0)
 )
@@ -86,6 +86,15 @@ def steps_give_the_bits_of_one_gpu(world: World) -> None:
 
 
 @case
+def checkpoints_give_gradients_of_the_routing_that_they_compute_again(world: World) -> None:
+    for capacity in HERE.capacities:
+        group = world.group(**BF16, capacity=capacity)
+        check_checkpoints(world, group)
+        group.check(synchronize=True)
+        group.close()
+
+
+@case
 def layers_of_models_give_the_bits_of_one_gpu(world: World) -> None:
     for preset, tokens in HERE.problems:
         found = []
@@ -110,8 +119,13 @@ def group_of(world: World, preset: str, tokens: int, transport: str = "", **over
 
 @case
 def a_model_trains_as_in_one_process(world: World) -> None:
+    train(world, HERE.steps)
+
+
+def train(world: World, steps: int) -> None:
+    """So many steps of a model whose experts are spread over ranks, beside those of one process."""
     group = world.group(**{**BF16, "hidden": HIDDEN, "max_tokens": 64, "capacity": "worst"})
-    assert_same_curve(world, group, HERE.steps)
+    assert_same_curve(world, group, steps)
     group.close()
 
 
@@ -145,6 +159,10 @@ def inputs(group: ep.Group, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 @case
 def thousands_of_exchanges_through_poisoned_buffers(world: World) -> None:
+    exchange(world, HERE.exchanges)
+
+
+def exchange(world: World, exchanges: int) -> None:
     """Each row and each sum is known: tokens carry their exchange, their rank and themselves in every 16 bytes."""
     tokens = 256 if HERE.device == "cuda" else 16
     group = group_of(world, "qwen3" if HERE.device == "cuda" else "small", tokens)
@@ -155,10 +173,10 @@ def thousands_of_exchanges_through_poisoned_buffers(world: World) -> None:
         if number % (97 if move == "dispatch" else 89) == world.rank:
             sleep(1)
 
-    wrong = Carried(world, group, tokens, before).mismatches(HERE.exchanges)
+    wrong = Carried(world, group, tokens, before).mismatches(exchanges)
     group.check(synchronize=True)
     assert wrong.tolist() == [0, 0], f"{wrong.tolist()} words of rows and elements of sums"
-    assert group.statistics().exchanges == HERE.exchanges
+    assert group.statistics().exchanges == exchanges
     group.close()
 
 

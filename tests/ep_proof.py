@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import ep_gpu_cases
+import ep_long_cases
 import torch
 from ep_world import environment, start
 
-LONG = ("thousands_of_exchanges_through_poisoned_buffers", "a_model_trains_as_in_one_process")
+LONG = tuple(case.__name__ for case in ep_long_cases.CASES)
 
 
 class Run(NamedTuple):
@@ -54,7 +55,8 @@ def of_cases(run: Run, name: str, cases: Sequence[str], seconds: float) -> Itera
     folder = run.folder / f"{run.ranks} ranks" / name
     folder.mkdir(parents=True)
     limit = seconds if run.device == "cuda" else 900
-    said = start(ep_gpu_cases.__name__, run.ranks, folder, limit, run.transport, run.device, cases)
+    module = ep_long_cases if set(cases) <= set(LONG) else ep_gpu_cases
+    said = start(module.__name__, run.ranks, folder, limit, run.transport, run.device, cases)
     for case in cases:
         faults = [*said.get(case, [])]
         if len(faults) < run.ranks:

@@ -43,6 +43,7 @@ SHARED = (
     ep_cases.two_lanes_interleave,
     ep_cases.nothing_is_kept_without_gradients,
     ep_cases.checkpointing_runs_exchanges_again,
+    ep_cases.a_checkpoint_gives_gradients_of_the_routing_that_it_computes_again,
     ep_cases.a_retained_graph_runs_backward_twice,
     ep_cases.frozen_parts_get_no_gradients_and_the_rest_keeps_its_bits,
     ep_cases.exchanges_that_are_not_paired,

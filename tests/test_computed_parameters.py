@@ -383,7 +383,7 @@ def test_a_backward_that_reads_what_was_computed_says_so() -> None:
     op = Gain(False)
     parametrize.register_parametrization(op, "gain", Counted())
 
-    with pytest.raises(RuntimeError, match=r"Gain: a parametrization computes the values of gain .* fwd must return"):
+    with pytest.raises(RuntimeError, match=r"Gain: the values of gain are computed when fwd runs, .* fwd must return"):
         step(op, unit(T, K, dtype=torch.float32))
 
 

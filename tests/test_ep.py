@@ -9,6 +9,7 @@ from pathlib import Path
 
 import ep_cases
 import ep_failures
+import ep_sharded_cases
 import ep_world
 import pytest
 import torch
@@ -42,6 +43,18 @@ def test_a_rank_that_does_not_come(case: str, said_of_failures: dict[str, list[s
 
     assert len(ranks) == (2 if "ends" in case else 3), said_of_failures
     assert not any(ranks), "\n".join(ranks)
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def said_of_sharding(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """Of four ranks, two share the experts and FSDP2 shards them over two."""
+    folder, only = tmp_path_factory.mktemp("sharded"), ep_world.selected(request)
+    return ep_world.start("ep_sharded_cases", request.param, folder, only=only)
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in ep_sharded_cases.CASES])
+def test_what_the_page_says_of_training(case: str, said_of_sharding: dict[str, list[str]]) -> None:
+    ep_world.assert_passed(case, said_of_sharding)
 
 
 def test_a_group_needs_a_process_group() -> None:

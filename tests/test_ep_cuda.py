@@ -1,6 +1,7 @@
 """Expert parallelism over the links of GPUs: the bits of one, thousands of exchanges, graphs, errors, no hangs.
 
 A rank that is alone is its own peer: its kernels, overlaps and graphs are the same, and one GPU is enough.
+All ends within five minutes: ranks that have not ended by then are killed, and ``ep_proof`` has the long runs.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ pytestmark = pytest.mark.cuda
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the ranks say of every case."""
-    folder = tmp_path_factory.mktemp("ranks")
-    return ep_world.start("ep_gpu_cases", min(GPUS, 4), folder, transport="symmetric", device="cuda")
+def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the ranks say of the cases."""
+    folder, only = tmp_path_factory.mktemp("ranks"), ep_world.selected(request)
+    return ep_world.start("ep_gpu_cases", min(GPUS, 4), folder, 200, "symmetric", "cuda", only)
 
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, here are {GPUS}")
@@ -37,10 +38,10 @@ def test_on_all_ranks(case: str, said: dict[str, list[str]]) -> None:
 
 
 @pytest.fixture(scope="module")
-def said_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+def said_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """What one rank says."""
-    folder = tmp_path_factory.mktemp("alone")
-    return ep_world.start("ep_gpu_cases", 1, folder, transport="symmetric", device="cuda", only=ALONE)
+    folder, only = tmp_path_factory.mktemp("alone"), ep_world.selected(request)
+    return ep_world.start("ep_gpu_cases", 1, folder, 80, "symmetric", "cuda", only)
 
 
 @pytest.mark.parametrize("case", ALONE)

@@ -461,8 +461,44 @@ def test_operations_of_others_read_the_values(mesh: DeviceMesh) -> None:
     assert (weight.dtype, weight.shape) == (torch.bfloat16, (E, 2 * N, K))
     assert torch.equal(weight.mT.float(), expected.mT.float())
     assert torch.equal(torch.stack([torch.ones_like(weight), weight]).sum(0), expected + 1)
-    with pytest.raises(RuntimeError, match="gathered in e4m3 cannot be written"), torch.no_grad():
-        weight.zero_()
+
+
+def fused_sgd(weight: torch.Tensor) -> None:
+    plain, options = torch.zeros(1).bfloat16(), {"weight_decay": 0, "momentum": 0, "dampening": 0, "nesterov": False}
+    options |= {"lr": 0.1, "maximize": False, "is_first_step": True}
+    torch._fused_sgd_([plain, weight], [plain.clone(), torch.ones(weight.shape).bfloat16()], [], **options)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda weight: weight.zero_(),
+        lambda weight: torch.add(torch.ones(weight.shape), 1, out=weight),
+        lambda weight: torch._foreach_mul_([weight], 2.0),
+        lambda weight: torch._foreach_add_([torch.zeros(weight.shape), weight], 1.0),
+        lambda weight: torch._foreach_copy_([weight], [torch.zeros(weight.shape)]),
+        fused_sgd,
+        lambda weight: torch.optim.SGD([weight.requires_grad_()], lr=0.1, foreach=True).step(),
+    ],
+    ids=["in place", "out", "foreach mul", "a later one of a list", "foreach copy", "fused", "an optimizer"],
+)
+def test_no_write_to_a_gathered_weight_is_lost(mesh: DeviceMesh, write: Any) -> None:
+    op = fully_shard(gather_quantized(experts()[0]), mesh=mesh)
+    op.unshard()
+    op.weight.grad = torch.ones_like(op.weight)
+    with pytest.raises(RuntimeError, match="gathered in e4m3 cannot be written; write its shards"), torch.no_grad():
+        write(op.weight)
+
+
+def test_gathered_weights_are_read_by_operations_that_write_elsewhere(mesh: DeviceMesh) -> None:
+    op = fully_shard(gather_quantized(experts()[0]), mesh=mesh)
+    op.unshard()
+    values, out = op.weight + 0, torch.zeros(2, *op.weight.shape, dtype=torch.bfloat16)
+    with torch.no_grad():
+        torch.mul(op.weight, 2, out=out[0])
+        torch._foreach_copy_([out[1]], [op.weight])
+
+    assert torch.equal(out, torch.stack([2 * values, values]))
 
 
 def linear(**options: Any) -> GroupedLinear:

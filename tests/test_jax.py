@@ -145,7 +145,7 @@ def test_wrong_sizes_are_cut_to_the_rows(backend: str, k: int, n: int, asked: tu
 def test_wrong_sizes_of_experts_are_cut_to_the_rows(backend: str, form: str, asked: tuple[int, ...]) -> None:
     sizes = WRONG[asked]
     check_experts(Experts(**{**FORMS[form], "sizes": sizes, "tail": 40 - sum(sizes)}), asked=asked)
-    if backend != "xla":
+    if backend != "xla" and form != "odd columns":
         with pytest.raises(RuntimeError, match="the size of group"):
             extension.kernels().library.raise_wrong_sizes(0)
 

@@ -1,15 +1,19 @@
-"""Parameters that torch.nn.utils.parametrize computes: autograd passes through, whichever op reads them."""
+"""Parameters that parametrizations or hooks compute: autograd passes through, whichever op reads them."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import models
 import pytest
 import torch
 from reference import unit
 from torch import Tensor, nn
+from torch.nn import utils as old
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from fusible import Bias, GroupedLinear, Linear, Sequential, config
+from fusible import Bias, GroupedLinear, GroupedLoRA, Linear, Sequential, config, explain
 
 E, K, F, T = 3, 4, 6, 10
 SIZES = torch.tensor([3, 0, 5])
@@ -116,11 +120,133 @@ def test_gradient_of_a_computed_weight_goes_through_autograd(way: str, name: str
         step(model, unit(T, K), split_sizes=SIZES, scales=torch.ones(T))
 
 
+# ------------------------------------------------------------------------------------------- what hooks compute
+
+
+def pruned(module: nn.Module, name: str) -> nn.Module:
+    torch.manual_seed(1)
+    prune.random_unstructured(module, name, 0.5)
+    return module
+
+
+HOOKS = [pruned, old.weight_norm, old.spectral_norm]
+OPS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "stacked": (lambda: GroupedLinear(E, K, F), "weight"),
+    "one an expert": (lambda: GroupedLinear(E, K, F, single_grouped_weight=False), "weight1"),
+    "transposed": (lambda: GroupedLinear(E, K, F, transposed_weight=True), "weight"),
+    "lora": (lambda: GroupedLoRA(E, K, F, rank=2), "lora_b"),
+    "base of lora": (lambda: GroupedLoRA(E, K, F, rank=2), "weight"),
+}
+
+
+def drawn(op: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in op.parameters():
+            parameter.normal_()
+    return op
+
+
+def wrapped(op: nn.Module, way: str) -> nn.Module:
+    return {
+        "alone": lambda: op,
+        "in a container": lambda: Sequential(op),
+        "behind one": lambda: Sequential(nn.ReLU(), op),
+    }[way]()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("way", ["alone", "in a container", "behind one"])
+def test_hooks_of_linear_are_torchs(way: str, hook: Any) -> None:
+    models = []
+    for make in (Linear, nn.Linear):
+        torch.manual_seed(1)
+        inner = hook(drawn(make(K, F)), "weight")
+        models.append(
+            wrapped(inner, way) if make is Linear else nn.Sequential(*[nn.ReLU()][way != "behind one" :], inner)
+        )
+    for _ in range(3):
+        x = unit(T, K, dtype=torch.float32)
+        ours, plain = (step(model, x) for model in models)
+        torch.testing.assert_close([*ours.values()], [*plain.values()])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("kind", OPS)
+@pytest.mark.parametrize("way", ["alone", "in a container", "behind one"])
+def test_hooks_of_experts(way: str, kind: str, hook: Any) -> None:
+    make, name = OPS[kind]
+    op, plain = hook(drawn(make()), name).eval(), drawn(make())
+    x = unit(T, K, dtype=torch.float32)
+    for _ in range(2):
+        got = step(wrapped(op, way), x, split_sizes=SIZES)
+        op(x, split_sizes=SIZES)  # its hook computes the value, with a graph
+        computed, originals = getattr(op, name), [p for n, p in op.named_parameters() if n.startswith(f"{name}_")]
+        getattr(plain, name).data.copy_(computed)
+        expected = step(wrapped(plain, way), x, split_sizes=SIZES)
+        gradients = torch.autograd.grad(computed, originals, getattr(plain, name).grad)
+
+        torch.testing.assert_close([p.grad for p in originals], [*gradients])
+        torch.testing.assert_close([got["y"], got["x"]], [expected["y"], expected["x"]])
+        others = dict(plain.named_parameters())
+        for other, parameter in op.named_parameters():
+            if other in others:
+                torch.testing.assert_close(parameter.grad, others[other].grad)
+
+
+@pytest.mark.parametrize("inference", [torch.no_grad, torch.inference_mode])
+def test_pruned_experts_without_gradients_and_after_removal(inference: Any) -> None:
+    op = pruned(GroupedLinear(E, K, F), "weight")
+    x = unit(T, K, dtype=torch.float32)
+    before = step(op, x, split_sizes=SIZES)["y"]
+    with inference():
+        assert torch.equal(op(x, split_sizes=SIZES), before)
+    assert torch.equal(step(op, x, split_sizes=SIZES)["y"], before)
+    op.weight_orig.requires_grad_(False)
+    assert step(op, x, split_sizes=SIZES)["weight_orig"] is None
+    prune.remove(op, "weight")
+    op.weight.requires_grad_()
+    after = step(op, x, split_sizes=SIZES)
+    assert torch.equal(after["y"], before)
+    assert after["weight"].any()
+
+
+def test_explain_of_pruned_experts() -> None:
+    op = pruned(GroupedLinear(E, K, F), "weight")
+
+    report = explain(op, unit(T, K, dtype=torch.float32), split_sizes=SIZES)
+    assert report.steps[0].shape == (T, F)
+    assert report.steps[0].backward is not None
+
+
+@pytest.mark.parametrize("way", ["delay_wgrad_compute", "accumulate_into_main_grad"])
+def test_gradient_of_a_pruned_weight_goes_through_autograd(way: str) -> None:
+    op = pruned(GroupedLinear(E, K, F, **{way: True}), "weight")
+
+    with pytest.raises(RuntimeError, match="weight is computed by a parametrization or a hook"):
+        step(op, unit(T, K, dtype=torch.float32), split_sizes=SIZES)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("hook", HOOKS[:2])
+def test_hooks_compile(hook: Any) -> None:
+    op, x = hook(drawn(GroupedLinear(E, K, F)), "weight"), unit(T, K, dtype=torch.float32)
+    eager = step(Sequential(op), x, split_sizes=SIZES)
+    compiled = step(torch.compile(Sequential(op), fullgraph=True, backend="aot_eager"), x, split_sizes=SIZES)
+
+    torch.testing.assert_close([*compiled.values()], [*eager.values()])
+
+
 @pytest.mark.parametrize("op", [Linear(K, K), GroupedLinear(E, K, K)], ids=["linear", "grouped"])
 def test_parameter_that_no_op_knows_is_named(op: nn.Module) -> None:
-    """Hooks that replace a parameter give the op one that it has no gradient for."""
-    prune.identity(op, "weight")
+    """A hook may replace a parameter by one whose name does not say so; the op has no gradient for it."""
+    op.raw = op.weight
+    del op.weight
+    op.register_forward_pre_hook(lambda module, _: setattr(module, "weight", 2 * module.raw))
     keywords = {"split_sizes": SIZES} if isinstance(op, GroupedLinear) else {}
 
-    with pytest.raises(RuntimeError, match=r"returned no gradient for .*weight_orig"):
+    with pytest.raises(RuntimeError, match=r"returned no gradient for .*raw"):
         step(op, unit(T, K, dtype=torch.float32), **keywords)

@@ -21,6 +21,7 @@ SHARED_NAMES = {
     "Config": "torchtitan asks for the class of this name inside of its experts",
     "GroupedLinear": "Megatron-Core asks for the op by the name that TransformerEngine has given it",
     "ScaledSwiGLU": "as GroupedLinear",
+    "Sequential": "as GroupedLinear",
 }
 """Types of the package that share their name with another one, and why."""
 

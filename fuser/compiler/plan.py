@@ -66,9 +66,9 @@ class Plan:
         """:meth:`check`, or what it said of these shapes before."""
         try:
             shapes = tuple([value.shape for value in values])
-        except RuntimeError:  # a nested tensor has none
+            checked = passed.get(shapes)
+        except (RuntimeError, TypeError):  # a nested tensor has none, and sizes of a compiler may be symbols
             return self.check(values, runtime)
-        checked = passed.get(shapes)
         if checked is None:
             checked = self.check(values, runtime)
             if len(passed) >= _MANY_SHAPES:

@@ -46,7 +46,7 @@ class Step:
     outputs: tuple[int, ...]
     input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
     reads_step_outputs: bool  # what an earlier step computes, besides x
-    has_parametrized_inputs: bool  # a parametrization computes some parameters of its ops
+    has_parametrized_inputs: bool  # some parameters of its ops are computed
     x_is_inner: bool = False  # an earlier step has made x
     last_uses: tuple[int, ...] = ()  # slots of outputs that nothing reads after it
     beside: tuple[NamedValue, ...] = ()  # for a module that is no op: the extra outputs that are wanted later

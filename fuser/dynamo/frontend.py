@@ -70,7 +70,9 @@ def run_container(
     values = Values(x)
     positional = tuple([values.slot(value) for value in extra])
     addressed = None if op_kwargs is None else _addressed(modules, op_kwargs, values)
-    states = {label: _module_state(module, module, "") for label, module in modules if isinstance(module, Op)}
+    # an op with such hooks is called as a module, and its state is read then: they may replace it before
+    ops = [(label, m) for label, m in modules if isinstance(m, Op) and not m._forward_pre_hooks]
+    states = {label: _module_state(op, op, "") for label, op in ops}
     plan = _find(container, states, values, (positional, addressed, values.slots(shared)))
     if plan.refusal is not None:
         graph_break(msg=plan.refusal)

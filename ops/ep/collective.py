@@ -3,6 +3,9 @@
 A rank sorts its slots by expert, which sorts them by owner too, and sends each owner its rows. An owner has them by
 rank, then expert, and brings them into the order of experts. The way back is the same steps in reverse. The sizes of
 what travels come from one gather of counts, for which the host waits.
+
+A backward keeps all that depends on the ids in tensors, sizes too: a checkpoint that computes a forward again replaces
+tensors alone. With a fixed capacity none of their shapes depends on the ids.
 """
 
 from __future__ import annotations
@@ -32,29 +35,34 @@ class Arrivals(NamedTuple):
     """The rows of this rank's experts, as they come from all ranks.
 
     Attributes:
-        from_rank: how many come from each rank.
-        order: [n], for each row the place at which it arrives.
+        from_rank: int64 [R], on the host: how many come from each rank.
+        order: int64 [Q], for each row the place at which it arrives; 0 in the tail.
         split_sizes: int32 [E / R].
     """
 
-    from_rank: tuple[int, ...]
+    from_rank: Tensor
     order: Tensor
     split_sizes: Tensor
+
+    @property
+    def in_place(self) -> Tensor:
+        """The order without its tail."""
+        return self.order[: _total(self.from_rank)]
 
 
 class Sums(NamedTuple):
     """For sums of the rows of a token that one rank owns (``combine="reduced"``).
 
     Attributes:
-        here: of the rows of this rank's experts, for each (rank, token) that has some.
+        here: of the rows of this rank's experts, for each (rank, token) that has some; then a tail.
         back: of the sums that come back, for each token of this rank.
-        to_rank, from_rank: how many sums go to each rank, and come from it.
+        to_rank, from_rank: int64 [R], on the host: how many sums go to each rank, and come from it.
     """
 
     here: Routing
     back: Routing
-    to_rank: tuple[int, ...]
-    from_rank: tuple[int, ...]
+    to_rank: Tensor
+    from_rank: Tensor
 
 
 class CollectiveTable(NamedTuple):
@@ -62,14 +70,13 @@ class CollectiveTable(NamedTuple):
 
     Attributes:
         routing: of the slots of this rank, by expert.
-        to_rank: how many of its rows go to each rank.
+        to_rank: int64 [R], on the host: how many of its rows go to each rank.
     """
 
     exchange: Exchange
     routing: Routing
-    to_rank: tuple[int, ...]
+    to_rank: Tensor
     arrivals: Arrivals
-    num_rows: int
     sums: Sums | None
 
     @property
@@ -81,6 +88,11 @@ class CollectiveTable(NamedTuple):
     def row_of_slot(self) -> Tensor:
         """[T, k], among the rows of this rank's slots."""
         return self.routing.row_of_slot
+
+    @property
+    def num_rows(self) -> int:
+        """Q."""
+        return self.arrivals.order.shape[0]
 
 
 class CollectiveTransport:
@@ -107,7 +119,7 @@ class CollectiveTransport:
     ) -> DispatchedRows:
         table = self._route(exchange, top_k_index, wanted)
         rows = self.pull(tokens, table, "dispatch", fill)
-        weights = permutation.scales_of(table.routing, top_k_weights)[: sum(table.to_rank)]
+        weights = permutation.scales_of(table.routing, top_k_weights)[: _total(table.to_rank)]
         return DispatchedRows(table, rows, self._arrived(weights, table, "dispatch", fill=True))
 
     def _route(self, exchange: Exchange, top_k_index: Tensor, wanted: frozenset[str]) -> CollectiveTable:
@@ -125,10 +137,8 @@ class CollectiveTransport:
             ids = _without_dropped(ids, routing, kept[self._rank].to(ids.device))
             routing = permutation.route(ids, experts, self._settings.dtype)
         by_owner = kept.view(self._ranks, self._ranks, -1)
-        to_rank = tuple(by_owner[self._rank].sum(1).tolist())
-        arrivals = _arrivals(by_owner[:, self._rank], ids.device)
-        rows = sum(arrivals.from_rank) if self._capacity is None else self._capacity
-        table = CollectiveTable(exchange, routing, to_rank, arrivals, rows, None)
+        arrivals = _arrivals(by_owner[:, self._rank], self._capacity, ids.device)
+        table = CollectiveTable(exchange, routing, by_owner[self._rank].sum(1), arrivals, None)
         return table if self._settings.combine == "exact" else table._replace(sums=self._sums(table))
 
     def _gathered_counts(self, exchange: Exchange, routing: Routing, tokens: int, wanted: frozenset[str]) -> Tensor:
@@ -171,17 +181,17 @@ class CollectiveTransport:
 
     def _sums(self, table: CollectiveTable) -> Sums:
         """For each token, which of its rows lie with one rank; found from the slots, which travel as rows do."""
-        slots = table.routing.slot_of_row[: sum(table.to_rank)].to(torch.int64)
+        slots = table.routing.slot_of_row[: _total(table.to_rank)].to(torch.int64)
         kind = table.exchange.named("dispatch")
         arrived = self._exchanged(slots, table.to_rank, table.arrivals.from_rank, kind)()
-        sources = torch.repeat_interleave(torch.tensor(table.arrivals.from_rank)).to(slots.device)
-        here, to_rank = _by_token(arrived, sources, table.arrivals.order, self._settings, self._ranks)
-        owners = torch.repeat_interleave(torch.tensor(table.to_rank)).to(slots.device)
+        sources = torch.repeat_interleave(table.arrivals.from_rank).to(slots.device)
+        here, to_rank = _by_token(arrived, sources, table.arrivals.in_place, self._settings, self._ranks)
+        owners = torch.repeat_interleave(table.to_rank).to(slots.device)
         back, from_rank = _sums_by_rank(slots, owners, table.routing.row_of_slot.shape, self._ranks)
         return Sums(here, back, to_rank, from_rank)
 
     def pull(self, tokens: Tensor, table: CollectiveTable, kind: str, fill: bool) -> Tensor:
-        spread = permutation.permute(tokens, table.routing, fill=False)[: sum(table.to_rank)]
+        spread = permutation.permute(tokens, table.routing, fill=False)[: _total(table.to_rank)]
         return self._arrived(spread, table, kind, fill)
 
     def _arrived(self, mine: Tensor, table: CollectiveTable, kind: str, fill: bool) -> Tensor:
@@ -189,8 +199,8 @@ class CollectiveTransport:
         arrivals, named = table.arrivals, table.exchange.named(kind)
         arrived = self._exchanged(mine, table.to_rank, arrivals.from_rank, named)()
         rows = mine.new_empty(table.num_rows, *mine.shape[1:])
-        count = arrivals.order.shape[0]
-        torch.index_select(arrived, 0, arrivals.order, out=rows[:count])
+        count = arrived.shape[0]
+        torch.index_select(arrived, 0, arrivals.order[:count], out=rows[:count])
         if fill:
             rows[count:].zero_()
         return rows
@@ -203,7 +213,8 @@ class CollectiveTransport:
             arrived = self._start_returning(rows, table, kind)
             return lambda: permutation.unpermute(arrived(), table.routing)
         sums = table.sums
-        mine = permutation.unpermute(_with_zero(rows[: table.arrivals.order.shape[0]]), sums.here)
+        here = sums.here._replace(row_of_slot=sums.here.row_of_slot[: _total(sums.to_rank)])
+        mine = permutation.unpermute(_with_zero(rows[: _total(table.arrivals.from_rank)]), here)
         back = self._exchanged(mine, sums.to_rank, sums.from_rank, table.exchange.named(kind))
         return lambda: permutation.unpermute(_with_zero(back()), sums.back)
 
@@ -212,10 +223,10 @@ class CollectiveTransport:
 
     def _start_returning(self, rows: Tensor, table: CollectiveTable, kind: str) -> Callable[[], Tensor]:
         """The rows or numbers of this rank's slots, those of no expert zero, from Q rows by expert."""
-        order, slots = table.arrivals.order, table.routing.slot_of_row.shape[0]
+        order, slots = table.arrivals.in_place, table.routing.slot_of_row.shape[0]
         leaving = rows.new_empty(order.shape[0], *rows.shape[1:])
         leaving.index_copy_(0, order, rows[: order.shape[0]])
-        back, sent = rows.new_empty(slots, *rows.shape[1:]), sum(table.to_rank)
+        back, sent = rows.new_empty(slots, *rows.shape[1:]), _total(table.to_rank)
         back[sent:].zero_()
         sizes = table.arrivals.from_rank, table.to_rank
         arrived = self._exchange(back[:sent], leaving, *sizes, table.exchange.named(kind))
@@ -261,11 +272,9 @@ class CollectiveTransport:
         moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         trace.record(trace.KernelCall(f"all_to_all_single ({kind})", "", 0, moved))
 
-    def _exchanged(
-        self, rows: Tensor, to_rank: Sequence[int], from_rank: Sequence[int], named: str
-    ) -> Callable[[], Tensor]:
+    def _exchanged(self, rows: Tensor, to_rank: Tensor, from_rank: Tensor, named: str) -> Callable[[], Tensor]:
         """What arrives, once it is there."""
-        arrived = rows.new_empty(sum(from_rank), *rows.shape[1:])
+        arrived = rows.new_empty(_total(from_rank), *rows.shape[1:])
         wait = self._exchange(arrived, rows, to_rank, from_rank, named)
 
         def there() -> Tensor:
@@ -275,10 +284,10 @@ class CollectiveTransport:
         return there
 
     def _exchange(
-        self, arrived: Tensor, rows: Tensor, to_rank: Sequence[int], from_rank: Sequence[int], named: str
+        self, arrived: Tensor, rows: Tensor, to_rank: Tensor, from_rank: Tensor, named: str
     ) -> Callable[[], None]:
         """So many rows to each rank, and so many from each, in the order of ranks; returns what waits for them."""
-        sizes, leaving = ([*from_rank], [*to_rank]), rows.contiguous()
+        sizes, leaving = (from_rank.tolist(), to_rank.tolist()), rows.contiguous()
         move = partial(dist.all_to_all_single, arrived, leaving, *sizes)
         return self._started(move, named, seconds=0 if rows.is_cuda else self._settings.timeout)
 
@@ -306,6 +315,11 @@ def _peers_of(named: str) -> Iterator[None]:
         raise PeerError(f"a rank did not take part in {named}: {error}") from error
 
 
+def _total(sizes: Tensor) -> int:
+    """The sum of sizes on the host."""
+    return int(sizes.sum())
+
+
 def _clipped(counts: Tensor, capacity: int) -> Tensor:
     """[R, R, E / R] of rank, owner and expert, without rows past the capacity, by expert, then rank."""
     in_order = counts.permute(1, 2, 0).flatten(1)
@@ -325,20 +339,22 @@ def _without_dropped(ids: Tensor, routing: Routing, kept: Tensor) -> Tensor:
     return torch.where(routing.row_of_slot.long() < ends[index], ids, experts)
 
 
-def _arrivals(counts: Tensor, device: torch.device) -> Arrivals:
-    """From the counts [R, E / R] of the rows that come."""
+def _arrivals(counts: Tensor, capacity: int | None, device: torch.device) -> Arrivals:
+    """From the counts [R, E / R] of the rows that come, in so much room; None: as much as they take."""
     starts = counts.flatten().cumsum(0).view_as(counts) - counts  # they come by rank, then expert
     chunks, total = counts.t().flatten(), int(counts.sum())
     shift = starts.t().flatten() - (chunks.cumsum(0) - chunks)
     sizes, shift = chunks.to(device), shift.to(device)
-    order = torch.repeat_interleave(shift, sizes, output_size=total) + torch.arange(total, device=device)
-    return Arrivals(tuple(counts.sum(1).tolist()), order, counts.sum(0).to(device, torch.int32))
+    order = sizes.new_zeros(total if capacity is None else capacity)
+    shifts, rows = torch.repeat_interleave(shift, sizes, output_size=total), torch.arange(total, device=device)
+    torch.add(shifts, rows, out=order[:total])
+    return Arrivals(counts.sum(1), order, counts.sum(0).to(device, torch.int32))
 
 
-def _by_token(
-    slots: Tensor, sources: Tensor, order: Tensor, settings: Settings, ranks: int
-) -> tuple[Routing, tuple[int, ...]]:
+def _by_token(slots: Tensor, sources: Tensor, order: Tensor, settings: Settings, ranks: int) -> tuple[Routing, Tensor]:
     """Which rows are of one token of one rank, in the order of its slots; and how many tokens each rank has here.
+
+    With a fixed capacity there are as many lines as that leaves room for; those past the tokens add nothing.
 
     Args:
         slots, sources: of the rows in the order of arrival: the slot, and its rank.
@@ -349,21 +365,24 @@ def _by_token(
     tokens, line, counts = torch.unique_consecutive(by_slot // k, return_inverse=True, return_counts=True)
     row_of_arrival = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     column = torch.arange(slots.shape[0], device=slots.device) - (counts.cumsum(0) - counts)[line]
-    rows = order.new_full((tokens.shape[0], k), order.shape[0])
+    capacity = settings.rows(ranks)
+    lines = tokens.shape[0] if capacity is None else min(capacity, ranks * settings.max_tokens)
+    rows = order.new_full((lines, k), order.shape[0])
     rows[line, column] = row_of_arrival[arrival]
     of_rank = torch.bincount(tokens // settings.max_tokens, minlength=ranks)
-    return _sums_of(rows, order.shape[0]), tuple(of_rank.tolist())
+    return _sums_of(rows, order.shape[0]), of_rank.cpu()
 
 
-def _sums_by_rank(slots: Tensor, owners: Tensor, shape: torch.Size, ranks: int) -> tuple[Routing, tuple[int, ...]]:
+def _sums_by_rank(slots: Tensor, owners: Tensor, shape: torch.Size, ranks: int) -> tuple[Routing, Tensor]:
     """Where the sums of a rank's tokens come back, by owner, then token; and how many come from each owner."""
     tokens, k = shape
     there = slots.new_zeros(ranks, tokens, dtype=torch.bool)
     there[owners, slots // max(1, k)] = True
     order = there.flatten().cumsum(0).view_as(there) - 1
-    from_rank = tuple(there.sum(1).tolist())
-    rows = torch.where(there, order, sum(from_rank)).t().contiguous()
-    return _sums_of(rows, sum(from_rank)), from_rank
+    from_rank = there.sum(1).cpu()
+    count = _total(from_rank)
+    rows = torch.where(there, order, count).t().contiguous()
+    return _sums_of(rows, count), from_rank
 
 
 def _sums_of(rows: Tensor, count: int) -> Routing:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...fuser import ArgumentError, Sequential
+from ...fuser.torch_private import serialized_as
 from ..activation_spec import ActivationSpec, Interleaved
 from ..checks import check_numbers, check_sizes
 from ..glu import Activated
@@ -22,6 +23,7 @@ from .shared_expert import SharedExpert
 from .token_count import TokenCount
 
 
+@serialized_as("fusible.MoEOutput")
 class MoEOutput(NamedTuple):
     """What :class:`MoE` returns.
 
@@ -184,15 +186,15 @@ def _without_none(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _experts(hidden: int, ffn: int, experts: int, spec: ActivationSpec, how: dict[str, Any]) -> Sequential:
-    """Of linears that are built so."""
+def _experts(hidden: int, ffn: int, experts: int, spec: ActivationSpec, options: dict[str, Any]) -> Sequential:
+    """Those of a layer; the options are of its linears."""
     columns = 2 * ffn if spec.gated else ffn
     return Sequential(
         OrderedDict(
             dispatch=Dispatch(experts),
-            up=GroupedLinear(experts, hidden, columns, **how),
+            up=GroupedLinear(experts, hidden, columns, **options),
             activation=activation_op(spec),
-            down=GroupedLinear(experts, ffn, hidden, **how),
+            down=GroupedLinear(experts, ffn, hidden, **options),
             scale=Scale(),
             combine=Combine(),
         )

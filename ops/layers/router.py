@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...fuser.torch_private import serialized_as
 from ..checks import check_numbers, check_sizes
 from ..wide_buffers import WideBuffers
 
@@ -16,6 +17,7 @@ SCORES = ("softmax", "sigmoid")
 _TINY = 1e-20  # keeps a sum of sigmoids away from zero, as DeepSeek-V3 does
 
 
+@serialized_as("fusible.Routes")
 class Routes(NamedTuple):
     """Where tokens go.
 

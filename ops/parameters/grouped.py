@@ -210,7 +210,7 @@ class ExpertParameters(Op):
         self._groups.clear()  # so that a parameter is freed now, and not at the next call
 
     def _has_others(self) -> bool:
-        replaced = self._forward_pre_hooks  # which may put parameters in the place of others, as prune's do
+        replaced = self._forward_pre_hooks  # which may put parameters in the place of others
         return bool(self._modules or replaced) or len(self._parameters) > self._count
 
     def _others(self) -> Iterable[tuple[str, Tensor]]:

@@ -169,11 +169,11 @@ class WeightGrads(ExpertParameters):
                 _mark(parameter)
 
     def _refuse_computed(self) -> None:
-        """Raises where a weight is computed by a parametrization: then it has neither a .grad nor a main_grad."""
+        """Raises where a weight is computed: then it has neither a .grad nor a main_grad."""
         for name in [name for name in self._computed if name.startswith("weight")]:
             raise RuntimeError(
-                f"{type(self).__name__}: {name} is computed by a parametrization, so its gradient must go through "
-                "autograd: without accumulate_into_main_grad and delay_wgrad_compute"
+                f"{type(self).__name__}: {name} is computed by a parametrization or a hook, so its gradient must go "
+                "through autograd: without accumulate_into_main_grad and delay_wgrad_compute"
             )
 
     def _has_stand_ins(self, name: str) -> bool:

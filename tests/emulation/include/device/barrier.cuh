@@ -1,6 +1,6 @@
 // The interface of csrc/device/barrier.cuh, emulated.
 #pragma once
-#include "../../barrier.h"
+#include "barrier.h"
 #include "device/ptx.cuh"
 #include "device/pipeline.cuh"
 

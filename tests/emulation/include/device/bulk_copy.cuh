@@ -1,6 +1,6 @@
 // The interface of csrc/device/bulk_copy.cuh, emulated.
 #pragma once
-#include "../../barrier.h"
+#include "barrier.h"
 #include "device/ptx.cuh"
 
 namespace fusible::bulk {

@@ -1,6 +1,6 @@
 // The interface of csrc/device/tma.cuh, emulated.
 #pragma once
-#include "../../tensor_map.h"
+#include "tensor_map.h"
 #include "device/ptx.cuh"
 
 namespace fusible::tma {

@@ -1,0 +1,41 @@
+"""Which experts each rank owns, so that all ranks have about as many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heappop, heappush
+
+import torch
+from torch import Tensor
+
+
+def balanced_order(loads: Tensor | Sequence[float], ranks: int) -> Tensor:
+    """An order of experts by which the ranks of a :class:`Group` have about equal loads.
+
+    Experts are taken from the heaviest one on. Each goes to the rank with the smallest load among those with room.
+    Expert ``order[i]`` becomes expert ``i``: bring the rows of the router, the weights of experts and their optimizer
+    states into that order, all alike, and the model is the same function.
+
+    Args:
+        loads: [E], how many rows each expert has had.
+        ranks: of the group; each owns E / ranks experts.
+
+    Returns:
+        int64 [E], on the CPU: the experts of the first rank, then of the second, and so on; ascending in each.
+
+    Raises:
+        ValueError: loads are no list of finite numbers from 0 on, or the ranks do not divide them.
+    """
+    of_experts = torch.as_tensor(loads, dtype=torch.float64, device="cpu")
+    if of_experts.dim() != 1 or not bool((of_experts.isfinite() & (of_experts >= 0)).all()):
+        raise ValueError(f"balanced_order: loads must be [E] finite numbers from 0 on, got {loads}")
+    if type(ranks) is not int or ranks < 1 or len(of_experts) % ranks:
+        raise ValueError(f"balanced_order: ranks must divide the {len(of_experts)} experts, got {ranks!r}")
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    heap = [(0.0, rank) for rank in range(ranks)]
+    for expert in of_experts.argsort(descending=True, stable=True).tolist():
+        load, rank = heappop(heap)
+        owned[rank].append(expert)
+        if len(owned[rank]) < len(of_experts) // ranks:
+            heappush(heap, (load + float(of_experts[expert]), rank))
+    return torch.tensor([expert for experts in owned for expert in sorted(experts)], dtype=torch.int64, device="cpu")

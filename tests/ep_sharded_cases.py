@@ -1,0 +1,105 @@
+"""A router and experts that ranks share, alone and under FSDP2, as docs/expert_parallel.md trains and clips them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from ep_cases import batch_for
+from ep_world import ROOT, TIMEOUT, Batch, H, World, part, whole
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fusible import ep
+
+TOKENS = 11  # of each rank
+
+
+class Model(NamedTuple):
+    """A router, and the layer that it routes to."""
+
+    router: nn.Linear
+    layer: nn.Module
+
+    @classmethod
+    def of(cls, layer: nn.Module, experts: int) -> Model:
+        """One whose router is that of all processes."""
+        torch.manual_seed(5)
+        return cls(nn.Linear(H, experts, bias=False), layer)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The mean over the tokens of a batch."""
+        weights, ids = self.router(batch.x).softmax(-1).topk(batch.ids.shape[1])
+        y: Tensor = self.layer(batch.x, top_k_index=ids, top_k_weights=weights)
+        return (y * batch.dy).square().sum(1).mean()
+
+
+def page() -> dict[str, Any]:
+    """The functions of the page, without what it runs."""
+    text = (ROOT / "docs" / "expert_parallel.md").read_text()
+    code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
+    names: dict[str, Any] = {}
+    exec("\n".join(re.findall(r"^(?:from|import) .*|^def .*\n(?:(?: .*)?\n)+", code, re.M)), names)
+    return names
+
+
+def of_group(process_group: dist.ProcessGroup | None, ranks: int) -> ep.Group:
+    """Of ranks that share eight experts."""
+    return ep.Group(
+        process_group, num_experts=2 * ranks, max_tokens=TOKENS, top_k=2, hidden=H, dtype=torch.float32,
+        capacity="worst", timeout=TIMEOUT,
+    )  # fmt: skip
+
+
+def halved(model: Model, batch: Batch) -> tuple[float, list[Tensor]]:
+    """In one process: half of the norm of the gradients, and the gradients that are clipped to it."""
+    model.loss(batch).backward()
+    parameters = [*model.router.parameters(), *model.layer.parameters()]
+    max_norm = float(nn.utils.get_total_norm([p.grad for p in parameters])) / 2
+    nn.utils.clip_grad_norm_(parameters, max_norm)
+    return max_norm, [p.grad for p in parameters]
+
+
+def values(parameters: Any) -> list[Tensor]:
+    """The whole gradients of parameters that may be sharded."""
+    return [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
+
+
+def check(world: World, group: ep.Group, ep_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> None:
+    """A step of all ranks has the gradients of one process, clipped by its norm."""
+    docs, batch = page(), batch_for(group, (TOKENS,) * world.size)
+    max_norm, (of_router, *of_experts) = halved(Model.of(whole(group), group.settings.num_experts), batch)
+    model = Model.of(part(group), group.settings.num_experts)
+    if mesh is not None:
+        docs["shard"](model.layer, model.router, mesh)
+        model.layer.set_force_sum_reduction_for_comms(mesh.size(0) > 1)  # as gloo cannot divide in a sum
+    model.loss(batch.of(world.rank)).backward()
+    if mesh is None:
+        for p in model.router.parameters():
+            dist.all_reduce(p.grad)
+        for p in (*model.router.parameters(), *model.layer.parameters()):
+            p.grad /= world.size
+    docs["clip"]([*model.layer.parameters()], [*model.router.parameters()], max_norm, ep_group)
+    expected = [of_router, *(grad[group.local_experts] for grad in of_experts)]
+    came = values((*model.router.parameters(), *model.layer.parameters()))
+    torch.testing.assert_close(came, expected, rtol=1e-4, atol=1e-5 * max_norm)
+
+
+def gradients_are_clipped_by_the_norm_of_the_model(world: World) -> None:
+    check(world, of_group(None, world.size), None, None)
+
+
+def experts_under_fsdp_have_the_gradients_of_one_process(world: World) -> None:
+    for shared_by in sorted({2, world.size}):
+        mesh = init_device_mesh("cpu", (world.size // shared_by, shared_by), mesh_dim_names=("efsdp", "ep"))
+        check(world, of_group(mesh.get_group("ep"), shared_by), mesh.get_group("ep"), mesh)
+
+
+CASES: list[Callable[[World], None]] = [
+    gradients_are_clipped_by_the_norm_of_the_model,
+    experts_under_fsdp_have_the_gradients_of_one_process,
+]
