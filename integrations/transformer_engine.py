@@ -24,8 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .. import fuser
 from ..fuser.compiler.binding import OpKwargs
-from ..fuser.config import config
-from ..fuser.torch_private import current_saved_tensors_hooks
+from ..fuser.contract.config import config
+from ..fuser.contract.torch_private import current_saved_tensors_hooks
 from ..ops import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, ScaledActivation, grouped_linear, interleaved
 from ..ops import composites as scaled
 from ..ops.quantized.recipe import Recipe

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..fuser import ArgumentError, RefusedError
-from ..fuser import tracing as trace
+from ..fuser.contract import tracing as trace
 from ..fuser.replay import capture
 from . import kernels, quantized_values
 from .activation_spec import ActivationSpec

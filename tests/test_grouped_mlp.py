@@ -35,7 +35,7 @@ from fusible import (
     config,
     interleaved,
 )
-from fusible.fuser import tracing
+from fusible.fuser.contract import tracing
 from fusible.ops import kernels
 
 E, K, F, N, T = 3, 16, 32, 24, 80

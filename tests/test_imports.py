@@ -24,17 +24,17 @@ SHARED = (
 )  # values, and what only has to be loaded
 
 CONTRACT = (
-    "fuser/config.py",
-    "fuser/edits.py",
-    "fuser/errors.py",
-    "fuser/module_state.py",
-    "fuser/op.py",
-    "fuser/overrides.py",
-    "fuser/parametrized.py",
-    "fuser/spec.py",
-    "fuser/stored_values.py",
-    "fuser/torch_private.py",
-    "fuser/tracing.py",
+    "fuser/contract/config.py",
+    "fuser/contract/edits.py",
+    "fuser/contract/errors.py",
+    "fuser/contract/module_state.py",
+    "fuser/contract/op.py",
+    "fuser/contract/overrides.py",
+    "fuser/contract/parametrized.py",
+    "fuser/contract/spec.py",
+    "fuser/contract/stored_values.py",
+    "fuser/contract/torch_private.py",
+    "fuser/contract/tracing.py",
 )
 ARROWS = {  # part of fuser -> what it may import besides the op contract; nothing stands above its row
     "fuser.runtime": set(),
@@ -43,18 +43,30 @@ ARROWS = {  # part of fuser -> what it may import besides the op contract; nothi
     "fuser.replay": {"fuser.compiler", "fuser.runtime"},
     "fuser.dynamo": {"fuser.compiler", "fuser.runtime"},
     "fuser.explain": {"fuser.compiler", "fuser.runtime"},
-    "fuser.repeated_call": {"fuser.compiler", "fuser.replay", "fuser.runtime"},
-    "fuser.call_cache": {"fuser.compiler", "fuser.replay", "fuser.explain", "fuser.repeated_call", "fuser.runtime"},
-    "fuser.standalone": {"fuser.call_cache", "fuser.compiler", "fuser.dynamo", "fuser.explain", "fuser.runtime"},
-    "fuser.sequential": {
-        "fuser.call_cache",
-        "fuser.standalone",
+    "fuser.container.repeated_call": {"fuser.compiler", "fuser.replay", "fuser.runtime"},
+    "fuser.container.call_cache": {
+        "fuser.compiler",
+        "fuser.replay",
+        "fuser.explain",
+        "fuser.container.repeated_call",
+        "fuser.runtime",
+    },
+    "fuser.container.standalone": {
+        "fuser.container.call_cache",
         "fuser.compiler",
         "fuser.dynamo",
         "fuser.explain",
         "fuser.runtime",
     },
-    "fuser.testing": {"fuser.compiler", "fuser.runtime", "fuser.sequential"},
+    "fuser.container.sequential": {
+        "fuser.container.call_cache",
+        "fuser.container.standalone",
+        "fuser.compiler",
+        "fuser.dynamo",
+        "fuser.explain",
+        "fuser.runtime",
+    },
+    "fuser.testing": {"fuser.compiler", "fuser.runtime", "fuser.container.sequential"},
 }
 
 
@@ -84,7 +96,7 @@ def test_the_compiler_imports_no_op(path):
 
 
 def module(path):
-    """The dotted name of a file: "fuser.op"; that of a package for its ``__init__``."""
+    """The dotted name of a file: "fuser.contract.op"; that of a package for its ``__init__``."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, Promises, optional, register_fusion
-from ...fuser import tracing as trace
+from ...fuser.contract import tracing as trace
 from .. import kernels
 from ..delayed_scales import encode_of_tokens, is_delayed, scales_of_forward
 from ..glu import Activated

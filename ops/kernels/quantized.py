@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import tracing as trace
+from ...fuser.contract import tracing as trace
 from ...fuser.replay import capture
 from ..activation_spec import ActivationSpec
 from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...fuser.torch_private import address_function
+from ...fuser.contract.torch_private import address_function
 from .hopper.extension import is_built, library
 
 

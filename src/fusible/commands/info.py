@@ -11,7 +11,8 @@ import torch
 
 from .. import GroupedLinear, Sequential, __version__, config, installation
 from ..benchmarks.arguments import command
-from ..fuser import RefusedError, registry, torch_private
+from ..fuser import RefusedError, registry
+from ..fuser.contract import torch_private
 from ..ops.switches import BACKENDS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
