@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..ops.quantized.recipe import MXFP8, NVFP4, Float8Block, Float8Tensor, GradientFormat, Recipe, ScaleKind
+from ..ops.formats.recipe import MXFP8, NVFP4, Float8Block, Float8Tensor, GradientFormat, Recipe, ScaleKind
 
 _STATE = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # the second is older
 _QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")

@@ -13,10 +13,10 @@ from emulation import build
 from torch import Tensor
 
 from fusible import GLU, Activation, Pointwise, Scale, Sequential, interleaved
-from fusible.ops.activation_spec import ActivationSpec
 from fusible.ops.programs.activations import ACTIVATIONS, CURVES
 from fusible.ops.programs.generate import source
 from fusible.ops.programs.halves import join, split
+from fusible.ops.values.activation_spec import ActivationSpec
 
 ROOT = Path(__file__).parents[1]
 INF, NAN = torch.inf, torch.nan

@@ -17,14 +17,14 @@ from ...fuser import Gradient, Grads, Promises, register_fusion
 from ...fuser.contract.tracing import is_traced
 from ...fuser.runtime.call import evaluate
 from .. import routing as permutation
-from ..checks import product_dtype
+from ..formats.recipe import Recipe
 from ..gathered_wgrad import gathered_wgrad
-from ..grouped_linear import GroupedLinear, input_grad
+from ..grouped.grouped_linear import GroupedLinear, input_grad
 from ..inference import Experts, one_call
-from ..moe import Combine, Dispatch
-from ..quantized.recipe import Recipe
-from ..quantized_linear import in_force
+from ..quantized.linear import in_force
+from ..routed.moe import Combine, Dispatch
 from ..routing import Routing
+from ..values.checks import product_dtype
 from .activation_role import reads_numbers, spec_of, vector_grads
 from .grouped_mlp import GroupedMLP, reads_preact
 from .inner_mlp import SCALES, InnerMLP, tokens_to_tokens

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...fuser import RefusedError
-from ..activation_spec import ActivationSpec
 from ..programs.program import Program
 from ..switches import active_switches
+from ..values.activation_spec import ActivationSpec
 from . import float32
 from .fake_quantized_problem import FakeQuantizeRows, FakeQuantizing
 from .function import FunctionKernels

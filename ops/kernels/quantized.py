@@ -15,9 +15,9 @@ from torch import Tensor
 
 from ...fuser.contract import tracing as trace
 from ...fuser.replay import capture
-from ..activation_spec import ActivationSpec
-from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
+from ..formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
 from ..switches import active_switches
+from ..values.activation_spec import ActivationSpec
 from . import activate, activate_backward, dequantized
 from .custom_ops import kernel
 from .dispatch import quantizers, row_kernels, scaled_products
