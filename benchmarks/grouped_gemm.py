@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import fusible
-from fusible.ops.kernels.problem import GroupedGemm, Layout, stacked
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout, stacked
 from fusible.ops.switches import BACKENDS
 
 from .arguments import command, duration

@@ -11,8 +11,8 @@ from test_pointwise import FUNCTIONS, by_autograd
 import fusible
 from fusible import Pointwise, interleaved
 from fusible.fuser import replay
-from fusible.ops.kernels.hopper.extension import is_built
-from fusible.ops.kernels.jit import pointwise as jit
+from fusible.ops.kernels.extension import is_built
+from fusible.ops.kernels.hopper import pointwise as jit
 from fusible.ops.kernels.jit.cache import kernel_cache
 
 pytestmark = pytest.mark.cuda

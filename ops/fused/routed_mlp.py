@@ -16,14 +16,14 @@ from torch import Tensor
 from ...fuser import Gradient, Grads, Promises, register_fusion
 from ...fuser.contract.tracing import is_traced
 from ...fuser.runtime.call import evaluate
-from .. import routing as permutation
 from ..formats.recipe import Recipe
-from ..gathered_wgrad import gathered_wgrad
 from ..grouped.grouped_linear import GroupedLinear, input_grad
-from ..inference import Experts, one_call
+from ..kernels.doors import routing as permutation
+from ..kernels.doors.gathered_wgrad import gathered_wgrad
+from ..kernels.doors.inference import Experts, one_call
+from ..kernels.doors.routing import Routing
 from ..quantized.linear import in_force
 from ..routed.moe import Combine, Dispatch
-from ..routing import Routing
 from ..values.checks import product_dtype
 from .activation_role import reads_numbers, spec_of, vector_grads
 from .grouped_mlp import GroupedMLP, reads_preact

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from ...fuser.contract.torch_private import address_function
-from .hopper.extension import is_built, library
+from .extension import is_built, library
 
 
 def has_objects(values: Mapping[str, Any], names: tuple[str, ...], objects: tuple[Any, ...]) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .kernels.hopper import routed_mlp as backend
-from .kernels.hopper.extension import address
-from .kernels.hopper.routed_mlp import Experts, RoutedMlp
-from .switches import active_switches
-from .values.activation_spec import ActivationSpec
+from ...switches import active_switches
+from ...values.activation_spec import ActivationSpec
+from ..extension import address
+from ..hopper import routed_mlp as backend
+from ..hopper.routed_mlp import Experts, RoutedMlp
 
 __all__ = ["Experts", "RoutedMlp", "one_call"]
 
