@@ -1,7 +1,7 @@
 """Random programs inside the emulated kernels, both directions, against float64 autograd.
 
 The kernels are those of one function for all (tests/emulation/programs.py). They are compiled whole in
-tests/test_function_epilogue.py. In tests/test_function_epilogue_cuda.py NVRTC compiles 200 of these programs
+tests/ops/test_function_epilogue.py. In tests/gpu/test_function_epilogue_cuda.py NVRTC compiles 200 of these programs
 into its kernels. As many run here with ``--random-programs 200``.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from conftest import PARTS, TOOLS, WHOLE, sample
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILES = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
 
 

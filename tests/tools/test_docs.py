@@ -23,7 +23,7 @@ from absent import triton_if_missing
 import fusible
 from fusible.benchmarks import measured_plot
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
 WITHOUT_CODE = {
     f"docs/{name}.md"
