@@ -208,7 +208,7 @@ def test_functions_are_kept_where_torch_makes_no_graphs(without, monkeypatch):
     with pytest.raises(RuntimeError, match=r"does not have torch\.fx\.experimental\.proxy_tensor\.make_fx"):
         module.symbolic_graph(torch.relu, [torch.ones(2)])
     monkeypatch.setattr(operations, "symbolic_graph", module.symbolic_graph)
-    assert "does not have" in Pointwise(torch.special.i0).eager_only
+    assert "does not have" in Pointwise(torch.special.i0).promises.eager_only
 
 
 def test_memory_is_not_shared_where_torch_has_no_functions_for_it(without):

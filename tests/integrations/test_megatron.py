@@ -27,8 +27,8 @@ E, H, FFN, SIZES = 4, 32, 64, [6, 0, 9, 5]
 
 def cases() -> list[str]:
     """Names of the cases, whose module is imported on the ranks alone: it stands in for TransformerEngine."""
-    tree = ast.parse(Path(__file__).with_name(f"{MODULE}.py").read_text())
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    source = Path(ep_world.__file__).with_name(f"{MODULE}.py").read_text()
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     return [f.name for f in functions if any(isinstance(d, ast.Name) and d.id == "case" for d in f.decorator_list)]
 
 
