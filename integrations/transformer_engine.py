@@ -30,7 +30,7 @@ from ..ops.basic import composites as scaled
 from ..ops.formats.recipe import Recipe
 from ..ops.grouped import grouped_linear
 from ..ops.quantized.linear import dtype_refusal, refusal
-from ..ops.switches import config
+from ..ops.values.switches import config
 from .transformer_engine_recipes import in_force
 
 __all__ = [

@@ -29,9 +29,9 @@ from .quantized import products as quantized_products
 from .quantized.tensor import QuantizedGroupedTensor
 from .quantized.weights import same_weights
 from .routed.moe import Combine, Dispatch
-from .switches import config
 from .values.activation_spec import interleaved
 from .values.grouped_tensor import GroupedTensor
+from .values.switches import config
 
 __all__ = [
     "GEGLU",

@@ -40,7 +40,7 @@ from ..quantized.linear import (
     through_activation,
     wgrad_is_quantized,
 )
-from ..switches import active_switches
+from ..values.switches import active_switches
 from . import fc1 as first_linear
 from .activation_role import (
     BETWEEN_LINEARS,

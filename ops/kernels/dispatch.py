@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...fuser import RefusedError
 from ..programs.program import Program
-from ..switches import active_switches
 from ..values.activation_spec import ActivationSpec
+from ..values.switches import active_switches
 from .hopper import fake_quantize as hopper_fake_quantize
 from .hopper import gemm as hopper
 from .hopper import low_rank as hopper_low_rank

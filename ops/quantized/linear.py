@@ -49,8 +49,8 @@ from ..kernels.doors.quantized_whole import quantize_whole_rows, quantize_whole_
 from ..kernels.doors.scaled_activation import scaled_gemm_activation
 from ..kernels.doors.transposition import transpose_bytes
 from ..kernels.problems.gemm import nbytes, stacked
-from ..switches import active_switches
 from ..values.activation_spec import ActivationSpec
+from ..values.switches import active_switches
 from . import values as quantized_values
 
 

@@ -28,7 +28,7 @@ from ..formats.schemes import Copy, scheme_of
 from ..kernels import Matrices
 from ..kernels.doors.quantized import quantize_weight
 from ..kernels.problems.gemm import first
-from ..switches import active_switches
+from ..values.switches import active_switches
 from .gathered_weights import GatheredWeight
 from .linear import is_power_of_two, weight_operands
 

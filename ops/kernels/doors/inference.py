@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...switches import active_switches
 from ...values.activation_spec import ActivationSpec
+from ...values.switches import active_switches
 from ..extension import address
 from ..hopper import routed_mlp as backend
 from ..hopper.routed_mlp import Experts, RoutedMlp

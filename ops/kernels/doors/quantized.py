@@ -16,8 +16,8 @@ from torch import Tensor
 from ....fuser.contract import tracing as trace
 from ....fuser.replay import capture
 from ...formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
-from ...switches import active_switches
 from ...values.activation_spec import ActivationSpec
+from ...values.switches import active_switches
 from .. import activate, activate_backward
 from ..dispatch import quantizers, row_kernels, scaled_products
 from ..operators.custom_ops import kernel

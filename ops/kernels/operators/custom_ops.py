@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ....fuser.contract.config import Config, config_of, use_config
 from ....fuser.contract.tracing import is_traced
-from ...switches import active_switches
+from ...values.switches import active_switches
 from ..problems.gemm import Matrices, first
 from .codecs import NO_RESULT, OUT, Codec, codec_of, codec_of_result, unflattened
 

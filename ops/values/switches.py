@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, is_dataclass
 from typing import cast
 
-from ..fuser.contract.config import Config, active_config, changed, extend
+from ...fuser.contract.config import Config, active_config, changed, extend
 
 BACKENDS = ("auto", "hopper", "grouped_mm", "loop")
 
