@@ -32,6 +32,7 @@ from .routed.identity_experts import IdentityExperts
 from .routed.moe import Combine, Dispatch
 from .values.activation_spec import interleaved
 from .values.grouped_tensor import GroupedTensor
+from .values.switches import config
 
 __all__ = [
     "GEGLU",
@@ -79,6 +80,7 @@ __all__ = [
     "ScaledSwiGLU",
     "SwiGLU",
     "check_device_errors",
+    "config",
     "gather_quantized",
     "grouped_gemm",
     "interleaved",

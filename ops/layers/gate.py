@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...fuser import Grads, Op, TensorSpec
+from ...fuser import Grads, Op, Promises, TensorSpec
 
 
 class Gate(Op):
@@ -22,8 +22,7 @@ class Gate(Op):
         logit_bias: [E], added to the logits.
     """
 
-    checks_values = False
-    values_checked_on_host = frozenset()
+    promises = Promises(values_checked=frozenset())
 
     class Saved(NamedTuple):
         x: Tensor | None

@@ -166,8 +166,7 @@ class Router(WideBuffers):
     def count(self, y: Tensor, routes: Routes) -> Tensor:
         """The output ``y`` of what the routes were used in, to be used in its place: its tokens are then counted.
 
-        They are when the gradient of ``y`` passes: once under activation checkpointing, and not at all under
-        ``no_grad``, in evaluation, or without a backward.
+        A call in training mode that records gradients counts, once under activation checkpointing.
         """
         if self.token_count is None or self.balance is None or not self.token_count.counts(y):
             return y

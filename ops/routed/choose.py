@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import Grads, Op, Outputs, TensorSpec
+from ...fuser import Grads, Op, Outputs, Promises, TensorSpec
 from ..kernels.doors import choice as door
 from ..kernels.doors.choice import (
     SCORES,
@@ -45,9 +45,7 @@ class Choose(Op):
         ids: int64 [T, k]: the experts, given; a row of -1 alone is missing, and chosen.
     """
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     class Saved(NamedTuple):
         logits: Tensor

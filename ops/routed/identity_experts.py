@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import Gradient, Grads, Op, Outputs, TensorSpec
+from ...fuser import Gradient, Grads, Op, Outputs, Promises, TensorSpec
 from ..values.checks import check_floats, check_sizes
 from .moe import check_choices
 
@@ -32,8 +32,7 @@ class IdentityExperts(Op):
     """
 
     extra_outputs = ("identity",)
-    checks_values = False
-    values_checked_on_host = frozenset()
+    promises = Promises(values_checked=frozenset())
 
     class Saved(NamedTuple):
         x: Tensor | None
