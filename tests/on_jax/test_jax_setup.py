@@ -304,7 +304,7 @@ def test_explicit_axes_are_for_shard_map() -> None:
         counts = jax.device_put(jnp.array([1, 0] * 4, jnp.int32), rows)
         with pytest.raises(fusible.jax.ArgumentError, match="the explicit axes x, for which there is no sharding rule"):
             jax.jit(fusible.jax.ragged_dot)(spread, rhs, sizes)
-        with pytest.raises(fusible.jax.ArgumentError, match="grouped_mlp: an operand lies on a mesh"):
+        with pytest.raises(fusible.jax.ArgumentError, match="grouped_mlp: an operand is on a mesh"):
             fusible.jax.grouped_mlp(spread, rhs, jnp.ones((2, 4, 8), jnp.bfloat16), sizes)
         local = jax.shard_map(
             fusible.jax.ragged_dot, in_specs=(rows, jax.sharding.PartitionSpec(), rows), out_specs=rows
