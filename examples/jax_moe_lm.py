@@ -111,8 +111,7 @@ def batches(size: int, seed: int = 0) -> Iterator[np.ndarray]:
 
 
 def train(steps: int, features: int = 64, hidden: int = 64, experts: int = 8, dtype: Any = None) -> list[float]:
-    """Trains the model; returns the loss of every step. The experts compute in ``dtype``, by default the fastest here.
-    """
+    """Trains the model; returns the losses. The experts compute in ``dtype``, by default the fastest here."""
     dtype = dtype or (jnp.float32 if fusible.jax.info()["fallback"] else jnp.bfloat16)
     model = LanguageModel(features, hidden, experts, 2, dtype, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)

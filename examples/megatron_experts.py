@@ -52,8 +52,7 @@ class GroupedMLP(nn.Module):
         return self._ops[0](permuted_local_hidden_states, *extras, op_kwargs=op_kwargs), None
 
     def backward_dw(self) -> None:
-        """Computes the weight gradients, the second linear's first; called after the communication they overlap with.
-        """
+        """Computes the weight gradients, the second linear's first; they may overlap with communication."""
         for i in (2, 0):
             self._ops[0][i].backward_dw()  # type: ignore[operator]
 

@@ -298,8 +298,7 @@ def experts_problem(
 
 
 def compared(problem: Problem, rounds: int) -> dict[str, dict[str, float]]:
-    """Compares the fused and unfused plan, grouped_mm where it runs, and a loop: times, memory, numerical difference.
-    """
+    """Compares the fused and unfused plan, grouped_mm where it runs, and a loop: times, memory, difference."""
     contestants = race(problem, COMPARED)
     measured, truth = measure(problem, contestants, rounds), contestants["loop"].result()
     return {

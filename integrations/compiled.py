@@ -86,8 +86,7 @@ def _run(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """Runs the form, completed by the activation and norm of ``experts``, on the parameters ``held`` of both linears.
-    """
+    """Runs the form, completed by the activation and norm of ``experts``, on the parameters ``held``."""
     spec, attributes = _spec(experts), experts.__dict__
     has_norm = bool(attributes.get("has_post_expert_norm"))
     modules: Modules = []

@@ -45,7 +45,7 @@ class Weights(NamedTuple):
             if tensor is None:
                 kind = type(experts).__name__
                 raise ArgumentError(
-                    f"{kind}: {name} is None; the bytes have no meaning without scales, so load both from the checkpoint"
+                    f"{kind}: {name} is None; bytes have no meaning without scales; load both from the checkpoint"
                 )
         return cls(*tensors)  # type: ignore[arg-type]
 

@@ -61,8 +61,7 @@ def fitting(layer: Layer, gated: bool | None = None) -> Layer:
 
 
 def interleave(tensor: Tensor, block: int, dim: int) -> Tensor:
-    """Rearranges [gate, up] along a dimension into alternating blocks: ``block`` of gate, ``block`` of up, and so on.
-    """
+    """Rearranges [gate, up] along a dimension into alternating blocks: ``block`` of gate, ``block`` of up, …"""
     return _swapped(tensor, dim, (2, -1, block))
 
 

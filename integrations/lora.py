@@ -64,8 +64,7 @@ class AdaptedExperts:
         return self._experts() is experts
 
     def run(self, experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """Runs the experts: [T, H] in the dtype of the weights. Afterwards the container holds no tensor of the call.
-        """
+        """Runs the experts: [T, H] in the dtype of the weights. The container then drops the tensors of the call."""
         parameters, names = ModuleParameters.of(experts), Names.of(experts)
         adapters = [self.adapters.get(name) for name in (names.up, names.down)]
         ranks = tuple([0 if adapter is None else adapter.a.shape[1] for adapter in adapters])

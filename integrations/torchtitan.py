@@ -91,8 +91,7 @@ class FusibleGroupedExperts(fused_swiglu.FusedGroupedExperts):  # type: ignore[m
     target=GroupedExperts.Config, description="Routed experts on fusible's grouped GEMMs."
 )
 def grouped_experts(cfg: GroupedExperts.Config) -> GroupedExperts.Config:
-    """Replaces the configuration by one of :class:`FusibleGroupedExperts`; configurations of subclasses stay unchanged.
-    """
+    """Replaces the configuration by one of :class:`FusibleGroupedExperts`; those of subclasses stay unchanged."""
     fused = fused_swiglu.fused_grouped_experts(cfg)
     if type(fused) is not fused_swiglu.FusedGroupedExperts.Config:
         return cfg

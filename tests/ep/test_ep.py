@@ -124,7 +124,7 @@ def test_the_benchmark_refuses_experts_that_are_no_multiple(capsys: pytest.Captu
     with pytest.raises(SystemExit):
         expert_parallel.main(["--device", "cpu", "--preset", "small", "--ranks", "3"])
 
-    assert "8 experts of small are no multiple of 3" in capsys.readouterr().err
+    assert "8 experts of small do not divide into 3 ranks" in capsys.readouterr().err
 
 
 def test_the_demo_runs_on_two_processes(capfd: pytest.CaptureFixture[str]) -> None:

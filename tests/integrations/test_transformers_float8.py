@@ -166,7 +166,7 @@ def test_tensors_that_are_missing_are_named(name):
     module = experts()
     setattr(module, name, None)
 
-    with pytest.raises(fusible.ArgumentError, match=f"^FP8Experts: {name} is None; the bytes have no meaning"):
+    with pytest.raises(fusible.ArgumentError, match=f"^FP8Experts: {name} is None; bytes have no meaning"):
         forward()(module, *inputs())
 
 

@@ -61,8 +61,7 @@ def register(loaded: Kernels) -> None:
 
 
 def version_refusal(handlers: Version, jaxlib: Version) -> str | None:
-    """The reason why jaxlib would refuse the handlers, or None. A refused handler would break every later call of jax.
-    """
+    """The reason why jaxlib would refuse the handlers, or None. A refused handler would break later calls of jax."""
     if handlers.major == jaxlib.major and handlers.minor <= jaxlib.minor:
         return None
     return (
@@ -101,8 +100,7 @@ def device_refusal() -> str | None:
 
 
 def _load() -> Any:
-    """Loads the module by its path, as importing its package would import torch. If torch loads it too, both share it.
-    """
+    """Loads the module by its path, as importing its package would import torch; torch then shares it."""
     if _NAME in sys.modules:
         return sys.modules[_NAME]
     files = [installation.FOLDER / "ops" / f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]

@@ -115,8 +115,7 @@ def fitting(sizes: Any, rows: int) -> jax.Array:
 
 
 def group_ends(sizes: Any, rows: int) -> jax.Array:
-    """The end row of each group [G], as in the kernels: negative sizes count as 0, and rows past the end are cut off.
-    """
+    """The end row of each group [G], as in the kernels: negative sizes count as 0, rows past the end are cut off."""
     fitting = jnp.clip(sizes, 0, rows)
     ends: jax.Array = jax.lax.associative_scan(lambda a, b: jnp.minimum(a, rows - b) + b, fitting)  # cannot overflow
     return ends

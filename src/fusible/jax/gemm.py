@@ -144,8 +144,7 @@ def _multiply(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any,
 
 
 def _fwd(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, into: Any) -> Any:
-    """The forward rule of the differentiable product. It calls a differentiable product, so second derivatives exist.
-    """
+    """The forward rule of the product. It calls the differentiable product, so second derivatives exist."""
     return _product(layout, dtype, a, b, sizes, bias, into), (a, b, sizes, bias, into is not None)
 
 
