@@ -110,7 +110,7 @@ def _trained(training: Training, device: str, steps: int) -> list[float]:
 
 
 def smoothed(values: Sequence[float]) -> torch.Tensor:
-    """The means of all windows of ``width`` neighbouring values."""
+    """The means of all windows of :data:`SMOOTHED` neighbouring values."""
     return torch.tensor(values).unfold(0, min(SMOOTHED, len(values)), 1).mean(1)
 
 

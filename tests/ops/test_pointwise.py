@@ -237,7 +237,7 @@ def test_what_is_no_function_of_an_element_is_refused(function, words):
 def test_a_tensor_that_is_no_argument_is_refused():
     table = torch.randn(7)
     with pytest.raises(
-        ValueError, match=r"reads a tensor of shape \[7\] that is none of its arguments.*test_pointwise"
+        ValueError, match=r"reads a tensor of shape \[7\] that is not one of its arguments.*test_pointwise"
     ):
         Pointwise(lambda x: x * table)
 
