@@ -30,8 +30,8 @@ inline bool has_objects(const py::dict& values, const py::tuple& names, const py
   return true;
 }
 
-// Tells of a tensor what torch's guards see of its form, by functions of torch: those of its C interface for compiled
-// code take the address of a tensor inside of its Python object, as do `is_neg` and `is_inference`.
+// The form of a tensor as torch's guards see it, read by functions of torch: those of its C interface for compiled code
+// take the address of a tensor inside of its Python object, as do `is_neg` and `is_inference`.
 class TensorForm {
  public:
   // The offset of that address, then ten functions in the order in which they are asked.
@@ -82,7 +82,7 @@ inline bool are_alike(const py::sequence& tensors, const TensorForm::Functions& 
   });
 }
 
-// The addresses of the data of tensors; `function` is that of torch which tells one.
+// The data addresses of tensors; `function` is torch's function that returns one.
 inline Addresses addresses_of(const py::sequence& tensors, Address function) {
   const auto address_of = reinterpret_cast<void* (*)(PyObject*)>(function);
   const auto fast = py::reinterpret_steal<py::object>(PySequence_Fast(tensors.ptr(), "tensors: expected a sequence"));
@@ -93,7 +93,7 @@ inline Addresses addresses_of(const py::sequence& tensors, Address function) {
   return addresses;
 }
 
-// The tensors of a replay: a list of those that are given, to which it adds what it allocates.
+// The tensors of a replay: a list of given ones, to which allocations are appended.
 class ReplayTensors {
  public:
   // `memory` says of each result, and then of bytes, what allocates it and its sizes but the first.

@@ -20,7 +20,7 @@ struct ActivationForward {
 };
 
 // With a = activation(preact): dpreact, dscales[t] = sum of dpostact * a over the row, postact = a * scales; null for
-// what is not wanted.
+// unwanted results.
 struct ActivationBackward {
   Activation activation;
   DType type;

@@ -16,7 +16,7 @@ struct DeviceProperties {
 // Version of the CUDA runtime that is linked in, e.g. 13000.
 int cuda_version();
 
-// Cached; safe from several threads. Throws fusible::Error where there is no such device.
+// Cached; thread-safe. Throws fusible::Error if there is no such device.
 const DeviceProperties& device_properties(int device);
 
 // The device that is current in the calling thread.

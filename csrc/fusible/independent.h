@@ -23,14 +23,14 @@ struct Touched {
   std::vector<Range> read, written;
 };
 
-// All device memory that a call reads, and what it writes.
+// All device memory that a call reads, and that it writes.
 Touched touched_by(const GroupedGemm& call);
 
 // Before each launch.
 void count_launch();
 
-// Whether the launch before this one lets it begin, on this stream, and neither that one nor those beside it touch what
-// this one writes, or write what it touches.
+// Whether this launch may begin before the earlier one on this stream has ended: that one allows it, and neither it nor
+// those beside it touch memory that this one writes, or write memory that this one touches.
 bool begins_beside(const Touched& touched, int device, cudaStream_t stream);
 
 // The launch that has just been made lets the next one begin; `beside`: together with those before it.

@@ -126,7 +126,7 @@ struct QuantizeActivationBackwardLaunch : OnStream {
   void run() const { quantize_activation_backward(call, column_vectors(vectors), dvectors.all(), device, stream); }
 };
 
-// Of `amax`.
+// The workspace of `amax`.
 struct QuantizeWorkspace {
   static constexpr const char* kName = "quantize_workspace";
   Scaling scaling = Scaling::kBlocks;

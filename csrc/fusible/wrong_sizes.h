@@ -8,7 +8,7 @@
 
 namespace fusible {
 
-// Where kernels on a device write the word; null for devices that have none. Allocated by the first call.
+// The word that kernels on a device write; null for devices without one. Allocated by the first call.
 uint64_t* wrong_size_word(int device);
 
 // Throws fusible::Error if a kernel on the device has reported a size since the last call, for this call alone. Waits

@@ -6,7 +6,7 @@
 
 namespace fusible {
 
-// A lane's eight neighbouring columns of a row, of each matrix, as they are stored. Operands: their types,
+// A lane's eight neighbouring columns of a row, for each matrix, in the stored types. Operands: their types,
 // MatrixOperand; their addresses follow those of kInput numbers of columns.
 template <class Operands, int kInput>
 struct ElementNumbers {

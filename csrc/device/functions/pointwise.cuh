@@ -23,8 +23,7 @@ struct Types {
   }
 };
 
-// An input that is a number of a column. kOfAllRows: not of each group its own; kOfBoth: it stands among those of gate
-// and of up.
+// An input that is a number of a column. kOfAllRows: shared by all groups; kOfBoth: one of two inputs, for gate and up.
 template <class T, bool kOfAllRows_, bool kOfBoth_>
 struct ColumnOperand {
   using Number = T;

@@ -19,7 +19,7 @@ DEVICE float4* sums_of(const SplitK& split, int slot, int consumer, int block) {
   return reinterpret_cast<float4*>(split.sums) + first + threadIdx.x % 128;
 }
 
-// By a consumer: the first `blocks` of its row blocks.
+// Stores the sums of the first `blocks` row blocks. Called by a consumer.
 template <class K>
 DEVICE void leave_sums(const float (&acc)[K::kRowBlocks][K::kTileN / 2], const SplitK& split, Slice slice, int consumer,
                        int blocks, int lane) {

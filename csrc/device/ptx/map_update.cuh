@@ -21,14 +21,15 @@ DEVICE void set_size(CUtensorMap* map, uint32_t size) {
                "n"(kDimension), "r"(size)
                : "memory");
 }
-// Of dimension 1, in bytes.
+// Sets the pitch of dimension 1, in bytes.
 DEVICE void set_pitch(CUtensorMap* map, uint64_t bytes) {
   asm volatile("tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%0], 0, %1;" ::"r"(ptx::smem_address(map)),
                "l"(bytes)
                : "memory");
 }
 
-// By a whole warp: from shared to device memory; the other side of `acquire`. Both are aligned to 128 bytes.
+// Publishes a map from shared to device memory, for `acquire` on the other side. Called by a whole warp; both are
+// aligned to 128 bytes.
 DEVICE void publish(CUtensorMap* to, const CUtensorMap* from) {
   asm volatile(
       "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1], 128;" ::"l"(

@@ -27,14 +27,15 @@ DEVICE void write_result(const PackedGemm& c, int64_t group, int64_t token, int6
   write_number(c.out, c.output, token * c.out_pitch + column, c.row_scale ? y * c.row_scale[token] : y);
 }
 
-// Of a thread's two columns, as many pieces as a stretch has for it.
+// A thread's pieces of two columns in a stretch.
 template <class Format>
 struct Stretch {
   uint4 bytes[kPieces][2];
   typename Format::Scales scales[kPieces][2];
 };
 
-// Where a thread reads next, of columns eight apart; one that does not exist is read as the last one, and not stored.
+// The next read addresses of a thread, for columns eight apart; a column that does not exist is read as the last one
+// and not stored.
 template <class Format>
 struct Cursor {
   const uint8_t *bytes[2], *scales[2];
@@ -136,7 +137,7 @@ struct Rows {
   }
 };
 
-// What tells whether the sums of a row of weights are NaN.
+// Decides whether the sums of a row of weights are NaN.
 struct Largest {
   uint32_t magnitudes = 0, scale = 0;
 };

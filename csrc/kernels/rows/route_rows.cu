@@ -60,7 +60,7 @@ __device__ void each_slot(const Route& c, int64_t begin, int64_t end, int lane, 
   }
 }
 
-// Of buckets 0 to `last`: where each begins. By one warp.
+// Computes the beginning of each bucket from 0 to `last`. Called by one warp.
 __device__ void scan_totals(const int* totals, int* starts, int last, int lane) {
   int before = 0;
   for (int base = 0; base <= last; base += 32) {
