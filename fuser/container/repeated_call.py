@@ -1,4 +1,4 @@
-"""The last call of a container, to be repeated: calls like it are neither bound nor planned anew, nor looked up."""
+"""The last call of a container, for repetition: an equal call needs no binding, plan or look-up."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Repeated(Protocol):
     last: Any
 
     def values(self, x: Tensor, extra: tuple[Any, ...], shared: Mapping[str, Any], /) -> Any:
-        """What :meth:`run` takes, where all guards pass; else None."""
+        """The argument of :meth:`run` if all guards pass, else None."""
 
     def run(self, values: Any, /) -> Any:
         """Runs the call."""
 
 
 class Noted(Protocol):
-    """What is kept of a call for ``explain()``."""
+    """The state kept of a call for ``explain()``."""
 
     plan: Plan
     shapes: list[Any]
@@ -40,7 +40,7 @@ class Noted(Protocol):
 
 
 class Circumstances:
-    """All but tensors that a call depends on, which has to be what it was."""
+    """Everything besides tensors that a call depends on, and that must be unchanged."""
 
     def __init__(self, layout: FlatContainer, names: list[str], runtime: Runtime, config: Config) -> None:
         self._names, self._grad_enabled, self._config = names, runtime.grad_enabled, config
@@ -48,7 +48,9 @@ class Circumstances:
         self._version = sum([op.attribute_version for op in layout.ops])
 
     def hold(self, shared: Mapping[str, Any]) -> bool:
-        """Whether a call with these keywords has the circumstances: every short call on a CPU is asked here."""
+        """Whether the circumstances of a call with these keywords are unchanged; checked for every short
+        call on a CPU.
+        """
         if [*shared] != self._names or thread_config.config is not self._config or any(self._hooks):
             return False
         if torch.is_grad_enabled() is not self._grad_enabled:
@@ -62,12 +64,12 @@ class Circumstances:
 class RepeatedCall:
     """A plan, and the guards of a call that runs it at once.
 
-    Every call checks all that the plan depends on: the form of arguments and parameters, by torch's own guards, which
-    see autocast and inference mode as well; values that ops check; assignments to ops; hooks; and switches. Only plans
-    are taken whose ops promise that nothing else counts: see :attr:`Op.replayable`.
+    Every call checks everything that the plan depends on: forms of arguments and parameters, by torch's own guards,
+    which also see autocast and inference mode; values that ops check; assignments to ops; hooks; and switches. The ops
+    of the plan must promise that nothing else matters: see :attr:`Op.replayable`.
 
     Attributes:
-        last: what ``explain()`` needs of the call.
+        last: the state of the call for ``explain()``.
     """
 
     def __init__(
@@ -95,11 +97,12 @@ class RepeatedCall:
     def of(
         cls, layout: FlatContainer, names: list[str], arguments: Sequence[Any], values: Sequence[Any], last: Any
     ) -> RepeatedCall | None:
-        """None where something else may count, or an argument is no tensor, or is one with another.
+        """The repetition of a call; None if something else may matter, an argument is not a tensor, or two are the same
+        one.
 
         Args:
-            names: of those arguments that are keywords, the last ones; ``x`` and others stand before them.
-            values: the arguments in the order in which the plan takes them.
+            names: the names of the keyword arguments, which come last, after ``x`` and other positional ones.
+            values: the arguments in the plan's order.
         """
         ids = [id(argument) for argument in arguments if type(argument) is Tensor]
         if len(set(ids)) < len(arguments) or any(layout.hooks) or any([op._modules for op in layout.ops]):
@@ -109,14 +112,14 @@ class RepeatedCall:
         return cls(layout, names, arguments, [ids.index(id(value)) for value in values], last)
 
     def values(self, x: Tensor, extra: tuple[Any, ...], shared: Mapping[str, Any]) -> list[Any] | None:
-        """The arguments and the parameters, where all guards pass; else None."""
+        """The arguments and parameters if all guards pass, else None."""
         if not self._circumstances.hold(shared):
             return None
         tensors = self._with_parameters([x, *extra, *shared.values()])
         if len(tensors) != self._number or not self._check(*tensors):
             return None
         for position, look in self._value_checks:
-            if not look(tensors[position]):  # what is wrong, a call that is no repetition says
+            if not look(tensors[position]):  # an error is raised by the call that is not a repetition
                 return None
         return tensors
 
@@ -128,7 +131,7 @@ class RepeatedCall:
         return self._plan(self._in_order(tensors), self._runtime, None, self._checked)
 
     def _in_order(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The arguments, as the plan takes them."""
+        """The arguments in the plan's order."""
         return [*tensors[: self._arguments]] if self._order is None else [*self._order(tensors)]
 
     def _with_parameters(self, arguments: Sequence[Any]) -> list[Any]:
@@ -139,10 +142,10 @@ class RepeatedCall:
 
 
 class RepeatedReplay:
-    """A call that is replayed for as many rows again: guards on its tensors, without a key to look a form up by.
+    """A replayed call with the same number of rows: only its tensors are guarded, without the look-up of a form.
 
     Attributes:
-        last: what ``explain()`` needs of the call.
+        last: the state of the call for ``explain()``.
     """
 
     def __init__(
@@ -165,14 +168,14 @@ class RepeatedReplay:
         captured: Any,
         last: Any,
     ) -> RepeatedReplay | None:
-        """None where something else may count, or the values are not the arguments, each once."""
+        """The repetition of a replay; None if something else may matter, or the values are not each argument once."""
         ids, of_values = [*map(id, arguments)], [*map(id, values)]
         if sorted(ids) != sorted(of_values) or last.runtime.autocast_dtype or any([op._modules for op in layout.ops]):
             return None
         return cls(layout, names, [*map(ids.index, of_values)], key, captured, last)
 
     def values(self, x: Tensor, extra: tuple[Any, ...], shared: Mapping[str, Any]) -> list[Any] | None:
-        """The pool of the call, where all guards pass; else None."""
+        """The pool of the call if all guards pass, else None."""
         if observer() or not self._circumstances.hold(shared):
             return None
         arguments, pool = [x, *extra, *shared.values()], list[Any]()
@@ -188,5 +191,5 @@ class RepeatedReplay:
 
 
 def _order(positions: list[int]) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]] | None:
-    """Takes tensors into the order of the plan; None: they are in it."""
+    """A function that reorders tensors to the plan's order; None if they are already in it."""
     return None if positions == [*range(len(positions))] else itemgetter(*positions)
