@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is asked of hundreds of tensors at every call: in Python, calling a function for each costs most of the time.
+// Queries on hundreds of tensors at every call: in Python, a function call for each would take most of the time.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which activation a kernel computes, and the scales of its rows: what host and device share. No CUDA here.
+// The activation of a kernel and the scales of its rows, for host and device. No CUDA here.
 #pragma once
 #include <cstdint>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the launches of products that end in an activation share.
+// The common part of launches of products with an activation in their epilogue.
 #pragma once
 #include "fusible/gemm_launch.h"
 #include "kernels/activation/activation_params.h"

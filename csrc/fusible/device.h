@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host side needs to know about a GPU, asked once per device. Nothing here runs at import.
+// Properties of a GPU for the host, queried once per device. Nothing here runs at import.
 #pragma once
 #include <string>
 

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products that neither read nor overwrite what the others write or read, launched one directly behind the other. The
+// Products that neither read nor overwrite each other's results or operands, launched one directly after another. The
 // next one begins where blocks of the one before have ended, rather than when all have: they share its last round.
 //
 // It does not wait for the kernel before it until its own end, and sees what older kernels have written because the
-// first of such products has waited for those before it lets the next one begin (docs/kernels.md). Who launches says
-// that products follow one another and that nothing else on the stream touches their memory meanwhile. Whether they are
-// independent is found out here.
+// first of such products has waited for those before it lets the next one begin (docs/kernels.md). The caller declares
+// that products follow one another and that nothing else on the stream touches their memory meanwhile. Their
+// independence is checked here.
 #pragma once
 #include <cuda_runtime_api.h>
 

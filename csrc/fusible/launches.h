@@ -8,8 +8,8 @@
 //                       a pointer, a list of them `Addresses`, of numbers `Numbers`. Numbers of rows are told as such.
 //   complete()          derives from the fields what else run() needs
 //   run()
-//   zero_before(zeroing) of those that share one kernel for what they must find zeroed
-// A workspace is such a struct too; it has bytes() instead of what comes after the fields.
+//   zero_before(zeroing) for launches that share one zeroing kernel
+// A workspace is such a struct too; it has bytes() instead of the functions after the fields.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -287,8 +287,8 @@ void launch_now(Launch& launch) {
   if (Capture* capture = Capture::active()) capture->launched(launch);
 }
 
-// Captured launches. Those of one capture are made again for its number of rows; those of two captures whose calls
-// differ only in the number of rows, for any number.
+// Captured launches. The launches of one capture are made again for its number of rows; the launches of two captures
+// whose calls differ only in the number of rows, for any number.
 //
 // All memory is allocated first, then all launches are made. A run that need not hold `large` bytes until its last
 // launch releases memory in between: each launch allocates the memory that it is the first to need, and releases the
@@ -307,10 +307,10 @@ class Launches {
 
   // Tensors have
   //   addresses()             of those that are given
-  //   allocate(number, size)  returns the address; the number is behind those. Of a result, the size is its first one;
-  //                           behind the results, bytes.
+  //   allocate(number, size)  returns the address; numbers follow those of the given ones. The size of a result is its
+  //                           first one; of later pieces, bytes.
   //   release(number)
-  // While memory is allocated or let go of, another thread may run the same launches.
+  // While memory is allocated or released, another thread may run the same launches.
   template <class Tensors>
   void run(Tensors&& tensors, int64_t rows, int64_t stream) {
     Addresses addresses = tensors.addresses();

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Passes over rows sorted by group that read each row once, for all that an adapter of low rank wants of it: the row
-// itself, gathered from those of the tokens; its product with a factor of the adapter; its share of a factor's
-// gradient.
-// Group sizes are read on the device, so a pass can be captured in a graph. It is bitwise the same from run to run.
+// Passes over rows sorted by group that read each row once, for all results of a low-rank adapter: the row itself,
+// gathered from those of the tokens; its product with a factor of the adapter; its share of a factor's gradient. Group
+// sizes are read on the device, so a pass can be captured in a graph. It is bitwise the same from run to run.
 #pragma once
 #include <cuda_runtime_api.h>
 

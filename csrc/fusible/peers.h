@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows between GPUs that read one another's memory. Every rank has a buffer of the same form, at an address that the
-// others know. Who may read when is told by signals, which stand in those buffers too. A lane gives them one after the
-// other, all ranks the same ones, and waits for those of all ranks before it gives the next.
+// others know. Signals in those buffers order writes and reads. A lane signals its steps one after another, the same on
+// all ranks, and waits for the signals of all ranks before the next step.
 #pragma once
 #include <cuda_runtime_api.h>
 

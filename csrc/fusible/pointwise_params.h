@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a pointwise kernel is launched with. Kernels that are compiled at run time read it too, so it includes no
-// headers of the host.
+// The parameters of a pointwise kernel. Kernels that are compiled at run time read it too, so it includes no headers of
+// the host.
 #pragma once
 #include <cstdint>
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launches of quantisers, and of products of packed weights, as values (fusible/launches.h). Pitches and numbers of
-// blocks that are no line in the tokens are derived from them when a launch is made.
+// blocks that are not linear in the tokens are derived when a launch is made.
 #pragma once
 #include "fusible/launch_calls.h"
 #include "fusible/packed_gemm.h"

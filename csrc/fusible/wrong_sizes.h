@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels tell the host of split sizes that do not fit, which the device alone knows. Each device has one word of
+// The report of kernels to the host on wrong split sizes, which only the device knows. Each device has one word of
 // pinned memory, which kernels write and which the host reads without waiting. So it works in graphs and their replays.
 #pragma once
 #include <cstdint>

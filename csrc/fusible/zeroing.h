@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels must find zeroed: counters, and the tails of token buffers, the rows past the last group. One
-// kernel zeroes all of it. Group sizes are read on the device, so it can be captured in a graph.
+// Memory that kernels need zeroed: counters, and the tails of token buffers (rows past the last group). One kernel
+// zeroes all of it. Group sizes are read on the device, so it can be captured in a graph.
 #pragma once
 #include <cuda_runtime_api.h>
 

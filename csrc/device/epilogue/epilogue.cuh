@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to a complete accumulator. A consumer rounds its rows to the output's type and leaves them in shared
+// The epilogue of a complete accumulator. A consumer rounds its rows to the output's type and writes them to shared
 // memory (`store_to_smem`); a thread of the producer's warpgroup stores them from there (`store_part`) while the
 // consumer multiplies the next tile.
 //
-// The unit is a subtile of 64 rows x 128 bytes, swizzled as TMA wants it. Subtiles are handed over in parts: all
-// that belong to 64 rows where there is room for it twice; or one by one, reusing the room.
+// The unit is a subtile of 64 rows x 128 bytes, swizzled as TMA wants it. Subtiles are handed over in parts: all that
+// belong to 64 rows if two such parts fit; else one by one, reusing the memory.
 #pragma once
 #include "device/gemm/tile_scheduler.cuh"
 #include "device/ptx/barrier.cuh"

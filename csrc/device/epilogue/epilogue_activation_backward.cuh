@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue that turns the gradient of activated rows into that of their pre-activation.
+// The epilogue that turns the gradient of activated rows into the gradient of their pre-activation.
 #pragma once
 #include "device/epilogue/epilogue_functions.cuh"
 #include "device/epilogue/epilogue_vectors.cuh"

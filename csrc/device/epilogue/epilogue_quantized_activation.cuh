@@ -2,7 +2,7 @@
 // The epilogue that turns an output stage of a product of e4m3 operands into activated rows of e4m3.
 //
 // An output stage has one or two blocks of 128 columns of the activated rows, each of which a quarter of a warp has in
-// registers. So the scale of a block is known before its bytes are stored, and nothing is read twice.
+// registers. The scale of a block is therefore known before its bytes are stored, and no value is read twice.
 #pragma once
 #include "device/epilogue/epilogue_activation.cuh"
 #include "device/quantize/quantize.cuh"

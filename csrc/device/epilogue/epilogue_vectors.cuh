@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the epilogues of activations share: 8-wide vectors, which are eight neighbouring columns of the postact rows,
-// and their gates and ups.
+// The common part of the epilogues of activations: 8-wide vectors, which are eight neighbouring columns of the postact
+// rows, and their gates and ups.
 //
 // Whole warps store 64 rows while the consumers multiply the next tile. A quarter of a warp has a row, and every lane
 // a vector of it: 16 bytes. Everything is computed in fp32 from values that are rounded as the unfused kernels would

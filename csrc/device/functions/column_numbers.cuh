@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a user's function reads of the columns of a tile, and the gradients of that.
+// The column operands of a user's function in a tile, and their gradients.
 #pragma once
 #include "device/functions/pointwise.cuh"
 #include "device/ptx/vector.cuh"

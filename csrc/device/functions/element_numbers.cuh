@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a user's function reads of each element besides the product, such as a residual that it adds.
+// The element operands of a user's function besides the product, such as a residual that it adds.
 #pragma once
 #include "device/epilogue/epilogue_vectors.cuh"
 #include "device/functions/column_numbers.cuh"

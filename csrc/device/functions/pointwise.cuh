@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a pointwise program computes for an element: the contract between generated functions and the kernels that take
-// them. A function is a type with
+// A pointwise program for one element: the contract between generated functions and the kernels that take them. A
+// function is a type with
 //
 //   kGated                 whether there is an up half
 //   kRows, kColumns        how many numbers of the row, and of the column, it reads

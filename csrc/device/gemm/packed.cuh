@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values of 8 or 4 bits with a scale for each 32 or 16 of them, as pairs of bf16: exactly. A piece is what a thread
-// decodes at a time: 16 bytes of a row, with its scales.
+// Values of 8 or 4 bits with a scale for each 32 or 16 of them, as pairs of bf16: exactly. A thread decodes one piece
+// at a time: 16 bytes of a row, with its scales.
 #pragma once
 #include "device/ptx/float8.cuh"
 #include "device/ptx/warp_mma.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the three parts of the grouped GEMM's kernel (kernels/gemm/grouped_gemm.cuh) must have.
+// The requirements on the three parts of the grouped GEMM's kernel (kernels/gemm/grouped_gemm.cuh).
 #pragma once
 #include <concepts>
 

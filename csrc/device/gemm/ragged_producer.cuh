@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who fills the stages where every group has a shape of its own: warp 0 through the maps of the group, or warps 0 and 1
-// by ordinary loads.
+// The producer for groups of different shapes: warp 0 through the maps of the group, or warps 0 and 1 by ordinary
+// loads.
 #pragma once
 #include "device/gemm/cp_async_copy.cuh"
 #include "device/gemm/mainloop.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scales of quantised operands: how those of a stage get into shared memory, and what a consumer multiplies with.
+// Scales of quantised operands: their way into shared memory, and the factors of a consumer.
 //
 // The depth of a stage is one block of scales, 128 values. A unit is the product of 64 rows and 128 columns over one
 // stage; the factor of its element is the scale of the row times that of the column.

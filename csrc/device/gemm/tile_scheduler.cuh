@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which output tile a block computes next. The only code that knows how groups become tiles.
+// The choice of the next output tile of a block. Only this code knows how groups become tiles.
 //
 // The tokens of a group are consecutive rows of the token buffer. A group's output has rows (its own tokens, or the
 // fixed number of rows of its weight gradient) and columns, both cut into tiles. Work is handed to clusters in tasks,

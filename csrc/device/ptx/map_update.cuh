@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tensor maps that are written on the device: a copy in shared memory is changed, then put into device memory. The copy
-// engine keeps the maps that it has read, so whoever uses one of those afterwards says so first (`acquire`), in the
-// thread that issues the copies.
+// engine keeps the maps that it has read, so a later user of a changed map must call `acquire` first, in the thread
+// that issues the copies.
 #pragma once
 #include <cuda.h>
 

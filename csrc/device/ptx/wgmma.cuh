@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Warpgroup matrix products: accumulator[64 x N] (+)= A[64 x 16] B[16 x N], A and B in shared memory, fp32
-// accumulators. Of e4m3 they are 32 deep, and the accumulators keep 13 fraction bits of what they add.
+// accumulators. With e4m3 they are 32 deep, and the accumulators keep 13 fraction bits of what they add.
 #pragma once
 #include <type_traits>
 

@@ -9,7 +9,7 @@
 //   features 8 c + 0..7         of lane c of the half
 //
 // so that a half reads 256 bytes of one row at a time, and a thread has 8 neighbours of a column for the transposed
-// bytes. Those go through shared memory in units of 8 bytes, whose place within a feature is exclusive-or'ed with c:
+// bytes. They go through shared memory in units of 8 bytes, whose place within a feature is exclusive-or'ed with c:
 // neither the stores of 8 bytes nor the loads of 16 meet in a bank.
 #pragma once
 #include "device/ptx/float8.cuh"

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What passes over rows share. A warp has a row, so that a sum over it needs no other warp.
+// The common part of passes over rows. A warp has a row, so a sum over it needs no other warp.
 #pragma once
 #include "device/ptx/ptx.cuh"
 

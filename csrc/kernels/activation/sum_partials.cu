@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the epilogue of an activation's backward leaves in parts, summed in a fixed order: shares of the scales'
-// gradient, which are the subtiles of columns of a row; and sums by column over blocks of 64 rows, which are those of
-// the pre-activation's bias and of numbers of columns.
+// The partial sums of an activation backward's epilogue, added in a fixed order: shares of the scales' gradient, which
+// are the subtiles of columns of a row; and sums by column over blocks of 64 rows, which are those of the
+// pre-activation's bias and of numbers of columns.
 #include <cuda_runtime.h>
 
 #include <algorithm>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host needs to launch a kernel: its parameters, and which instantiation serves a problem.
+// The host's view of a kernel: its parameters, and the instantiation for a problem.
 #pragma once
 #include <cuda.h>
 

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A block has 16 columns of a group's product, whose depth its four warps split. It reads their weights once for each
-// 16 rows of the group: a thread has pieces of two columns, and of the rows the same values of the depth. Which values
-// of the depth a lane of a product holds does not matter, if those of both operands are the same.
+// 16 rows of the group: a thread has pieces of two columns, and of the rows the same values of the depth. The values of
+// the depth that a lane holds do not matter, if both operands use the same.
 #include <cuda_runtime.h>
 
 #include "device/gemm/groups.cuh"

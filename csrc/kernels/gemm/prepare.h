@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a launch keeps in its workspace, and the kernel that writes it there.
+// The contents of a launch's workspace, and the kernel that writes them.
 #pragma once
 #include <cuda_runtime_api.h>
 

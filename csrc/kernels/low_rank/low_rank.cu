@@ -2,8 +2,8 @@
 // Each block takes as many tiles of 16 rows as every other, of one group after the other. One of its warps copies tiles
 // to a ring of stages in shared memory. Eight multiply them, each its columns, and keep these columns of the factor,
 // and of the gradient of the group at hand, in registers. Another copies gathered rows back to device memory, and
-// another adds up the products of the eight. So nobody waits for the copies of others. Of blocks that share a group,
-// the last to come to its end of it adds up their parts of the gradient, in the order of the rows.
+// another adds up the products of the eight. So no warp waits for the copies of others. The last of the blocks that
+// share a group to reach its end adds up their parts of the gradient, in the order of the rows.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// NVFP4 and back: a kernel finds the largest magnitudes of groups, another rounds. Of tokens, a warp takes 16 rows of
+// NVFP4 and back: a kernel finds the largest magnitudes of groups, another rounds. For tokens, a warp takes 16 rows of
 // one group and 64 features, of which each lane has two neighbours in all rows: a column's block is one lane's, whose
-// transform is sums of registers. Of weights, lane l has 8 features of the rows l / 8, l / 8 + 4, ...
+// transform is sums of registers. For weights, lane l has 8 features of the rows l / 8, l / 8 + 4, ...
 #include <cuda_runtime.h>
 
 #include <cfloat>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels that quantise built-in activations, and the launches of these and of those of users' functions.
+// The kernels that quantise built-in activations, and the launches of these and of users' functions.
 #include <cuda_runtime.h>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What precedes the product of groups of any shapes: where each group's matrices lie, their maps, and what beta makes
-// of the output.
+// Preparation of the product of groups of any shapes: the addresses of each group's matrices, their maps, and the
+// scaling of the output by beta.
 #include <algorithm>
 
 #include "device/gemm/groups.cuh"

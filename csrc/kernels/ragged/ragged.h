@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups of any shapes: every group has its own m, n and k, which only the device knows. What the kernels share, and
-// their launches.
+// Groups of any shapes: every group has its own m, n and k, which only the device knows. The common parts of the
+// kernels, and their launches.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime_api.h>

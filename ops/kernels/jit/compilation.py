@@ -37,7 +37,7 @@ def compiled(texts: Sequence[str], architecture: str) -> bytes:
 
 @cache
 def compiler() -> Compiler:
-    """The first NVRTC that is found: as a Python package, or in a CUDA toolkit. Without one, nvcc.
+    """The first NVRTC found as a Python package or in a CUDA toolkit; nvcc if there is none.
 
     Raises:
         CompileError: there is neither.
@@ -50,7 +50,7 @@ def compiler() -> Compiler:
 
 @cache
 def _headers() -> dict[str, str]:
-    """Those of csrc."""
+    """The headers of csrc, by their include names."""
     csrc = files("fusible") / "csrc"
     return {
         f"{folder}/{path.name}": path.read_text()
