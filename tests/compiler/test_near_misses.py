@@ -1,4 +1,4 @@
-"""What ``explain`` says of fusions that would fit but for one op, and of those that nobody misses."""
+"""Near misses in ``explain``: fusions that would fit but for one op, and those that are not reported."""
 
 from __future__ import annotations
 

@@ -489,7 +489,7 @@ SIZES = torch.tensor([3, 0, 4])
 
 
 def by_groups(tensor, rows):
-    """What each row reads of [E, C] or [C]; zeros past the last group."""
+    """The values of [E, C] or [C] for each row; zeros past the last group."""
     if tensor.dim() == 1:
         return tensor.expand(rows, -1)
     spread = tensor.repeat_interleave(SIZES, 0)
