@@ -517,7 +517,7 @@ def linear(**options: Any) -> GroupedLinear:
         (lambda: linear(transposed_weight=True), "build the op with transposed_weight=False"),
         (lambda: linear(accumulate_into_main_grad=True), "build the op without main_grad and delay_wgrad_compute"),
         (lambda: linear(delay_wgrad_compute=True), "build the op without main_grad and delay_wgrad_compute"),
-        (lambda: quantize_(linear(), Float8Block()), "has been quantised, so its bytes are gathered as they are"),
+        (lambda: quantize_(linear(), Float8Block()), "has been quantised, so its bytes are gathered already"),
         (lambda: parametrized(linear()), "computed by a parametrization"),
         (lambda: SwiGLU(), "expected a module with a GroupedLinear, got a SwiGLU"),
     ],
