@@ -1,4 +1,4 @@
-"""What is asked of hundreds of tensors at every call: the extension in one call where it is built, else each alone."""
+"""Queries on hundreds of tensors at every call: one call of the extension if it is built, else one by one."""
 
 from __future__ import annotations
 
