@@ -16,6 +16,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("fuser", "ops", "integrations", "src", "csrc", "benchmarks", "examples")
+LEFT = (  # folders that are still to be done
+    "fuser/contract",
+    "ops/formats",
+    "ops/fused",
+    "ops/kernels",
+    "ops/layers",
+    "ops/quantized",
+)
 SUFFIXES = {".py", ".cpp", ".cu", ".cuh", ".h"}
 OPENERS = "Of|What|Those|That of|Whose|Whether of"
 PRONOUNS = re.compile(r"\b(nobody|somebody)\b", re.IGNORECASE)
@@ -70,16 +78,27 @@ def sources(folder: str) -> list[Path]:
     return sorted(path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES and not path.is_symlink())
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_sentences_name_their_subject(folder: str) -> None:
-    found = {
+def objections_in(folder: str) -> dict[str, list[str]]:
+    """The objections in a folder, by file and line."""
+    return {
         f"{path.relative_to(ROOT)}:{line}": words
         for path in sources(folder)
         for line, text in texts(path)
         if (words := objections(text))
     }
 
-    assert found == {}
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_sentences_name_their_subject(folder: str) -> None:
+    found = objections_in(folder)
+
+    assert {place: words for place, words in found.items() if not place.startswith(LEFT)} == {}
+
+
+@pytest.mark.parametrize("folder", LEFT)
+def test_a_folder_is_left(folder: str) -> None:
+    """A folder that has been done, or moved, is taken off the list."""
+    assert objections_in(folder)
 
 
 @pytest.mark.parametrize(
