@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusible.fuser import tracing as trace
+from fusible.fuser.contract import tracing as trace
 from fusible.ops import kernels
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.hopper.extension import compiled

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import fusible
-from fusible.fuser.config import BACKENDS
+from fusible.fuser.contract.config import BACKENDS
 from fusible.ops.kernels.problem import GroupedGemm, Layout, stacked
 
 from .arguments import command, duration

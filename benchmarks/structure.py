@@ -59,7 +59,7 @@ class Imports(NamedTuple):
 
 
 def module_name(path: Path) -> str:
-    """ "fuser.op" for fuser/op.py, "fuser" for its __init__.py."""
+    """ "fuser.contract.op" for fuser/contract/op.py, "fuser" for its __init__.py."""
     return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 

@@ -5,13 +5,13 @@ from .compiler.pattern import Match, Pattern, Run, one_or_run, optional
 from .compiler.plan import Plan
 from .compiler.registry import Fusion, register_fusion, registry, unregister
 from .composite import Composite, FusedOp
-from .config import Config, config
-from .errors import ArgumentError, DoubleBackwardError, RefusedError
+from .container.sequential import Sequential
+from .contract.config import Config, config
+from .contract.errors import ArgumentError, DoubleBackwardError, RefusedError
+from .contract.op import Buffer, Gradient, Grads, Keyword, Op, Outputs
+from .contract.spec import TensorSpec
 from .explain.explanation import Explanation
 from .explain.model import ModelExplanation, explain
-from .op import Buffer, Gradient, Grads, Keyword, Op, Outputs
-from .sequential import Sequential
-from .spec import TensorSpec
 
 __all__ = [
     "ArgumentError",

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from .op import RESERVED, Delivery, Grads, Keyword, Op, Outputs
+from .contract.op import RESERVED, Delivery, Grads, Keyword, Op, Outputs
+from .contract.spec import Specs, TensorSpec
+from .contract.tracing import promised
 from .runtime.autograd import Runtime, check
 from .runtime.call import call_bwd, call_fwd, evaluate
-from .spec import Specs, TensorSpec
-from .tracing import promised
 
 
 class Chain(Op):

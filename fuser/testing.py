@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from .compiler.registry import registry
-from .config import active_config, config
-from .errors import ArgumentError
-from .op import Op
+from .container.sequential import Sequential
+from .contract.config import active_config, config
+from .contract.errors import ArgumentError
+from .contract.op import Op
+from .contract.spec import TensorSpec
 from .runtime.autograd import Runtime, check, differentiable
 from .runtime.call import EagerStep
-from .sequential import Sequential
-from .spec import TensorSpec
 
 Leaves = Mapping[str, Tensor]
 

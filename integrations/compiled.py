@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Sequential
-from ..fuser.config import constant
+from ..fuser.contract.config import constant
+from ..fuser.contract.overrides import is_hooked
 from ..fuser.dynamo.frontend import Modules, ModuleState, constant_value, run_form
 from ..fuser.dynamo.steps import TracedPlan, traced_plan_or_reason
-from ..fuser.overrides import is_hooked
 from ..ops import Float8Block, GroupedLinear
 from ..ops.quantized.copies import BLOCK, SCALES
 from ..ops.quantized.recipe import ScaleKind

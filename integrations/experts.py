@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Sequential
-from ..fuser.config import constant
+from ..fuser.contract.config import constant
+from ..fuser.contract.overrides import is_hooked
+from ..fuser.contract.stored_values import stores_values
 from ..fuser.explain.explanation import StandIn
-from ..fuser.overrides import is_hooked
-from ..fuser.stored_values import stores_values
 from ..ops import Combine, Dispatch, GroupedLinear, Scale
 from ..ops.routing import routed_by
 from .gates import activation_of, names_read

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import nn
 
-from ..fuser.config import constant
-from ..fuser.overrides import is_hooked
+from ..fuser.contract.config import constant
+from ..fuser.contract.overrides import is_hooked
 from ..ops.activation_spec import ActivationSpec, spec_of_program
 from ..ops.glu import Activated
 from ..ops.programs.packed import PackedProgram, trace_packed

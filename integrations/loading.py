@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..fuser import Composite, Sequential
-from ..fuser.sequential import StateFormat, add_state_format
+from ..fuser.container.sequential import StateFormat, add_state_format
 from ..ops import GroupedLinear, Linear
 from ..ops.glu import Activated
 from ..ops.parameters.grouped import ExpertParameters

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import ArgumentError, TensorSpec
-from ..fuser.config import active_config
-from ..fuser.spec import layout_of, not_dense
-from ..fuser.stored_values import check_parameter_stores_values
-from ..fuser.tracing import has_no_data
+from ..fuser.contract.config import active_config
+from ..fuser.contract.spec import layout_of, not_dense
+from ..fuser.contract.stored_values import check_parameter_stores_values
+from ..fuser.contract.tracing import has_no_data
 
 _INDEX_TYPES = (torch.int32, torch.int64)
 _TEXT = (str, bytes, bytearray)  # sequences, the last two of ints

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..fuser import tracing as trace
+from ..fuser.contract import tracing as trace
+from ..fuser.contract.torch_private import current_graph_task, is_without_gradients
 from ..fuser.replay import capture
-from ..fuser.torch_private import current_graph_task, is_without_gradients
 from .quantized.formats import E4M3, FORMATS
 from .quantized.per_tensor import DelayedScales, amax_by_group
 from .quantized.recipe import Float8Tensor, Recipe

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ..fuser import ArgumentError, Gradient, Grads, Op
-from ..fuser.config import constant
+from ..fuser.contract.config import constant
+from ..fuser.contract.spec import layout_of, not_dense
 from ..fuser.runtime.autograd import Runtime, run
-from ..fuser.spec import layout_of, not_dense
 from . import kernels
 from .checks import is_dense, is_free_to_read
 from .grouped_tensor import GroupedTensor

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import ArgumentError
-from ..fuser import tracing as trace
-from ..fuser.torch_private import disabled_torch_function, dispatch_disabled
+from ..fuser.contract import tracing as trace
+from ..fuser.contract.torch_private import disabled_torch_function, dispatch_disabled
 from .kernels.quantized import new_weight, quantize_weight
 from .quantized.copies import WeightOperand
 from .quantized.operands import WeightOperands

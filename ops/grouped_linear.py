@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import ArgumentError, Buffer, Gradient, Grads, TensorSpec
-from ..fuser import tracing as trace
+from ..fuser.contract import tracing as trace
 from ..fuser.runtime.buffers import CallerBuffer
 from . import delayed_scales, kernels
 from . import quantized_linear as quantized

@@ -9,8 +9,8 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from ..fuser.spec import layout_of, not_dense
-from ..fuser.stored_values import check_stores_values
+from ..fuser.contract.spec import layout_of, not_dense
+from ..fuser.contract.stored_values import check_stores_values
 from .checks import is_dense, is_free_to_read
 
 

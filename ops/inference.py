@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..fuser.config import active_config
+from ..fuser.contract.config import active_config
 from .activation_spec import ActivationSpec
 from .kernels.hopper import routed_mlp as backend
 from .kernels.hopper.extension import address

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..fuser import tracing as trace
+from ..fuser.contract import tracing as trace
 from . import kernels
 from .kernels import Layout
 from .kernels.custom_ops import kernel

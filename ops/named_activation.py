@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..fuser.config import constant
+from ..fuser.contract.config import constant
 from .activation import Activation
 from .activation_spec import ActivationSpec, Interleaved, activation
 from .glu import GEGLU, GLU, QGEGLU, Activated, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU

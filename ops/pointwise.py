@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..fuser import Grads, Keyword, Op, TensorSpec
-from ..fuser.op import RESERVED
-from ..fuser.tracing import note
+from ..fuser.contract.op import RESERVED
+from ..fuser.contract.tracing import note
 from . import kernels, link_rows
 from .activation_spec import ActivationSpec, Interleaved
 from .checks import check_features, check_floats, check_halves, check_parameter, check_rows, check_split_sizes

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ..fuser import ArgumentError
+from ..fuser.contract.spec import layout_of, not_dense
+from ..fuser.contract.stored_values import check_stores_values
+from ..fuser.contract.tracing import has_no_data
 from ..fuser.runtime.buffers import overlap
-from ..fuser.spec import layout_of, not_dense
-from ..fuser.stored_values import check_stores_values
-from ..fuser.tracing import has_no_data
 from .checks import is_dense, is_free_to_write, is_narrow_float
 from .grouped_tensor import GroupedTensor
 from .product import Factor, Product, columns_of, fits, in_words, is_counted_on_the_host, needed, output_shape, shapes

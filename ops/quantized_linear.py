@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..fuser import ArgumentError, RefusedError
-from ..fuser import tracing as trace
-from ..fuser.config import active_config
+from ..fuser.contract import tracing as trace
+from ..fuser.contract.config import active_config
 from ..fuser.replay import capture
 from . import kernels, quantized_values
 from .activation_spec import ActivationSpec

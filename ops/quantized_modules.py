@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import ArgumentError
-from ..fuser.stored_values import stores_values
+from ..fuser.contract.stored_values import stores_values
 from .delayed_scales import is_delayed
 from .grouped_linear import GroupedLinear
 from .kernels.problem import stacked

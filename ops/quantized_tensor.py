@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fuser.errors import shown
-from ..fuser.stored_values import check_stores_values
+from ..fuser.contract.errors import shown
+from ..fuser.contract.stored_values import check_stores_values
 from .grouped_tensor import GroupedTensor
 from .kernels.quantized import quantize_rows, quantize_weight
 from .quantized.copies import BlockedColumns, QuantizedRows, QuantizedWeight

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..fuser import tracing as trace
-from ..fuser.config import active_config, changed
+from ..fuser.contract import tracing as trace
+from ..fuser.contract.config import active_config, changed
+from ..fuser.contract.torch_private import storage_id
 from ..fuser.replay import capture
-from ..fuser.torch_private import storage_id
 from .gathered_weights import GatheredWeight
 from .kernels import Matrices
 from .kernels.problem import first

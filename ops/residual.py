@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..fuser import ArgumentError, Grads, Keyword, Op, Outputs, TensorSpec
-from ..fuser.op import RESERVED
-from ..fuser.spec import layout_of, not_dense
+from ..fuser.contract.op import RESERVED
+from ..fuser.contract.spec import layout_of, not_dense
 from .checks import is_dense, is_narrow_float
 from .link import Link, linear_program
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..fuser import ArgumentError, Sequential
-from ..fuser.config import config_of, constant, use_config
-from ..fuser.tracing import has_no_data
+from ..fuser.contract.config import config_of, constant, use_config
+from ..fuser.contract.tracing import has_no_data
 from .activation_spec import ActivationSpec, Interleaved
 from .glu import Activated
 from .grouped_linear import GroupedLinear

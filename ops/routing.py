@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..fuser import tracing as trace
+from ..fuser.contract import tracing as trace
 from .kernels.custom_ops import kernel
 from .kernels.dispatch import native_refusal
 from .kernels.hopper import permute as kernels

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from ..fuser import ArgumentError
-from ..fuser.stored_values import stores_values
-from ..fuser.torch_private import dispatch_disabled
+from ..fuser.contract.stored_values import stores_values
+from ..fuser.contract.torch_private import dispatch_disabled
 from .gathered_weights import MasterWeight
 from .grouped_linear import GroupedLinear
 from .quantized.recipe import Float8Block

@@ -16,7 +16,7 @@ import torch
 import fusible
 from fusible.__main__ import BENCHMARKS, main
 from fusible.commands import info
-from fusible.fuser import torch_private
+from fusible.fuser.contract import torch_private
 from fusible.ops.kernels import architecture
 from fusible.ops.kernels.hopper import extension
 from fusible.ops.kernels.jit import ahead

@@ -18,7 +18,7 @@ from emulation import build, harness
 
 from fusible.benchmarks import gemm_contestants, grouped_gemm
 from fusible.benchmarks.problem import Problem
-from fusible.fuser.torch_private import address_function
+from fusible.fuser.contract.torch_private import address_function
 from fusible.ops import kernels
 from fusible.ops.activation_spec import ActivationSpec, gated, interleaved
 from fusible.ops.kernels.hopper import epilogue, extension

@@ -26,7 +26,7 @@ from fusible import (
     Sequential,
     SwiGLU,
 )
-from fusible.fuser.errors import did_you_mean
+from fusible.fuser.contract.errors import did_you_mean
 
 X = torch.randn(4, 3, requires_grad=True)
 

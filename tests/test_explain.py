@@ -32,8 +32,8 @@ from fusible import (
     interleaved,
 )
 from fusible.fuser import RefusedError
+from fusible.fuser.contract.tracing import KernelCall
 from fusible.fuser.explain.explanation import KernelReport
-from fusible.fuser.tracing import KernelCall
 
 E, K, F, T = 4, 64, 32, 128
 SIZES = torch.tensor([T // E] * E)

@@ -35,7 +35,7 @@ from fusible import (
     config,
     interleaved,
 )
-from fusible.fuser import tracing
+from fusible.fuser.contract import tracing
 from fusible.ops import kernels
 from fusible.ops.fused import short_call
 

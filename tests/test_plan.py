@@ -25,9 +25,10 @@ from fusible import (
     config,
     register_fusion,
 )
-from fusible.fuser import FusedOp, call_cache
+from fusible.fuser import FusedOp
 from fusible.fuser.compiler import binding, graph, plan
-from fusible.fuser.config import Config, active_config
+from fusible.fuser.container import call_cache
+from fusible.fuser.contract.config import Config, active_config
 
 X = torch.randn(3, 4)
 SIZES = torch.tensor([2, 1])

@@ -19,10 +19,11 @@ from fusible import (
     register_fusion,
     unregister,
 )
-from fusible.fuser import FusedOp, call_cache, sequential
+from fusible.fuser import FusedOp
 from fusible.fuser.compiler import flatten as layout
 from fusible.fuser.compiler.recent import Recent
-from fusible.fuser.config import _in_use
+from fusible.fuser.container import call_cache, sequential
+from fusible.fuser.contract.config import _in_use
 
 X = torch.randn(3, 4)
 SIZES = torch.tensor([2, 1])

@@ -13,7 +13,7 @@ from fusible import ArgumentError, GroupedTensor, config, grouped_gemm
 from fusible.benchmarks import ragged_gemm
 from fusible.benchmarks.problem import InaccurateError
 from fusible.fuser import RefusedError
-from fusible.fuser import tracing as trace
+from fusible.fuser.contract import tracing as trace
 from fusible.ops import kernels
 from fusible.ops.kernels.hopper import ragged as hopper_ragged
 from fusible.ops.kernels.problem import Layout

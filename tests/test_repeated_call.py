@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from fusible import ArgumentError, GroupedLinear, Scale, Sequential, SwiGLU, config
-from fusible.fuser import call_cache
-from fusible.fuser.repeated_call import RepeatedCall
+from fusible.fuser.container import call_cache
+from fusible.fuser.container.repeated_call import RepeatedCall
 from fusible.ops import checks
 
 E, K, F, SIZES = 2, 8, 8, torch.tensor([3, 1])

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusible import Activation, GroupedLinear, Scale, Sequential, SwiGLU, config
 from fusible.benchmarks.stub_extension import launching_nothing
-from fusible.fuser import call_cache, replay
-from fusible.fuser.repeated_call import RepeatedReplay
+from fusible.fuser import replay
+from fusible.fuser.container import call_cache
+from fusible.fuser.container.repeated_call import RepeatedReplay
 from fusible.fuser.replay import calls
 
 GROUPS, FEATURES, SIZES = 2, 16, torch.tensor([3, 1])

@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fusible import GLU, Activation, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
 from fusible.fuser import DoubleBackwardError, replay
+from fusible.fuser.contract.torch_private import address_function
 from fusible.fuser.replay import capture, guards
-from fusible.fuser.torch_private import address_function
 from fusible.ops.kernels.hopper import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")

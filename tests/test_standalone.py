@@ -28,7 +28,8 @@ from fusible import (
     explain,
     register_fusion,
 )
-from fusible.fuser import FusedOp, Grads, Op, call_cache
+from fusible.fuser import FusedOp, Grads, Op
+from fusible.fuser.container import call_cache
 
 X = torch.randn(3, 4)
 SIZES = torch.tensor([2, 1])

@@ -13,7 +13,7 @@ from emulation import build, harness
 from torch import Tensor, nn
 
 from fusible import GroupedLinear
-from fusible.fuser import torch_private
+from fusible.fuser.contract import torch_private
 from fusible.ops.kernels import tensor_lists
 
 NAMES = ("weight0", "weight1", "weight2")

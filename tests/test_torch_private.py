@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from fusible.fuser import torch_private
+from fusible.fuser.contract import torch_private
+from fusible.fuser.contract.spec import TensorSpec
+from fusible.fuser.contract.tracing import NoDataError, Outline, contiguous_strides
 from fusible.fuser.replay import calls
-from fusible.fuser.spec import TensorSpec
-from fusible.fuser.tracing import NoDataError, Outline, contiguous_strides
 from fusible.ops.parameters import group
 from fusible.ops.parameters.group import ExpertGroup
 

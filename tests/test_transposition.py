@@ -7,7 +7,7 @@ import torch
 from checks.transposition import bytes_of
 
 from fusible import RefusedError, config
-from fusible.fuser import tracing
+from fusible.fuser.contract import tracing
 from fusible.ops.kernels.transposition import transpose_bytes
 
 

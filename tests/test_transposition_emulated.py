@@ -9,7 +9,7 @@ from checks.transposition import bytes_of
 from emulation import build, harness
 
 from fusible import config
-from fusible.fuser import tracing
+from fusible.fuser.contract import tracing
 from fusible.ops.kernels.hopper import transpose
 from fusible.ops.kernels.transposition import transpose_bytes
 

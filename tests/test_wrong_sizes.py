@@ -11,7 +11,7 @@ from checks.wrong_sizes import CASES, ROWS, Product, fits, raised
 from emulation import build, harness
 
 import fusible
-from fusible.fuser.torch_private import address_function
+from fusible.fuser.contract.torch_private import address_function
 from fusible.ops.kernels.problem import Layout
 from fusible.ops.kernels.pytorch import wrong_sizes as pytorch_reports
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, did_you_mean, shown
-from ..stored_values import check_stores_values
+from ..contract.errors import ArgumentError, did_you_mean, shown
+from ..contract.stored_values import check_stores_values
 from .flatten import Addressee, BindRecipe, EntrySlots, FlatContainer, OpEntry
 
 OpKwargs = Mapping[Any, Mapping[str, Any]]

@@ -10,10 +10,10 @@ from weakref import ref
 from torch import nn
 
 from ..composite import Chain, Composite
-from ..errors import ArgumentError, did_you_mean, shown
-from ..op import Op
-from ..overrides import hooks_of, is_hooked, overrides_forward, patched_half
-from ..parametrized import foreseen
+from ..contract.errors import ArgumentError, did_you_mean, shown
+from ..contract.op import Op
+from ..contract.overrides import hooks_of, is_hooked, overrides_forward, patched_half
+from ..contract.parametrized import foreseen
 
 
 class Container(nn.Sequential):

@@ -8,8 +8,8 @@ from typing import Any
 import networkx
 from torch import Tensor
 
-from ..op import Op
-from ..spec import TensorSpec
+from ..contract.op import Op
+from ..contract.spec import TensorSpec
 from .binding import BoundArguments
 from .flatten import FlatContainer, OpEntry
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import networkx as nx
 
 from ..composite import FusedOp
-from ..overrides import is_hooked, overrides_forward
+from ..contract.overrides import is_hooked, overrides_forward
 from .graph import OpGraph
 from .pattern import Match
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import networkx as nx
 from networkx.algorithms.isomorphism import DiGraphMatcher
 
-from ..op import Op
-from ..overrides import patched_half
-from ..parametrized import foreseen
-from ..spec import TensorSpec
+from ..contract.op import Op
+from ..contract.overrides import patched_half
+from ..contract.parametrized import foreseen
+from ..contract.spec import TensorSpec
 from .graph import OpGraph
 
 OpTypes = type[Op] | tuple[type[Op], ...]

@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import Config
-from ..errors import ArgumentError, RefusedError
-from ..op import Keyword, Op
-from ..overrides import is_called_whole
-from ..parametrized import computes_parameters, foreseen
+from ..contract.config import Config
+from ..contract.errors import ArgumentError, RefusedError
+from ..contract.op import Keyword, Op
+from ..contract.overrides import is_called_whole
+from ..contract.parametrized import computes_parameters, foreseen
+from ..contract.spec import TensorSpec, check_layout
+from ..contract.stored_values import check_stores_values
+from ..contract.torch_private import profiler_enabled
 from ..runtime.autograd import RepeatedStep, Runtime, StepCapture, refuse_transforms
 from ..runtime.buffers import NamedValue, check_overlaps
 from ..runtime.devices import current_stream
-from ..spec import TensorSpec, check_layout
-from ..stored_values import check_stores_values
-from ..torch_private import profiler_enabled
 from . import legality
 from .graph import OpGraph, X
 from .registry import Decision, Registry

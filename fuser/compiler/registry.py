@@ -10,8 +10,8 @@ from importlib.metadata import entry_points
 from typing import TypeVar
 
 from ..composite import FusedOp
-from ..config import Config
-from ..errors import did_you_mean
+from ..contract.config import Config
+from ..contract.errors import did_you_mean
 from . import legality
 from .graph import OpGraph
 from .pattern import Match, Pattern

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import tracing as trace
-from ..errors import ArgumentError
-from ..op import Op
-from ..overrides import input_may_change, outputs_of, patched_half
-from ..parametrized import computed
+from ..contract import tracing as trace
+from ..contract.errors import ArgumentError
+from ..contract.op import Op
+from ..contract.overrides import input_may_change, outputs_of, patched_half
+from ..contract.parametrized import computed
+from ..contract.spec import Specs, TensorSpec
 from ..runtime.autograd import (
     RepeatedStep,
     Runtime,
@@ -26,7 +27,6 @@ from ..runtime.autograd import (
 )
 from ..runtime.buffers import NamedValue
 from ..runtime.in_place import run_beside
-from ..spec import Specs, TensorSpec
 from .flatten import OpEntry
 
 KeywordSlots = tuple[tuple[str, int], ...]  # (keyword, slot)

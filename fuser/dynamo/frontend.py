@@ -18,13 +18,13 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ..compiler import registry as fusion
 from ..compiler.flatten import opens, refuse_itself
-from ..config import Config, thread_config
-from ..errors import ArgumentError
-from ..module_state import field_names, is_record
-from ..op import Op
-from ..overrides import is_hooked, outputs_of
-from ..spec import TensorSpec
-from ..torch_private import graph_break_of_torch, mark_constants_again
+from ..contract.config import Config, thread_config
+from ..contract.errors import ArgumentError
+from ..contract.module_state import field_names, is_record
+from ..contract.op import Op
+from ..contract.overrides import is_hooked, outputs_of
+from ..contract.spec import TensorSpec
+from ..contract.torch_private import graph_break_of_torch, mark_constants_again
 from .steps import TracedPlan, TracedStep, run_step
 
 graph_break = graph_break_of_torch()

@@ -15,17 +15,17 @@ from ..compiler.binding import bind
 from ..compiler.flatten import FlatContainer
 from ..compiler.plan import Plan
 from ..compiler.step import Step
-from ..config import Config, active_config, config_of, use_config
-from ..errors import ArgumentError, RefusedError
-from ..module_state import with_tensors
-from ..op import Op
-from ..overrides import patched_half
-from ..parametrized import foreseen
+from ..contract.config import Config, active_config, config_of, use_config
+from ..contract.errors import ArgumentError, RefusedError
+from ..contract.module_state import with_tensors
+from ..contract.op import Op
+from ..contract.overrides import patched_half
+from ..contract.parametrized import foreseen
+from ..contract.spec import TensorSpec
+from ..contract.torch_private import keep_with_compiled_code
+from ..contract.tracing import Outline
 from ..runtime.autograd import Runtime, run
 from ..runtime.in_place import works_in_place
-from ..spec import TensorSpec
-from ..torch_private import keep_with_compiled_code
-from ..tracing import Outline
 
 
 class TracedStep(NamedTuple):

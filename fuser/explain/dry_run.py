@@ -11,22 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import tracing as trace
 from ..compiler.graph import OpGraph
 from ..compiler.near_miss import covered, near_misses
 from ..compiler.plan import Plan
 from ..compiler.registry import registry
 from ..compiler.step import Step
-from ..errors import RefusedError
-from ..op import Op
-from ..overrides import overrides_forward, patched_half
-from ..parametrized import AnyOp, foreseen_spec, view_of
+from ..contract import tracing as trace
+from ..contract.errors import RefusedError
+from ..contract.op import Op
+from ..contract.overrides import overrides_forward, patched_half
+from ..contract.parametrized import AnyOp, foreseen_spec, view_of
+from ..contract.spec import TensorSpec
+from ..contract.torch_private import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    storage_id,
+)
 from ..runtime.autograd import Runtime, differentiable
 from ..runtime.call import call_bwd, call_fwd, evaluate
 from ..runtime.in_place import works_in_place
 from ..runtime.residuals import pack, tensors_of, unpack
-from ..spec import TensorSpec
-from ..torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode, storage_id
 from .explanation import ExplainedFusion, ExplainedStep, Explanation, KernelReport, StandIn
 
 

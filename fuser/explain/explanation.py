@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..compiler.graph import OpGraph
-from ..tracing import KernelCall
+from ..contract.tracing import KernelCall
 from . import draw
 
 

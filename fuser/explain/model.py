@@ -10,8 +10,8 @@ from torch import nn
 
 from ..compiler.binding import OpKwargs
 from ..compiler.flatten import Container
-from ..errors import ArgumentError
-from ..op import Op
+from ..contract.errors import ArgumentError
+from ..contract.op import Op
 from . import draw
 from .explanation import Explanation, distinct_clauses
 from .ranges import grouped

@@ -19,14 +19,20 @@ from torch import Tensor
 from ..compiler.binding import BoundArguments
 from ..compiler.flatten import FlatContainer
 from ..compiler.plan import Plan
-from ..config import active_config
-from ..op import Delivery, Op
-from ..parametrized import computes_parameters
+from ..contract.config import active_config
+from ..contract.op import Delivery, Op
+from ..contract.parametrized import computes_parameters
+from ..contract.torch_private import (
+    dispatch_mode_depth,
+    forward_ad_state,
+    profiler_enabled,
+    replay_refusal,
+    transforms_active,
+)
 from ..runtime.autograd import Runtime, apply
 from ..runtime.buffers import check_overlaps
 from ..runtime.call import BackwardContext, BackwardInputs, EagerStep, ForwardResult
 from ..runtime.devices import current_stream, stream_of
-from ..torch_private import dispatch_mode_depth, forward_ad_state, profiler_enabled, replay_refusal, transforms_active
 from .capture import TENSOR_TYPES, Capture, Replay
 from .guards import Form, GuardedCache, Refusal
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..contract.torch_private import address_function, without_dispatch_modes
 from ..runtime.buffers import extent
-from ..torch_private import address_function, without_dispatch_modes
 from . import counts
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..torch_private import tensor_guards
+from ..contract.torch_private import tensor_guards
 from . import counts
 
 _MANY = 256

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..config import thread_config, use_config
-from ..errors import ArgumentError, DoubleBackwardError
-from ..op import Op
-from ..overrides import patched_half
-from ..parametrized import foreseen, is_certain
-from ..spec import Specs, TensorSpec, check_layout
-from ..torch_private import apply_of, forward_ad_state, is_batched_gradient, profiler_enabled, transforms_active
+from ..contract.config import thread_config, use_config
+from ..contract.errors import ArgumentError, DoubleBackwardError
+from ..contract.op import Op
+from ..contract.overrides import patched_half
+from ..contract.parametrized import foreseen, is_certain
+from ..contract.spec import Specs, TensorSpec, check_layout
+from ..contract.torch_private import (
+    apply_of,
+    forward_ad_state,
+    is_batched_gradient,
+    profiler_enabled,
+    transforms_active,
+)
 from .call import BackwardContext, EagerStep, ForwardResult, call_fwd, with_reserved
 
 _NOTHING: frozenset[str] = frozenset()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError
+from ..contract.errors import ArgumentError
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..config import Config, thread_config
-from ..op import Delivery, Gradient, Grads, Op, SideEffects
-from ..torch_private import engine_will_run
+from ..contract.config import Config, thread_config
+from ..contract.op import Delivery, Gradient, Grads, Op, SideEffects
+from ..contract.torch_private import engine_will_run
 from .buffers import overlap
 from .residuals import Source, pack, unpack
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from ..torch_private import current_raw_stream
+from ..contract.torch_private import current_raw_stream
 
 current_stream: dict[str, Callable[[int], int]] = {"cuda": current_raw_stream}
 """For each type of such devices, what gives the address of the current stream of the device with an index."""

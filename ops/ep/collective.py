@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ...fuser import tracing as trace
+from ...fuser.contract import tracing as trace
 from .. import routing as permutation
 from ..routing import Routing
 from . import memory, messages

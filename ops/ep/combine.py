@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ...fuser import ArgumentError, Grads, Op, TensorSpec
-from ...fuser import tracing as trace
+from ...fuser.contract import tracing as trace
 from .dispatch import TableForeseen, check_lane, check_rows_of, pulled, start_sum
 from .group import Group
 from .transport import Exchange

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, TensorSpec
-from ...fuser import tracing as trace
+from ...fuser.contract import tracing as trace
 from ..checks import check_floats, product_dtype
 from ..moe import check_choices, index_dtype
 from ..quantized.recipe import Float8Block

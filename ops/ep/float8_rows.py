@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...fuser.errors import shown
+from ...fuser.contract.errors import shown
 from ..kernels.quantized import quantize_rows
 from ..quantized.copies import BLOCK, ceil_blocks
 from ..quantized.formats import E4M3, from_e8m0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ...fuser.torch_private import symmetric_memory, symmetric_memory_refusal
+from ...fuser.contract.torch_private import symmetric_memory, symmetric_memory_refusal
 
 
 class SharedMemory(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ...fuser import tracing as trace
+from ...fuser.contract import tracing as trace
 from ..kernels.hopper import arrivals as waiting
 from ..kernels.hopper import peers as kernels
 from ..kernels.hopper import permute as sorting

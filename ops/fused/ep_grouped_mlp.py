@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...fuser import Gradient, Grads, register_fusion
-from ...fuser import tracing as trace
+from ...fuser.contract import tracing as trace
 from ...fuser.runtime.call import evaluate
 from ..ep.combine import EPCombine
 from ..ep.dispatch import EPDispatch, pulled, returned, start_sum

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, optional, register_fusion
-from ...fuser import tracing as trace
-from ...fuser.config import thread_config
+from ...fuser.contract import tracing as trace
+from ...fuser.contract.config import thread_config
 from .. import kernels
 from ..delayed_scales import encode_of_tokens, is_delayed, scales_of_forward
 from ..glu import Activated

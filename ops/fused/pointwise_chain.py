@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...fuser import FusedOp, Grads, Keyword, Match, Op, Pattern, Run, register_fusion
-from ...fuser.tracing import note
+from ...fuser.contract.tracing import note
 from .. import kernels, link_rows
 from ..activation_spec import ActivationSpec
 from ..bias import Bias

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser.module_state import with_tensors
+from ...fuser.contract.module_state import with_tensors
 from .. import routing as permutation
 from ..activation_spec import ActivationSpec
 from ..delayed_scales import is_delayed

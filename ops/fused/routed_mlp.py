@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...fuser import Gradient, Grads, register_fusion
+from ...fuser.contract.tracing import is_traced
 from ...fuser.runtime.call import evaluate
-from ...fuser.tracing import is_traced
 from .. import routing as permutation
 from ..checks import product_dtype
 from ..gathered_wgrad import gathered_wgrad

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...fuser import Gradient, Grads
-from ...fuser.config import thread_config
+from ...fuser.contract.config import thread_config
 from ..grouped_linear import GroupedLinear, with_rows_of
 from ..inference import (
     Experts,

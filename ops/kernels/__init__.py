@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ...fuser import tracing as trace
+from ...fuser.contract import tracing as trace
 from ..activation_spec import ActivationSpec
 from ..grouped_tensor import GroupedTensor
 from ..programs.program import Program

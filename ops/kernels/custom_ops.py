@@ -17,8 +17,8 @@ from typing import Any, TypeVar, cast, get_type_hints
 import torch
 from torch import Tensor
 
-from ...fuser.config import Config, active_config, config_of, use_config
-from ...fuser.tracing import is_traced
+from ...fuser.contract.config import Config, active_config, config_of, use_config
+from ...fuser.contract.tracing import is_traced
 from .codecs import NO_RESULT, OUT, Codec, codec_of, codec_of_result, unflattened
 from .problem import Matrices, first
 

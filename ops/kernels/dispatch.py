@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...fuser import RefusedError
-from ...fuser.config import active_config
+from ...fuser.contract.config import active_config
 from ..activation_spec import ActivationSpec
 from ..programs.program import Program
 from . import float32

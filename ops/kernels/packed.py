@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...fuser import tracing as trace
+from ...fuser.contract import tracing as trace
 from ..quantized.packed import PackedFormat, unpacked
 from . import grouped_gemm
 from .custom_ops import kernel

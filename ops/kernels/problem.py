@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ...fuser.torch_private import FakeTensor
+from ...fuser.contract.torch_private import FakeTensor
 from ..activation_spec import ActivationSpec
 from .independent import Independent
 

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import tracing as trace
-from ...fuser.config import active_config
+from ...fuser.contract import tracing as trace
+from ...fuser.contract.config import active_config
 from ...fuser.replay import capture
 from ..activation_spec import ActivationSpec
 from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...fuser import tracing as trace
+from ...fuser.contract import tracing as trace
 from ..activation_spec import ActivationSpec
 from ..programs.program import Program
 from . import unfused

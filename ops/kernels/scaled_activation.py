@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import tracing as trace
+from ...fuser.contract import tracing as trace
 from ..activation_spec import ActivationSpec
 from ..quantized.copies import QuantizedRows, ceil_blocks
 from .custom_ops import kernel

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from ...fuser.torch_private import address_function, form_functions, tensor_guards
+from ...fuser.contract.torch_private import address_function, form_functions, tensor_guards
 from .hopper.extension import is_built, library
 
 

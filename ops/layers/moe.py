@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...fuser import ArgumentError, Sequential
-from ...fuser.torch_private import serialized_as
+from ...fuser.contract.torch_private import serialized_as
 from ..activation_spec import ActivationSpec, Interleaved
 from ..checks import check_numbers, check_sizes
 from ..glu import Activated

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...fuser.torch_private import serialized_as
+from ...fuser.contract.torch_private import serialized_as
 from ..checks import check_numbers, check_sizes
 from ..wide_buffers import WideBuffers
 

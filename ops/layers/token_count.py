@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...fuser.config import constant
+from ...fuser.contract.config import constant
 
 
 class _AddWhenTrained(torch.autograd.Function):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...fuser.contract.torch_private import run_when_ready
+from ...fuser.contract.tracing import active, has_no_data, is_traced
 from ...fuser.runtime.devices import stream_of
-from ...fuser.torch_private import run_when_ready
-from ...fuser.tracing import active, has_no_data, is_traced
 from ..kernels import addresses_of, form_guards
 from ..kernels.problem import Matrices
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ...fuser import ArgumentError, Op
+from ...fuser.contract.tracing import WITHOUT_DATA
 from ...fuser.runtime.residuals import Apart
-from ...fuser.tracing import WITHOUT_DATA
 from ..checks import check_parameter
 from ..kernels import has_objects
 from ..kernels.problem import Matrices, first

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...fuser.contract.stored_values import stores_values
+from ...fuser.contract.torch_private import without_fake_tensors
+from ...fuser.contract.tracing import WITHOUT_DATA, has_no_data
 from ...fuser.runtime.buffers import extent
-from ...fuser.stored_values import stores_values
-from ...fuser.torch_private import without_fake_tensors
-from ...fuser.tracing import WITHOUT_DATA, has_no_data
 from ..checks import is_free_to_write
 from ..kernels import addresses_of
 from ..kernels.problem import Matrices

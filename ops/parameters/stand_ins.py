@@ -8,8 +8,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from ...fuser.contract.tracing import has_no_data
 from ...fuser.runtime.devices import stream_of
-from ...fuser.tracing import has_no_data
 
 _shared: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
 

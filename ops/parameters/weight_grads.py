@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ...fuser import Grads
-from ...fuser import tracing as trace
-from ...fuser.op import Delivery, SideEffects
+from ...fuser.contract import tracing as trace
+from ...fuser.contract.op import Delivery, SideEffects
+from ...fuser.contract.stored_values import stores_values
 from ...fuser.replay import capture
-from ...fuser.stored_values import stores_values
 from .. import kernels
 from ..kernels import Layout, Matrices
 from ..quantized.copies import Columns

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ...fuser.torch_private import symbolic_graph
+from ...fuser.contract.torch_private import symbolic_graph
 from .tracing import Function, NotPointwiseError, gradients, name_of, outside_of_modes
 
 _SHAPE = (5, 7)  # of an example; graphs are for any

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser.torch_private import without_dispatch_modes
+from ...fuser.contract.torch_private import without_dispatch_modes
 from .program import Program
 from .tracing import Function, NotPointwiseError, name_of, trace
 

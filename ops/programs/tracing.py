@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...fuser.torch_private import core_decompositions, storage_id
+from ...fuser.contract.torch_private import core_decompositions, storage_id
 from .builder import Builder
 from .program import Program, Value, with_constants
 from .rules import RULES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
-from ...fuser.errors import did_you_mean, shown
+from ...fuser.contract.errors import did_you_mean, shown
 
 ScaleKind = Literal["power_of_two", "float32"]
 GradientFormat = Literal["e4m3", "e5m2"]

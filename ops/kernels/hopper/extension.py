@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....fuser.contract.torch_private import current_raw_stream
 from ....fuser.replay import capture
-from ....fuser.torch_private import current_raw_stream
 from .. import architecture
 from ..architecture import Capability, assumed, capability_of
 

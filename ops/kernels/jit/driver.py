@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ....fuser.torch_private import current_cuda_device
+from ....fuser.contract.torch_private import current_cuda_device
 
 
 class DriverError(RuntimeError):

@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .compiler.binding import BoundArguments, OpKwargs, bind
-from .compiler.flatten import FlatContainer
-from .compiler.graph import OpGraph
-from .compiler.plan import Plan, compile_plan
-from .compiler.recent import Recent
-from .compiler.registry import registry
-from .config import active_config
-from .errors import ArgumentError
-from .explain.dry_run import explain_plan
-from .explain.explanation import Explanation
-from .overrides import is_hooked
-from .parametrized import foreseen
+from ..compiler.binding import BoundArguments, OpKwargs, bind
+from ..compiler.flatten import FlatContainer
+from ..compiler.graph import OpGraph
+from ..compiler.plan import Plan, compile_plan
+from ..compiler.recent import Recent
+from ..compiler.registry import registry
+from ..contract.config import active_config
+from ..contract.errors import ArgumentError
+from ..contract.overrides import is_hooked
+from ..contract.parametrized import foreseen
+from ..contract.spec import TensorSpec
+from ..contract.tracing import has_no_data
+from ..explain.dry_run import explain_plan
+from ..explain.explanation import Explanation
+from ..replay.calls import CaptureSession, call_key
+from ..replay.guards import REPLAYED, GuardedCache, Refusal, described
+from ..runtime.autograd import Runtime
+from ..runtime.devices import current_stream
 from .repeated_call import Repeated, RepeatedCall, RepeatedReplay
-from .replay.calls import CaptureSession, call_key
-from .replay.guards import REPLAYED, GuardedCache, Refusal, described
-from .runtime.autograd import Runtime
-from .runtime.devices import current_stream
-from .spec import TensorSpec
-from .tracing import has_no_data
 
 _MANY_PLANS = 64
 

@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .compiler.flatten import FlatContainer
-from .compiler.plan import Plan
-from .config import Config, thread_config
-from .replay.calls import CallKey, observer
-from .replay.guards import are_aligned
-from .runtime.autograd import Runtime
-from .runtime.devices import current_stream
-from .torch_private import profiler_enabled, tensor_guards
+from ..compiler.flatten import FlatContainer
+from ..compiler.plan import Plan
+from ..contract.config import Config, thread_config
+from ..contract.torch_private import profiler_enabled, tensor_guards
+from ..replay.calls import CallKey, observer
+from ..replay.guards import are_aligned
+from ..runtime.autograd import Runtime
+from ..runtime.devices import current_stream
 
 
 class Repeated(Protocol):

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..compiler.binding import OpKwargs, bind
+from ..compiler.flatten import Container, FlatContainer
+from ..compiler.registry import registry
+from ..contract.config import constant
+from ..contract.edits import children_changed, tell_of_edits
+from ..contract.op import Op
+from ..explain.explanation import Explanation
+from ..runtime.autograd import Runtime
 from .call_cache import CallCache, LastCall, explain_last
-from .compiler.binding import OpKwargs, bind
-from .compiler.flatten import Container, FlatContainer
-from .compiler.registry import registry
-from .config import constant
-from .edits import children_changed, tell_of_edits
-from .explain.explanation import Explanation
-from .op import Op
-from .runtime.autograd import Runtime
 from .standalone import Standalone
 
 
@@ -120,7 +120,7 @@ class Sequential(Container):
             RefusedError: under ``config(strict=True)``, where a fusion is refused.
         """
         if torch.compiler.is_dynamo_compiling():
-            from .dynamo.frontend import run_container
+            from ..dynamo.frontend import run_container
 
             return run_container(self, x, extra_inputs, op_kwargs, shared)
         return self._current().call(x, extra_inputs, op_kwargs, shared)
@@ -152,7 +152,7 @@ class Sequential(Container):
 
     @constant
     def _traced_plan(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
-        from .dynamo.steps import traced_plan_or_reason
+        from ..dynamo.steps import traced_plan_or_reason
 
         return traced_plan_or_reason(self._current, flags, call, arguments, names)
 

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiler.binding import OpKwargs, bind
+from ..compiler.flatten import FlatContainer
+from ..compiler.registry import registry
+from ..contract.edits import tell_of_edits
+from ..contract.op import Op
+from ..contract.overrides import input_may_change
+from ..explain.explanation import Explanation
+from ..runtime.autograd import Runtime, caller
 from .call_cache import CallCache, explain_last
-from .compiler.binding import OpKwargs, bind
-from .compiler.flatten import FlatContainer
-from .compiler.registry import registry
-from .edits import tell_of_edits
-from .explain.explanation import Explanation
-from .op import Op
-from .overrides import input_may_change
-from .runtime.autograd import Runtime, caller
 
 
 class ContainerOfOne:
@@ -53,7 +53,7 @@ class Standalone:
     def run(self, op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
         keywords = {name: value for name, value in keywords.items() if value is not None}
         if torch.compiler.is_dynamo_compiling():
-            from .dynamo.frontend import run_op
+            from ..dynamo.frontend import run_op
 
             return run_op(op, x, keywords)
         try:
@@ -67,7 +67,7 @@ class Standalone:
         return compiled.call(x, (), None, keywords)
 
     def traced_plan(self, op: Op, call: Any, arguments: Any, names: Any, flags: Any) -> Any:
-        from .dynamo.steps import traced_plan_or_reason
+        from ..dynamo.steps import traced_plan_or_reason
 
         return traced_plan_or_reason(partial(_container_of(op).current, op), flags, call, arguments, names)
 
