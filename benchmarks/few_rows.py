@@ -19,11 +19,11 @@ from torch import Tensor
 
 from fusible import MXFP4, MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor
 from fusible.ops import kernels
+from fusible.ops.formats import operands
+from fusible.ops.formats.recipe import Recipe
 from fusible.ops.kernels import Layout, dispatch
 from fusible.ops.kernels.problem import nbytes
-from fusible.ops.quantized import operands
-from fusible.ops.quantized.recipe import Recipe
-from fusible.ops.quantized_linear import copies_of, product
+from fusible.ops.quantized.linear import copies_of, product
 
 from .arguments import positive
 from .problem import PRESETS, Preset

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusible
+from fusible.ops.formats.recipe import Recipe
 from fusible.ops.kernels import Layout, kernel_cache
 from fusible.ops.kernels.jit import epilogue
-from fusible.ops.quantized.recipe import Recipe
 
 from .problem import Sizes, add_size_arguments, sizes_of, split_sizes
 from .recipes import RECIPES

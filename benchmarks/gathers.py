@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fusible import Float8Block, GroupedLinear, Sequential, SwiGLU, gather_quantized
-from fusible.ops.quantized.recipe import Recipe
+from fusible.ops.formats.recipe import Recipe
 
 from .arguments import positive
 from .problem import PRESETS, Preset, split_sizes

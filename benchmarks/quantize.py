@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from fusible.ops import routing
-from fusible.ops.activation_spec import gated
+from fusible.ops.formats.copies import (
+    BLOCK,
+    BlockedColumns,
+    QuantizedRows,
+    QuantizedWeight,
+    RowWeight,
+    Scaling,
+    ceil_blocks,
+)
 from fusible.ops.kernels.hopper import quantize
 from fusible.ops.kernels.hopper import rows as kernels
 from fusible.ops.kernels.problem import ActivationGrads, nbytes
@@ -30,15 +38,7 @@ from fusible.ops.kernels.quantized_problem import (
     QuantizeWeight,
     Quantizing,
 )
-from fusible.ops.quantized.copies import (
-    BLOCK,
-    BlockedColumns,
-    QuantizedRows,
-    QuantizedWeight,
-    RowWeight,
-    Scaling,
-    ceil_blocks,
-)
+from fusible.ops.values.activation_spec import gated
 
 from .arguments import add_common_arguments, command, positive
 from .problem import PRESETS, Preset, split_sizes

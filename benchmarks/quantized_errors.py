@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fusible import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, QuantizedGroupedTensor
-from fusible.ops.quantized.recipe import Recipe
+from fusible.ops.formats.recipe import Recipe
 
 from .timing import markdown
 

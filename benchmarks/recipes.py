@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fusible import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor
-from fusible.ops.quantized.recipe import Recipe
+from fusible.ops.formats.recipe import Recipe
 
 RECIPES: dict[str, Recipe] = {
     "Float8Block": Float8Block(),

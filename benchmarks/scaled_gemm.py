@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.ops.activation_spec import ActivationSpec
+from fusible.ops.formats.copies import BLOCK, BlockedColumns, QuantizedRows, ceil_blocks
 from fusible.ops.kernels.hopper import gemm, quantize, scaled_activation, scaled_gemm
 from fusible.ops.kernels.problem import Layout
 from fusible.ops.kernels.quantized_problem import (
@@ -35,7 +35,7 @@ from fusible.ops.kernels.quantized_problem import (
     ScaledGemm,
     ScaledWgrad,
 )
-from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows, ceil_blocks
+from fusible.ops.values.activation_spec import ActivationSpec
 
 from .arguments import positive
 from .peers import deepgemm

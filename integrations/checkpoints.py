@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ..ops.activation_spec import Interleaved, gated
+from ..ops.formats.copies import SCALES
 from ..ops.parameters.stored import SUFFIX, note
-from ..ops.quantized.copies import SCALES
+from ..ops.values.activation_spec import Interleaved, gated
 from . import layouts, row_order
 from .layouts import Layer
 

@@ -18,9 +18,9 @@ from ..fuser.contract.overrides import is_hooked
 from ..fuser.dynamo.frontend import Modules, ModuleState, constant_value, run_form
 from ..fuser.dynamo.steps import TracedPlan, traced_plan_or_reason
 from ..ops import Float8Block, GroupedLinear
-from ..ops.quantized.copies import BLOCK, SCALES
-from ..ops.quantized.recipe import ScaleKind
-from ..ops.quantized_modules import holding
+from ..ops.formats.copies import BLOCK, SCALES
+from ..ops.formats.recipe import ScaleKind
+from ..ops.modules.quantize import holding
 from .experts import ModuleParameters, layer_of
 from .gates import activation_with, constants_read, values_of
 

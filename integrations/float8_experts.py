@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..fuser import ArgumentError, Sequential
 from ..ops import Float8Block, GroupedLinear
-from ..ops.quantized.copies import BLOCK, SCALES
-from ..ops.quantized_modules import holding
+from ..ops.formats.copies import BLOCK, SCALES
+from ..ops.modules.quantize import holding
 from . import compiled
 from .experts import autocasts, layer_around
 

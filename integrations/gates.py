@@ -16,12 +16,12 @@ from torch import nn
 
 from ..fuser.contract.config import constant
 from ..fuser.contract.overrides import is_hooked
-from ..ops.activation_spec import ActivationSpec, spec_of_program
-from ..ops.glu import Activated
+from ..ops.basic.glu import Activated
+from ..ops.basic.recognition import recognized
 from ..ops.programs.packed import PackedProgram, trace_packed
 from ..ops.programs.program import parse
 from ..ops.programs.tracing import trace
-from ..ops.recognition import recognized
+from ..ops.values.activation_spec import ActivationSpec, spec_of_program
 
 GateValues = tuple[Any, ...]
 """Those of an :class:`ActivationSpec`, as code that is compiled can hold them."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..fuser import Composite, Sequential
 from ..fuser.container.sequential import StateFormat, add_state_format
 from ..ops import GroupedLinear, Linear
-from ..ops.glu import Activated
+from ..ops.basic.glu import Activated
 from ..ops.parameters.grouped import ExpertParameters
 from ..ops.parameters.stored import SETTLED, SUFFIX, note, noted, take_basic_ops
 from . import layouts, row_order

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ..fuser import Composite, Op, Sequential
 from ..fuser.compiler.flatten import opens
 from ..ops import GroupedLinear
-from ..ops.glu import Activated
+from ..ops.basic.glu import Activated
+from ..ops.formats.copies import SCALES
 from ..ops.parameters.grouped import ExpertParameters
 from ..ops.parameters.stored import SETTLED, SUFFIX, note, noted
-from ..ops.quantized.copies import SCALES
 from . import layouts
 
 METADATA = "interleaved"

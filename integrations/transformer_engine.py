@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from ..fuser import Sequential
-from ..ops import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, ScaledActivation, grouped_linear, interleaved
-from ..ops import composites as scaled
+from ..ops import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, ScaledActivation, interleaved
+from ..ops.basic import composites as scaled
+from ..ops.grouped import grouped_linear
 
 __all__ = [
     "GRAD_INPUT_BUFFER_KEY",

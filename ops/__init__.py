@@ -1,11 +1,14 @@
 """Basic ops, and the fused ops that replace runs of them."""
 
-from .activation import Activation
-from .activation_spec import interleaved
-from .bias import Bias
-from .composites import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
+from .basic.activation import Activation
+from .basic.bias import Bias
+from .basic.composites import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
+from .basic.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
+from .basic.linear import Linear
+from .basic.residual import AddExtraInput, Identity, MakeExtraOutput
+from .basic.scale import ConstantScale, Scale
 from .device_errors import check_device_errors
-from .functional import grouped_gemm
+from .formats.recipe import MXFP4, MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, NoRecipe
 from .fused import (
     GLUScale,
     GroupedLinearChain,
@@ -16,20 +19,17 @@ from .fused import (
     RoutedLoRA,
     RoutedMLP,
 )
-from .glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
-from .grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedLinear
-from .grouped_tensor import GroupedTensor
-from .linear import Linear
-from .lora import GroupedLoRA
-from .moe import Combine, Dispatch
-from .pointwise import Pointwise
-from .quantized.recipe import MXFP4, MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, NoRecipe
-from .quantized_modules import quantize_
-from .quantized_tensor import QuantizedGroupedTensor
-from .quantized_weights import same_weights
-from .residual import AddExtraInput, Identity, MakeExtraOutput
-from .scale import ConstantScale, Scale
-from .sharded_modules import gather_quantized
+from .grouped.functional import grouped_gemm
+from .grouped.grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedLinear
+from .grouped.lora import GroupedLoRA
+from .grouped.pointwise import Pointwise
+from .modules.quantize import quantize_
+from .modules.shard import gather_quantized
+from .quantized.tensor import QuantizedGroupedTensor
+from .quantized.weights import same_weights
+from .routed.moe import Combine, Dispatch
+from .values.activation_spec import interleaved
+from .values.grouped_tensor import GroupedTensor
 
 __all__ = [
     "GEGLU",

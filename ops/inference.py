@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..fuser.contract.config import active_config
-from .activation_spec import ActivationSpec
 from .kernels.hopper import routed_mlp as backend
 from .kernels.hopper.extension import address
 from .kernels.hopper.routed_mlp import Experts, RoutedMlp
@@ -17,6 +16,7 @@ from .kernels.pytorch.routed_mlp import Order
 from .kernels.pytorch.routed_mlp import backward as backward_on_cpu
 from .kernels.pytorch.short_mlp import Gradients, Kept, WantedGradients
 from .kernels.pytorch.short_mlp import backward as rows_backward_on_cpu
+from .values.activation_spec import ActivationSpec
 
 __all__ = [
     "Experts",

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
 
-from fusible.ops.activation_spec import ActivationSpec
 from fusible.ops.kernels.hopper import arrivals, gemm, peers
 from fusible.ops.kernels.hopper.epilogue import activation
 from fusible.ops.kernels.hopper.extension import TYPE_CODES
 from fusible.ops.kernels.problem import GroupedGemm, Layout, RowSlots
+from fusible.ops.values.activation_spec import ActivationSpec
 
 CASES: list[Callable[[World], None]] = []
 RANKS, TOP_K, ROWS = 2, 3, 64  # of a block

@@ -7,7 +7,7 @@ import torch
 from reference import ACTIVATIONS, assert_as_good, glu, leaves, run, split_glu, unit
 
 from fusible import GEGLU, GLU, QGEGLU, Activation, ArgumentError, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU, interleaved
-from fusible.ops.activation_spec import ActivationSpec
+from fusible.ops.values.activation_spec import ActivationSpec
 
 BLOCKS = [None, 1, 4, 32]
 PARAMETERS = [{}, {"limit": 0.5}, {"linear_offset": 1.0}, {"limit": 0.7, "linear_offset": -0.5}]

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fusible import GLU, Activation, Pointwise, Scale, Sequential, interleaved
-from fusible.ops.activation_spec import ActivationSpec
 from fusible.ops.programs.activations import ACTIVATIONS, CURVES
 from fusible.ops.programs.generate import source
 from fusible.ops.programs.halves import join, split
+from fusible.ops.values.activation_spec import ActivationSpec
 from tests.emulation import build
 
 ROOT = Path(__file__).parents[1]

@@ -20,10 +20,10 @@ from fusible.benchmarks import gemm_contestants, grouped_gemm
 from fusible.benchmarks.problem import Problem
 from fusible.fuser.contract.torch_private import address_function
 from fusible.ops import kernels
-from fusible.ops.activation_spec import ActivationSpec, gated, interleaved
 from fusible.ops.kernels.hopper import epilogue, extension
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.problem import Layout
+from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),

@@ -10,9 +10,9 @@ from checks import fake_quantize as checks
 from checks.quantize import HALVES
 from emulation import build, harness
 
+from fusible.ops.formats.packed import PackedFormat
 from fusible.ops.kernels.fake_quantized_problem import FakeQuantizeWeight
 from fusible.ops.kernels.hopper import fake_quantize
-from fusible.ops.quantized.packed import PackedFormat
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),

@@ -42,8 +42,8 @@ from fusible import (
     quantize_,
     same_weights,
 )
-from fusible.ops import quantized_weights
-from fusible.ops.quantized.recipe import Recipe
+from fusible.ops.formats.recipe import Recipe
+from fusible.ops.quantized import weights as quantized_weights
 
 ROOT = Path(__file__).resolve().parent.parent
 CALL = {"split_sizes": torch.tensor([2, 3]), "scales": torch.linspace(0.1, 0.9, 5)}

@@ -44,9 +44,10 @@ from fusible import (
 from fusible.benchmarks import gathers
 from fusible.benchmarks.problem import PRESETS
 from fusible.fuser import replay
-from fusible.ops import quantized_linear, sharded_modules
-from fusible.ops.gathered_weights import MasterWeight
-from fusible.ops.quantized.schemes import Copy, scheme_of
+from fusible.ops.formats.schemes import Copy, scheme_of
+from fusible.ops.modules import shard as sharded_modules
+from fusible.ops.quantized import linear as quantized_linear
+from fusible.ops.quantized.gathered_weights import MasterWeight
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -33,11 +33,11 @@ from checks.fused import (
 from torch import Tensor
 
 from fusible.ops import kernels
-from fusible.ops.activation_spec import ActivationSpec, gated, interleaved
 from fusible.ops.kernels import unfused
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import activation as pointwise
+from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 
 pytestmark = pytest.mark.cuda
 skip_module_without_hopper()

@@ -7,8 +7,8 @@ import torch
 from reference import assert_close_to, assert_same, unit
 
 from fusible import ArgumentError, DoubleBackwardError, GroupedTensor, grouped_gemm
+from fusible.ops.grouped.product import Product, shape_to_allocate
 from fusible.ops.kernels import Layout
-from fusible.ops.product import Product, shape_to_allocate
 
 E, M, N, K, T = 3, 4, 5, 6, 9
 SIZES = torch.tensor([3, 0, 5])

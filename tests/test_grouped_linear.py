@@ -12,7 +12,7 @@ from reference import assert_as_good, assert_same, grouped_linear, run, unit
 from torch import nn
 
 from fusible import ArgumentError, GroupedLinear, Identity, Sequential, config
-from fusible.ops.grouped_linear import as_rows
+from fusible.ops.grouped.grouped_linear import as_rows
 
 E, K, N = 4, 8, 6
 SIZES = [3, 0, 1, 5]

@@ -7,10 +7,10 @@ import torch
 from reference import unit
 
 from fusible import GroupedLinear, RefusedError, config
-from fusible.ops.activation_spec import gated
 from fusible.ops.kernels import dispatch
 from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import few_rows, grouped_mm_cpu, loop
+from fusible.ops.values.activation_spec import gated
 
 E, K, N, T = 3, 16, 24, 40
 SILU = gated("silu", None, 1.0, 0.0, "concat")

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusible.ops.activation_spec import activation, gated, interleaved
 from fusible.ops.kernels.hopper import epilogue
 from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
+from fusible.ops.values.activation_spec import activation, gated, interleaved
 
 T, K, F, E = 6, 16, 96, 2
 SWIGLU = gated("silu", None, 1.0, 0.0, "concat")

@@ -10,9 +10,9 @@ from emulation import harness
 from torch import Tensor
 
 from fusible.ops import inference
-from fusible.ops.activation_spec import ActivationSpec
 from fusible.ops.inference import Experts
 from fusible.ops.kernels.hopper.extension import TYPE_CODES
+from fusible.ops.values.activation_spec import ActivationSpec
 
 E, K, F = 16, 512, 128
 SPEC = ActivationSpec("silu", gated=True)

@@ -17,11 +17,11 @@ from torch.library import opcheck
 
 from fusible import Pointwise, interleaved
 from fusible.ops import kernels
-from fusible.ops.activation_spec import ActivationSpec
+from fusible.ops.formats import mxfp8, reference
 from fusible.ops.inference import Experts
 from fusible.ops.kernels import codecs, custom_ops
-from fusible.ops.quantized import mxfp8, reference
 from fusible.ops.routing import Routing
+from fusible.ops.values.activation_spec import ActivationSpec
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
 OPS = torch.ops.fusible

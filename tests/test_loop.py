@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fusible.ops import kernels
-from fusible.ops.activation_spec import activation
 from fusible.ops.kernels.problem import GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import loop
+from fusible.ops.values.activation_spec import activation
 
 E, K, N = 4, 8, 16
 

@@ -16,8 +16,8 @@ from torch import Tensor
 import fusible
 from fusible import MXFP4, ArgumentError, GroupedLinear, QuantizedGroupedTensor
 from fusible.integrations import checkpoints
-from fusible.ops.quantized import mxfp4
-from fusible.ops.quantized.formats import unpack
+from fusible.ops.formats import mxfp4
+from fusible.ops.formats.formats import unpack
 
 E, K, F = 3, 64, 96
 SIZES = (5, 0, 4)

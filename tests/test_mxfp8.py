@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fusible import grouped_gemm
-from fusible.ops.quantized import mxfp8, reference
-from fusible.ops.quantized.formats import E4M3, cast_e8m0, from_e8m0
-from fusible.ops.quantized.mxfp8 import MXRows
+from fusible.ops.formats import mxfp8, reference
+from fusible.ops.formats.formats import E4M3, cast_e8m0, from_e8m0
+from fusible.ops.formats.mxfp8 import MXRows
 
 SIZES = [70, 0, 130, 1]
 RECIPROCAL = scalar.float32(1 / 448)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fusible import grouped_gemm
-from fusible.ops.quantized import formats, nvfp4
-from fusible.ops.quantized.formats import E4M3
-from fusible.ops.quantized.nvfp4 import NVFP4Data
+from fusible.ops.formats import formats, nvfp4
+from fusible.ops.formats.formats import E4M3
+from fusible.ops.formats.nvfp4 import NVFP4Data
 
 SIZES = [18, 0, 33, 1]
 LARGEST = float(torch.finfo(torch.float32).max)

@@ -27,7 +27,7 @@ from fusible import (
 )
 from fusible.fuser import Grads, replay
 from fusible.fuser.replay.capture import Capture
-from fusible.ops.activation_spec import activation
+from fusible.ops.values.activation_spec import activation
 
 E, K, F, SIZES = 3, 4, 6, [2, 0, 3]
 FUSIONS = {"GroupedMLP", "GroupedLinearGLU", "GLUScale"}

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fusible import GLU, ClampedSwiGLU, Pointwise, interleaved
-from fusible.ops.activation_spec import ActivationSpec, spec_of_program
+from fusible.ops.basic.recognition import recognized
 from fusible.ops.programs.activations import ACTIVATIONS
 from fusible.ops.programs.packed import trace_packed
 from fusible.ops.programs.tracing import NotPointwiseError, UnknownFunctionError
-from fusible.ops.recognition import recognized
+from fusible.ops.values.activation_spec import ActivationSpec, spec_of_program
 
 
 def chunks(rows: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ import scalar_quantisers as scalar
 import torch
 from torch import Tensor
 
-from fusible.ops.quantized import formats, reference
-from fusible.ops.quantized.copies import QuantizedRows
-from fusible.ops.quantized.formats import E4M3, E5M2, FORMATS
+from fusible.ops.formats import formats, reference
+from fusible.ops.formats.copies import QuantizedRows
+from fusible.ops.formats.formats import E4M3, E5M2, FORMATS
 
 DTYPES = [torch.bfloat16, torch.float16]
 both_scales = pytest.mark.parametrize("power_of_two", [True, False], ids=["pow2", "float32"])

@@ -8,7 +8,7 @@ from checks import quantize as checks
 from checks import quantize_whole as whole
 from checks.device import needs_hopper
 
-from fusible.ops.quantized.copies import Scaling
+from fusible.ops.formats.copies import Scaling
 
 pytestmark = [pytest.mark.cuda, needs_hopper]
 

@@ -8,7 +8,8 @@ from checks import quantize as checks
 from checks import quantize_whole as whole
 from emulation import build, harness
 
-from fusible.ops.activation_spec import ActivationSpec, gated, interleaved
+from fusible.ops.formats import reference
+from fusible.ops.formats.copies import Scaling
 from fusible.ops.kernels.hopper import quantize
 from fusible.ops.kernels.pytorch import quantize as pytorch_quantize
 from fusible.ops.kernels.quantized_problem import (
@@ -18,8 +19,7 @@ from fusible.ops.kernels.quantized_problem import (
     QuantizeRows,
     QuantizeWeight,
 )
-from fusible.ops.quantized import reference
-from fusible.ops.quantized.copies import Scaling
+from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),

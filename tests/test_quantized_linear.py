@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fusible
-from fusible.ops.quantized import reference
-from fusible.ops.quantized.copies import BLOCK
+from fusible.ops.formats import reference
+from fusible.ops.formats.copies import BLOCK
 
 E, K, N = 3, 160, 272
 SIZES = (70, 0, 200)

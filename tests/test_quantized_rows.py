@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fusible import Delayed
-from fusible.ops.quantized import per_row, per_tensor
-from fusible.ops.quantized.formats import E5M2, FORMATS
-from fusible.ops.quantized.per_tensor import DelayedScales
-from fusible.ops.quantized.reference import Blocks
+from fusible.ops.formats import per_row, per_tensor
+from fusible.ops.formats.formats import E5M2, FORMATS
+from fusible.ops.formats.per_tensor import DelayedScales
+from fusible.ops.formats.reference import Blocks
 
 both_scales = pytest.mark.parametrize("power_of_two", [True, False], ids=["pow2", "float32"])
 SIZES = [70, 0, 130, 1]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fusible
 from fusible import MXFP4, MXFP8, NVFP4, ArgumentError, Float8Block, Float8Row, Float8Tensor, GroupedLinear
-from fusible.ops.quantized.recipe import Recipe
+from fusible.ops.formats.recipe import Recipe
 
 E, K, N = 3, 160, 272
 SIZES = torch.tensor([7, 0, 20])

@@ -19,7 +19,7 @@ from fusible import (
     NoRecipe,
     QuantizedGroupedTensor,
 )
-from fusible.ops.quantized import reference
+from fusible.ops.formats import reference
 
 RECIPES = [
     Float8Block(),

@@ -12,7 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fusible
-from fusible.ops.quantized import reference
+from fusible.ops.formats import reference
 
 E, K, N = 3, 160, 272
 RECIPE = fusible.Float8Block()
@@ -35,7 +35,7 @@ def call(op, x=None):
 @pytest.fixture
 def count(monkeypatch):
     """The weights that were quantised so far."""
-    from fusible.ops import quantized_weights
+    from fusible.ops.quantized import weights as quantized_weights
 
     seen, quantize = [], quantized_weights.quantize_weight
     monkeypatch.setattr(quantized_weights, "quantize_weight", lambda w, **k: seen.append(w) or quantize(w, **k))

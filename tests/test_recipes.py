@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fusible
 from fusible.ops import quantized_products
+from fusible.ops.formats import operands
+from fusible.ops.formats.recipe import Recipe
 from fusible.ops.kernels import dequantized
 from fusible.ops.kernels.pytorch import scaled_gemm as loop
 from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad
-from fusible.ops.quantized import operands
-from fusible.ops.quantized.recipe import Recipe
 
 E, K, N = 3, 160, 272
 SIZES = (70, 0, 200)

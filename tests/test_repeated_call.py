@@ -11,7 +11,7 @@ from torch import nn
 from fusible import ArgumentError, GroupedLinear, Scale, Sequential, SwiGLU, config
 from fusible.fuser.container import call_cache
 from fusible.fuser.container.repeated_call import RepeatedCall
-from fusible.ops import checks
+from fusible.ops.values import checks
 
 E, K, F, SIZES = 2, 8, 8, torch.tensor([3, 1])
 

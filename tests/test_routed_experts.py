@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fusible import ArgumentError, ClampedSwiGLU, SwiGLU, config, interleaved
 from fusible.functional import routed_experts
-from fusible.ops import routed_experts as implementation
+from fusible.ops.routed import routed_experts as implementation
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 T, H, F, E, K = 9, 6, 4, 5, 2

@@ -14,8 +14,8 @@ from checks.accumulator_probe import accumulated
 from checks.scaled import Case, WgradCase
 from emulation import build
 
+from fusible.ops.formats.copies import QuantizedRows
 from fusible.ops.kernels.hopper import scaled_gemm as hopper
-from fusible.ops.quantized.copies import QuantizedRows
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusible.ops.activation_spec import ActivationSpec
+from fusible.ops.formats import reference
+from fusible.ops.formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+from fusible.ops.formats.formats import E4M3
 from fusible.ops.kernels.pytorch import quantize as quantizers
 from fusible.ops.kernels.pytorch import scaled_gemm as products
 from fusible.ops.kernels.quantized_problem import (
@@ -21,9 +23,7 @@ from fusible.ops.kernels.quantized_problem import (
     ScaledGemm,
     ScaledWgrad,
 )
-from fusible.ops.quantized import reference
-from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
-from fusible.ops.quantized.formats import E4M3
+from fusible.ops.values.activation_spec import ActivationSpec
 
 SIZES = [[70, 0, 130, 1], [0, 0], [5], [300, 129]]
 K, N = 260, 280

@@ -12,8 +12,8 @@ from transformers.integrations.moe import use_experts_implementation
 
 import fusible
 from fusible.integrations import float8_experts, transformers  # noqa: F401  registers
-from fusible.ops.quantized import reference
-from fusible.ops.quantized.copies import QuantizedWeight
+from fusible.ops.formats import reference
+from fusible.ops.formats.copies import QuantizedWeight
 
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
 E, H, F, TOP_K = 4, 160, 128, 2

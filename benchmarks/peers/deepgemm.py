@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusible.ops.formats.copies import BLOCK, BlockedColumns
 from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad
-from fusible.ops.quantized.copies import BLOCK, BlockedColumns
 
 from ..contestant import Contestant, leaf, swiglu
 from ..problem import Problem

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Philox 4x32-10 (Salmon et al., 2011): random numbers by counter, as ops/quantized/random.py defines them.
+// Philox 4x32-10 (Salmon et al., 2011): random numbers by counter, as ops/formats/random.py defines them.
 #pragma once
 #include "device/ptx.cuh"
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantisation and back in one pass: the values, in bf16, of the copies that a tensor has under MXFP8 and NVFP4
-// (ops/quantized/mxfp8.py and nvfp4.py), where products are computed in 16 bits and nobody keeps the bytes. Under NVFP4
+// (ops/formats/mxfp8.py and nvfp4.py), where products are computed in 16 bits and nobody keeps the bytes. Under NVFP4
 // they lack the factor of each group, which follows from its amax.
 #pragma once
 #include <cuda_runtime_api.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantisation to e4m3 with a scale for each block, in one pass over memory: rows of tokens and their transposed
-// copies, weights, and activations. The layouts of copies are those of ops/quantized/copies.py. Scales decode: value =
+// copies, weights, and activations. The layouts of copies are those of ops/formats/copies.py. Scales decode: value =
 // byte * scale. Group sizes are read on the device. Rows past the last group are neither read nor written.
 #pragma once
 #include <cuda_runtime_api.h>

@@ -19,7 +19,7 @@ using Words = uint32_t[kNVBlock];
 
 DEVICE float at_most_largest(float x) { return x > FLT_MAX ? FLT_MAX : x; }  // NaN stays
 
-// How the blocks of a group are scaled; each line is one operation of the definition in ops/quantized/nvfp4.py.
+// How the blocks of a group are scaled; each line is one operation of the definition in ops/formats/nvfp4.py.
 struct NVGroup {
   float multiplier, inverse;
 
@@ -65,7 +65,7 @@ DEVICE uint32_t magnitudes(uint32_t word) { return word & 0x7FFF7FFFu; }  // of 
 // The larger of two neighbours, in the low half.
 DEVICE uint32_t larger_half(uint32_t word) { return ptx::max_u16x2(word, word >> 16) & 0xFFFFu; }
 
-// Vectors of 16 rows times hadamard() of ops/quantized/nvfp4.py: sums in double, rounded to fp32 and to T.
+// Vectors of 16 rows times hadamard() of ops/formats/nvfp4.py: sums in double, rounded to fp32 and to T.
 template <class T>
 DEVICE void transform(Words& words) {
   constexpr uint32_t kNegative = 0b1101'0111'1110'1000;

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, TensorSpec
 from ...fuser.contract import tracing as trace
-from ..checks import check_floats, product_dtype
-from ..moe import check_choices, index_dtype
-from ..quantized.recipe import Float8Block
+from ..formats.recipe import Float8Block
+from ..routed.moe import check_choices, index_dtype
+from ..values.checks import check_floats, product_dtype
 from . import float8_rows
 from .group import Group
 from .messages import EIGHT_BITS

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ...fuser.contract.errors import shown
+from ..formats.copies import BLOCK, ceil_blocks
+from ..formats.formats import E4M3, from_e8m0
+from ..formats.recipe import Float8Block
 from ..kernels.quantized import quantize_rows
-from ..quantized.copies import BLOCK, ceil_blocks
-from ..quantized.formats import E4M3, from_e8m0
-from ..quantized.recipe import Float8Block
 from .settings import Settings
 
 _ALIGNED = 16  # bytes

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 from ...fuser import Gradient, Match, Op, Pattern, Run, one_or_run
-from .. import link_rows
-from ..activation_spec import ActivationSpec
-from ..bias import Bias
-from ..glu import Activated
+from ..basic.bias import Bias
+from ..basic.glu import Activated
+from ..basic.link import Link
+from ..grouped import link_rows
+from ..grouped.pointwise import Pointwise
 from ..kernels import Operands
-from ..link import Link
-from ..pointwise import Pointwise
+from ..values.activation_spec import ActivationSpec
 from .pointwise_chain import FUNCTIONS, LINKS, PointwiseChain, has_function, number_of_gates
 
 PREFIX = "act."

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...fuser import Gradient, Grads
 from .. import kernels
-from ..activation_spec import ActivationSpec
-from ..checks import product_dtype
-from ..delayed_scales import encode_of_tokens
-from ..grouped_linear import GroupedLinear, as_rows, input_grad
-from ..quantized_linear import HiddenActivation, TokenCopies, activating, applied, hidden_rows
+from ..grouped.grouped_linear import GroupedLinear, as_rows, input_grad
+from ..quantized.delayed_scales import encode_of_tokens
+from ..quantized.linear import HiddenActivation, TokenCopies, activating, applied, hidden_rows
+from ..values.activation_spec import ActivationSpec
+from ..values.checks import product_dtype
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ...fuser import FusedOp, Gradient, Grads, Pattern, register_fusion
 from .. import kernels
-from ..glu import Activated
-from ..scale import Scale
+from ..basic.glu import Activated
+from ..basic.scale import Scale
 
 
 @register_fusion(Pattern.path(act=Activated, scale=Scale), priority=-20)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ...fuser import Buffer, FusedOp, Gradient, Grads, Keyword, Match, Op, Pattern, Run, one_or_run, register_fusion
 from ...fuser.compiler.legality import last
-from .. import link_rows
-from ..bias import Bias
-from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
-from ..link import Link
-from ..quantized_linear import in_force
-from ..residual import AddExtraInput
+from ..basic.bias import Bias
+from ..basic.link import Link
+from ..basic.residual import AddExtraInput
+from ..grouped import link_rows
+from ..grouped.grouped_linear import GroupedLinear, as_rows, with_rows_of
+from ..quantized.linear import in_force
 from . import fc1 as first_linear
 from .activation_role import PREFIX, is_chain, shares_groups
 from .fc1 import FC1, filed, names_of

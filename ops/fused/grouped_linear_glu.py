@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ...fuser import Buffer, FusedOp, Gradient, Grads, Pattern, optional, register_fusion
 from .. import kernels
-from ..glu import Activated
-from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
-from ..pointwise import Pointwise
-from ..scale import Scale
+from ..basic.glu import Activated
+from ..basic.scale import Scale
+from ..grouped.grouped_linear import GroupedLinear, as_rows, with_rows_of
+from ..grouped.pointwise import Pointwise
 from . import fc1 as first_linear
 from .activation_role import (
     ACTIVATION_OR_CHAIN,

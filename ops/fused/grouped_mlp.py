@@ -18,16 +18,17 @@ from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, optional,
 from ...fuser.contract import tracing as trace
 from ...fuser.contract.config import thread_config
 from .. import kernels
-from ..delayed_scales import encode_of_tokens, is_delayed, scales_of_forward
-from ..glu import Activated
-from ..grouped_linear import GroupedLinear, as_rows, with_rows_of
+from ..basic.glu import Activated
+from ..basic.scale import Scale
+from ..formats.copies import BackwardWeight, Columns
+from ..formats.recipe import Recipe
+from ..formats.schemes import Copy
+from ..grouped.grouped_linear import GroupedLinear, as_rows, with_rows_of
+from ..grouped.pointwise import Pointwise
 from ..inference import Kept
 from ..kernels import ActivationGrads, Layout
-from ..pointwise import Pointwise
-from ..quantized.copies import BackwardWeight, Columns
-from ..quantized.recipe import Recipe
-from ..quantized.schemes import Copy
-from ..quantized_linear import (
+from ..quantized.delayed_scales import encode_of_tokens, is_delayed, scales_of_forward
+from ..quantized.linear import (
     GatheredTokens,
     HiddenActivation,
     ThroughActivation,
@@ -41,7 +42,6 @@ from ..quantized_linear import (
     through_activation,
     wgrad_is_quantized,
 )
-from ..scale import Scale
 from . import fc1 as first_linear
 from . import short_call
 from .activation_role import (

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from ...fuser import FusedOp, Op, Pattern, optional
-from ..glu import Activated
-from ..grouped_linear import GroupedLinear
-from ..moe import ROUTING
-from ..pointwise import Pointwise
-from ..scale import Scale
+from ..basic.glu import Activated
+from ..basic.scale import Scale
+from ..grouped.grouped_linear import GroupedLinear
+from ..grouped.pointwise import Pointwise
+from ..routed.moe import ROUTING
 from .activation_role import BETWEEN_LINEARS, reads_a_row, with_activation
 from .grouped_mlp import GroupedMLP, with_one_recipe
 from .pointwise_chain import PointwiseChain

@@ -10,17 +10,18 @@ from torch import Tensor
 
 from ...fuser import FusedOp, Grads, Keyword, Match, Op, Pattern, Run, register_fusion
 from ...fuser.contract.tracing import note
-from .. import kernels, link_rows
-from ..activation_spec import ActivationSpec
-from ..bias import Bias
-from ..checks import is_dense
-from ..glu import Activated
-from ..link import Link
-from ..pointwise import Pointwise
+from .. import kernels
+from ..basic.bias import Bias
+from ..basic.glu import Activated
+from ..basic.link import Link
+from ..basic.residual import AddExtraInput
+from ..basic.scale import ConstantScale, Scale
+from ..grouped import link_rows
+from ..grouped.pointwise import Pointwise
 from ..programs.compose import composed
 from ..programs.program import Program
-from ..residual import AddExtraInput
-from ..scale import ConstantScale, Scale
+from ..values.activation_spec import ActivationSpec
+from ..values.checks import is_dense
 
 FUNCTIONS = (Activated, Pointwise)
 AFFINE = (Scale, ConstantScale, Bias)

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from ...fuser.contract.module_state import with_tensors
 from .. import routing as permutation
-from ..activation_spec import ActivationSpec
-from ..delayed_scales import is_delayed
-from ..glu import Activated
-from ..grouped_linear import GroupedLinear
+from ..basic.glu import Activated
+from ..basic.scale import Scale
+from ..grouped.grouped_linear import GroupedLinear
 from ..inference import Experts, one_call
 from ..kernels.custom_ops import kernel
-from ..quantized_linear import GatheredTokens, applied, wgrad_is_quantized
+from ..quantized.delayed_scales import is_delayed
+from ..quantized.linear import GatheredTokens, applied, wgrad_is_quantized
 from ..routing import Routing
-from ..scale import Scale
+from ..values.activation_spec import ActivationSpec
 from .grouped_mlp import GroupedMLP
 
 

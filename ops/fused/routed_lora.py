@@ -19,14 +19,14 @@ from ...fuser import FusedOp, Gradient, Grads, Pattern, register_fusion
 from ...fuser.runtime.call import evaluate
 from .. import kernels
 from .. import routing as permutation
-from ..checks import product_dtype
-from ..glu import Activated
+from ..basic.glu import Activated
+from ..basic.scale import Scale
+from ..grouped.lora import GroupedLoRA, back_through, input_grad, lora_b_grad
+from ..grouped.pointwise import Pointwise
 from ..kernels import ActivationGrads
-from ..lora import GroupedLoRA, back_through, input_grad, lora_b_grad
-from ..moe import Combine, Dispatch
-from ..pointwise import Pointwise
+from ..routed.moe import Combine, Dispatch
 from ..routing import Routing
-from ..scale import Scale
+from ..values.checks import product_dtype
 from .activation_role import (
     BETWEEN_LINEARS,
     spec_of,

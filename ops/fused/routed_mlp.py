@@ -17,13 +17,13 @@ from ...fuser import Gradient, Grads, register_fusion
 from ...fuser.contract.tracing import is_traced
 from ...fuser.runtime.call import evaluate
 from .. import routing as permutation
-from ..checks import product_dtype
+from ..formats.recipe import Recipe
 from ..gathered_wgrad import gathered_wgrad
-from ..grouped_linear import GroupedLinear, input_grad
+from ..grouped.grouped_linear import GroupedLinear, input_grad
 from ..inference import Experts, Kept, on_cpu, one_call
-from ..moe import Combine, Dispatch
-from ..quantized.recipe import Recipe
+from ..routed.moe import Combine, Dispatch
 from ..routing import Routing
+from ..values.checks import product_dtype
 from . import short_call
 from .activation_role import vector_grads
 from .grouped_mlp import GroupedMLP, reads_preact

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...fuser import Pattern
-from ..moe import ROUTING
+from ..routed.moe import ROUTING
 
 
 def routed(path: Pattern, scales: Iterable[str], to_combine: Iterable[str] = ROUTING) -> Pattern:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...fuser import Gradient, Grads
 from ...fuser.contract.config import thread_config
-from ..grouped_linear import GroupedLinear, with_rows_of
+from ..grouped.grouped_linear import GroupedLinear, with_rows_of
 from ..inference import (
     Experts,
     Gradients,
@@ -23,7 +23,7 @@ from ..inference import (
     rows_backward_on_cpu,
     rows_on_cpu,
 )
-from ..quantized_linear import in_force
+from ..quantized.linear import in_force
 from .activation_role import reads_numbers, spec_of
 
 _OF_FC2 = frozenset({"fc2.weight", "fc2.bias"})

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ...fuser.contract import tracing as trace
-from ..activation_spec import ActivationSpec
-from ..grouped_tensor import GroupedTensor
 from ..programs.program import Program
+from ..values.activation_spec import ActivationSpec
+from ..values.grouped_tensor import GroupedTensor
 from . import outputs, recording, unfused
 from .custom_ops import kernel
 from .dispatch import (

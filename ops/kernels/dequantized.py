@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..quantized import reference
-from ..quantized.copies import BLOCK, BlockedColumns
+from ..formats import reference
+from ..formats.copies import BLOCK, BlockedColumns
 from . import grouped_gemm
 from .problem import Layout
 from .quantized_problem import Multiplying, ScaledGemm, ScaledWgrad

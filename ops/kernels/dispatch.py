@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ...fuser import RefusedError
 from ...fuser.contract.config import active_config
-from ..activation_spec import ActivationSpec
 from ..programs.program import Program
+from ..values.activation_spec import ActivationSpec
 from . import float32
 from .fake_quantized_problem import FakeQuantizeRows, FakeQuantizing
 from .function import FunctionKernels

@@ -7,8 +7,8 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..activation_spec import ActivationSpec
 from ..programs.program import Program
+from ..values.activation_spec import ActivationSpec
 from .interface import PointwiseKernels
 from .problem import ActivationGrads, FunctionOperands, PointwiseGrads, PointwiseRows
 

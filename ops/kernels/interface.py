@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..activation_spec import ActivationSpec
 from ..programs.program import Program
+from ..values.activation_spec import ActivationSpec
 from .fake_quantized_problem import FakeQuantizing
 from .problem import ActivationGrads, GroupedGemm, Matrices, PointwiseGrads, PointwiseRows
 from .quantized_problem import Multiplying, Quantizing

@@ -8,8 +8,8 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ..activation_spec import ActivationSpec
 from ..programs.program import Program
+from ..values.activation_spec import ActivationSpec
 from .problem import ActivationGrads, GroupedGemm, Layout, Matrices, Operands, PointwiseGrads, first, stacked
 
 Dtypes = tuple[torch.dtype | None, ...]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...fuser.contract import tracing as trace
-from ..quantized.packed import PackedFormat, unpacked
+from ..formats.packed import PackedFormat, unpacked
 from . import grouped_gemm
 from .custom_ops import kernel
 from .dispatch import packed_refusal

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...fuser.contract.torch_private import FakeTensor
-from ..activation_spec import ActivationSpec
+from ..values.activation_spec import ActivationSpec
 from .independent import Independent
 
 Matrices = Tensor | Sequence[Tensor]

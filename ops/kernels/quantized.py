@@ -16,8 +16,8 @@ from torch import Tensor
 from ...fuser.contract import tracing as trace
 from ...fuser.contract.config import active_config
 from ...fuser.replay import capture
-from ..activation_spec import ActivationSpec
-from ..quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
+from ..formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
+from ..values.activation_spec import ActivationSpec
 from . import activate, activate_backward, dequantized
 from .custom_ops import kernel
 from .dispatch import quantizers, row_kernels, scaled_products

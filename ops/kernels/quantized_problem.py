@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..activation_spec import ActivationSpec
-from ..quantized.copies import BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling
-from ..quantized.packed import PackedFormat
+from ..formats.copies import BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling
+from ..formats.packed import PackedFormat
+from ..values.activation_spec import ActivationSpec
 from .problem import Matrices, Operands, first, nbytes
 
 

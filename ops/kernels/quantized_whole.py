@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..quantized.copies import BLOCK, RowWeight, Scaling
+from ..formats.copies import BLOCK, RowWeight, Scaling
 from .custom_ops import kernel
 from .problem import Matrices, first
 from .quantized import E4M3, RowCopies, quantize

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..grouped_tensor import GroupedTensor
+from ..values.grouped_tensor import GroupedTensor
 from .problem import Layout
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...fuser.contract import tracing as trace
-from ..activation_spec import ActivationSpec
 from ..programs.program import Program
+from ..values.activation_spec import ActivationSpec
 from . import unfused
 from .dispatch import Choice, activation_choice, pointwise_choice, row_choice
 from .hopper import epilogue as hopper_epilogue

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...fuser.contract import tracing as trace
-from ..activation_spec import ActivationSpec
-from ..quantized.copies import QuantizedRows, ceil_blocks
+from ..formats.copies import QuantizedRows, ceil_blocks
+from ..values.activation_spec import ActivationSpec
 from .custom_ops import kernel
 from .dispatch import scaled_epilogue_refusal
 from .hopper import scaled_activation as hopper

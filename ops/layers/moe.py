@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from ...fuser import ArgumentError, Sequential
 from ...fuser.contract.torch_private import serialized_as
-from ..activation_spec import ActivationSpec, Interleaved
-from ..checks import check_numbers, check_sizes
-from ..glu import Activated
-from ..grouped_linear import GroupedLinear
-from ..moe import Combine, Dispatch
-from ..named_activation import activation_op, activation_spec
-from ..scale import Scale
+from ..basic.glu import Activated
+from ..basic.named_activation import activation_op, activation_spec
+from ..basic.scale import Scale
+from ..grouped.grouped_linear import GroupedLinear
+from ..routed.moe import Combine, Dispatch
+from ..values.activation_spec import ActivationSpec, Interleaved
+from ..values.checks import check_numbers, check_sizes
 from .balance import balance_loss, balancing_step, tokens_per_expert
 from .router import Router, Routes
 from .shared_expert import SharedExpert

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...fuser.contract.torch_private import serialized_as
-from ..checks import check_numbers, check_sizes
-from ..wide_buffers import WideBuffers
+from ..parameters.wide_buffers import WideBuffers
+from ..values.checks import check_numbers, check_sizes
 
 SCORES = ("softmax", "sigmoid")
 _TINY = 1e-20  # keeps a sum of sigmoids away from zero, as DeepSeek-V3 does

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...fuser import Sequential
-from ..activation_spec import ActivationSpec
-from ..linear import Linear
-from ..named_activation import activation_op
+from ..basic.linear import Linear
+from ..basic.named_activation import activation_op
+from ..values.activation_spec import ActivationSpec
 
 
 class SharedExpert(nn.Module):

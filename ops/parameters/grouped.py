@@ -15,10 +15,10 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from ...fuser import ArgumentError, Op
 from ...fuser.contract.tracing import WITHOUT_DATA
 from ...fuser.runtime.residuals import Apart
-from ..checks import check_parameter
+from ..formats.copies import AMAX, SCALES
 from ..kernels import has_objects
 from ..kernels.problem import Matrices, first
-from ..quantized.copies import AMAX, SCALES
+from ..values.checks import check_parameter
 from .group import ExpertGroup, as_one
 from .stored import drop_note
 

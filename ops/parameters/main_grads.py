@@ -15,9 +15,9 @@ from ...fuser.contract.stored_values import stores_values
 from ...fuser.contract.torch_private import without_fake_tensors
 from ...fuser.contract.tracing import WITHOUT_DATA, has_no_data
 from ...fuser.runtime.buffers import extent
-from ..checks import is_free_to_write
 from ..kernels import addresses_of
 from ..kernels.problem import Matrices
+from ..values.checks import is_free_to_write
 from .group import ExpertGroup
 
 _PROTOCOL = "get_main_grad", "main_grad", "overwrite_main_grad", "grad_added_to_main_grad", "zero_out_wgrad"

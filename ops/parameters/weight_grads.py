@@ -16,9 +16,9 @@ from ...fuser.contract.op import Delivery, SideEffects
 from ...fuser.contract.stored_values import stores_values
 from ...fuser.replay import capture
 from .. import kernels
+from ..formats.copies import Columns
 from ..kernels import Layout, Matrices
-from ..quantized.copies import Columns
-from ..quantized_linear import weight_grad
+from ..quantized.linear import weight_grad
 from .delayed_work import DelayedWork
 from .group import ExpertGroup
 from .grouped import ExpertParameters

@@ -1,1 +1,1 @@
-"""Quantised operands: recipes, the copies of tensors that they ask for, and what computes them."""
+"""Linears whose operands are quantised, above the kernels; the number formats are in ``ops/formats``."""

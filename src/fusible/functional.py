@@ -1,6 +1,6 @@
 """Functions on tensors that the caller owns."""
 
-from .ops.functional import grouped_gemm
-from .ops.routed_experts import routed_experts
+from .ops.grouped.functional import grouped_gemm
+from .ops.routed.routed_experts import routed_experts
 
 __all__ = ["grouped_gemm", "routed_experts"]

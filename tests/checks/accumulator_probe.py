@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from fusible.ops.formats.copies import QuantizedRows
 from fusible.ops.kernels.hopper import scaled_gemm as hopper
 from fusible.ops.kernels.quantized_problem import ScaledGemm
-from fusible.ops.quantized.copies import QuantizedRows
 
 STEP = 32
 """Products that the tensor cores add at once."""

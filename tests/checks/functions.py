@@ -12,8 +12,8 @@ from test_pointwise import BINARY, UNARY, function_of
 from torch import Tensor
 
 from fusible import Activation, AddExtraInput, Bias, ConstantScale, Op, Pointwise, Scale, SwiGLU
-from fusible.ops.activation_spec import Interleaved
 from fusible.ops.fused.pointwise_chain import PointwiseChain
+from fusible.ops.values.activation_spec import Interleaved
 
 Function = Callable[..., Tensor]
 

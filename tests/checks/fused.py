@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fusible import Pointwise
 from fusible.ops import kernels
-from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
 from fusible.ops.fused.activation_role import reads_a_row
 from fusible.ops.fused.pointwise_chain import PointwiseChain
 from fusible.ops.kernels.hopper import epilogue, extension
@@ -33,6 +32,7 @@ from fusible.ops.kernels.problem import (
 )
 from fusible.ops.kernels.pytorch import activation as pointwise
 from fusible.ops.programs.halves import join, split
+from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved
 
 NAMES = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid")
 SPECS = {

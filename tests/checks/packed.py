@@ -17,12 +17,12 @@ from torch import Tensor
 
 import fusible
 from fusible import GroupedLinear, check_device_errors
+from fusible.ops.formats import mxfp4, mxfp8, nvfp4
+from fusible.ops.formats.formats import pack
+from fusible.ops.formats.packed import PackedFormat, unpacked
+from fusible.ops.formats.recipe import Recipe
 from fusible.ops.kernels.hopper import packed_gemm as hopper
 from fusible.ops.kernels.quantized_problem import PackedGemm
-from fusible.ops.quantized import mxfp4, mxfp8, nvfp4
-from fusible.ops.quantized.formats import pack
-from fusible.ops.quantized.packed import PackedFormat, unpacked
-from fusible.ops.quantized.recipe import Recipe
 
 from .device import synchronize
 from .recipes import Kernels, activation_bound

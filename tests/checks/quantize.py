@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fusible import Pointwise
 from fusible.ops import kernels
-from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
+from fusible.ops.formats import reference
+from fusible.ops.formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
 from fusible.ops.kernels.hopper import quantize, rows
 from fusible.ops.kernels.problem import ActivationGrads, Operands
 from fusible.ops.kernels.quantized_problem import (
@@ -21,8 +22,7 @@ from fusible.ops.kernels.quantized_problem import (
     QuantizeRows,
     QuantizeWeight,
 )
-from fusible.ops.quantized import reference
-from fusible.ops.quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
+from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved
 
 from .functions import ACTS_OF_COLUMNS, Act, op_of_columns
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusible.ops.formats import per_row, per_tensor, reference
+from fusible.ops.formats.copies import BlockedColumns, QuantizedRows, RowWeight, Scaling
+from fusible.ops.formats.formats import E4M3
+from fusible.ops.formats.reference import Blocks
 from fusible.ops.kernels.hopper import quantize
 from fusible.ops.kernels.quantized_problem import QuantizeRows, QuantizeWeight
-from fusible.ops.quantized import per_row, per_tensor, reference
-from fusible.ops.quantized.copies import BlockedColumns, QuantizedRows, RowWeight, Scaling
-from fusible.ops.quantized.formats import E4M3
-from fusible.ops.quantized.reference import Blocks
 
 from .quantize import (
     assert_same,

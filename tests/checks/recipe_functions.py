@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusible
 from fusible import GroupedLinear, Pointwise
-from fusible.ops.activation_spec import Interleaved
+from fusible.ops.values.activation_spec import Interleaved
 
 from .recipes import MULTIPLIED, Results, assert_close, assert_equal, tensor
 

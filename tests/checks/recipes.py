@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fusible
 from fusible import GroupedLinear
 from fusible.fuser import replay
-from fusible.ops.quantized.recipe import Recipe
+from fusible.ops.formats.recipe import Recipe
 
 MULTIPLIED: dict[str, Recipe] = {  # by our own kernels, as bytes or exactly in 16 bits
     "block": fusible.Float8Block(),

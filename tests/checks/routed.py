@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
 from fusible.ops.inference import Experts
 from fusible.ops.kernels.pytorch import activation as pointwise
+from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved
 
 GPT_OSS = gated("silu", 7.0, 1.702, 1.0, interleaved(1))
 SPECS = {"silu glu": gated("silu", None, 1.0, 0.0, "concat"), "gpt-oss": GPT_OSS, "relu2": activation("relu2")}

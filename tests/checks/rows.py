@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fusible import check_device_errors
-from fusible.ops.activation_spec import ActivationSpec, activation, gated, interleaved
 from fusible.ops.kernels.hopper import rows
 from fusible.ops.kernels.problem import ActivationGrads
 from fusible.ops.kernels.pytorch import activation as pointwise
+from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved
 
 T = 37
 STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-20}

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...activation_spec import ActivationSpec
 from ...programs.columns import tensors_of
 from ...programs.program import Program
+from ...values.activation_spec import ActivationSpec
 from ..jit.operands import inputs_of
 from ..jit.pointwise_driver import MOST_OPERANDS
 from ..problem import Operands, addresses

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...activation_spec import ActivationSpec
+from ...values.activation_spec import ActivationSpec
 from ..architecture import assumed
 from ..jit import epilogue as functions
 from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, first

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...quantized.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling, ceil_blocks
+from ...formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling, ceil_blocks
 from ..problem import Matrices, addresses, first
 from ..quantized_problem import (
     PermuteQuantizedRows,

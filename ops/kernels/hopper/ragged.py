@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ...grouped_tensor import GroupedTensor
+from ...values.grouped_tensor import GroupedTensor
 from ..ragged import RaggedGemm
 from . import gemm as hopper
 from .extension import TYPE_CODES, address, compiled, stream

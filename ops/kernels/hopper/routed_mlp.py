@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...activation_spec import ActivationSpec
+from ...values.activation_spec import ActivationSpec
 from ..problem import Activate, GroupedGemm, Layout
 from . import epilogue
 from . import gemm as hopper

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...activation_spec import ActivationSpec
 from ...programs.activations import CURVES
+from ...values.activation_spec import ActivationSpec
 from ..problem import ActivationGrads, Matrices, stacked
 from .extension import TYPE_CODES, address, compiled, device_refusal, stream
 

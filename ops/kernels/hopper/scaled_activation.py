@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...quantized.copies import BLOCK
+from ...formats.copies import BLOCK
 from ..quantized_problem import ActivatedScaledGemm
 from . import quantized_functions, scaled_gemm
 from .epilogue import tile_refusal

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...quantized.copies import BLOCK, ceil_blocks
+from ...formats.copies import BLOCK, ceil_blocks
 from ..problem import Matrices, addresses, first
 from ..quantized_problem import Multiplying, ScaledGemm, ScaledWgrad
 from .extension import TYPE_CODES, address, compiled, device_refusal, stream, workspace_bytes

@@ -6,8 +6,8 @@ from itertools import product
 
 import torch
 
-from ...activation_spec import ActivationSpec
 from ...programs.program import Program
+from ...values.activation_spec import ActivationSpec
 from ..hopper.extension import is_built
 from ..problem import Layout
 from . import epilogue

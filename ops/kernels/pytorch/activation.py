@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...activation_spec import ActivationSpec
+from ...values.activation_spec import ActivationSpec
 from ..function import FunctionKernels
 from ..problem import ActivationGrads, FunctionOperands
 from . import pointwise

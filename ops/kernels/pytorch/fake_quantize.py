@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ...quantized import mxfp8, nvfp4
-from ...quantized.packed import PackedFormat
+from ...formats import mxfp8, nvfp4
+from ...formats.packed import PackedFormat
 from ..fake_quantized_problem import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 from ..problem import stacked
 

@@ -1,4 +1,4 @@
-"""The quantisers in PyTorch, on any device: the definition in ``ops/quantized/reference.py``, into given memory."""
+"""The quantisers in PyTorch, on any device: the definition in ``ops/formats/reference.py``, into given memory."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from ...quantized import operands, reference
-from ...quantized.copies import BlockedColumns, QuantizedRows, RowWeight, Scaling
-from ...quantized.recipe import Float8Row, Float8Tensor
+from ...formats import operands, reference
+from ...formats.copies import BlockedColumns, QuantizedRows, RowWeight, Scaling
+from ...formats.recipe import Float8Row, Float8Tensor
 from ..problem import ActivationGrads, stacked
 from ..quantized_problem import (
     PermuteQuantizedRows,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...quantized import reference
-from ...quantized.copies import BlockedColumns, QuantizedRows, ceil_blocks
+from ...formats import reference
+from ...formats.copies import BlockedColumns, QuantizedRows, ceil_blocks
 from ..quantized_problem import Multiplying, ScaledGemm, ScaledWgrad
 from . import loop
 

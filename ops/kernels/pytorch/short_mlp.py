@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...activation_spec import ActivationSpec
+from ...values.activation_spec import ActivationSpec
 from ..hopper.routed_mlp import Experts
 from ..problem import ActivationGrads, GroupedGemm, Layout
 from . import activation, few_rows, grouped_mm_cpu, loop

@@ -1,0 +1,1 @@
+"""Ops without groups: activations, biases, scales, branches, linears."""

@@ -1,0 +1,469 @@
+"""One linear layer per group of rows (expert)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...fuser import ArgumentError, Buffer, Gradient, Grads, TensorSpec
+from ...fuser.contract import tracing as trace
+from ...fuser.runtime.buffers import CallerBuffer
+from .. import kernels
+from ..formats import operands
+from ..formats.copies import AMAX, SCALES, BackwardWeight, Columns, WeightOperand
+from ..formats.forms import form_of, misfit
+from ..formats.packed import PackedWeight
+from ..formats.recipe import MXFP4, NVFP4, Recipe
+from ..formats.schemes import Copy
+from ..kernels import Independent, Layout, Matrices
+from ..parameters.weight_grads import WeightGrads
+from ..parameters.wide_buffers import WideBuffers
+from ..quantized import delayed_scales
+from ..quantized import linear as quantized
+from ..quantized.gathered_weights import expected_operands, is_gathered
+from ..quantized.linear import TokenCopies
+from ..quantized.weights import match_state, operands_of
+from ..values.checks import (
+    SplitSizesFit,
+    check_buffer,
+    check_buffer_columns,
+    check_matrix_input,
+    check_quantized_input,
+    check_rows,
+    check_sizes,
+    check_split_sizes,
+    product_dtype,
+)
+
+OUTPUT_BUFFER_KEY = "output"
+GRAD_INPUT_BUFFER_KEY = "grad_input"
+
+
+class GroupedLinear(WideBuffers, WeightGrads):
+    """``y[rows of g] = x[rows of g] @ weight[g].T + bias[g]``; rows are sorted by group.
+
+    Rows past ``sum(split_sizes)``, the tail, take no part: in an ``output`` buffer they are left as they are, in an
+    output that the op allocates they are zero. A group without rows has a weight gradient of zeros.
+
+    Keywords of a call:
+        split_sizes: how many rows each group has: int32 or int64 [E], on the device of ``x``. A list, or a tensor on
+            the host, is copied there.
+        output: where to write y: shape [..., N], dtype of the product, contiguous, without grad. The result is a view.
+        grad_input: where the backward writes the gradient of x: shape and dtype of x, contiguous, without grad. The
+            gradient is that memory, with whatever stands in its tail. If ``x`` is a contiguous leaf without a
+            ``.grad``, the buffer becomes its ``.grad`` (with other strides, torch copies it): to accumulate over
+            backwards, give each another buffer. Behind another op or module of the container the gradient is a copy
+            whose tail is zero, so that the buffer's tail reaches no weight gradient in front.
+        bias_scale: with ``scale_bias``, the factor of the bias in each row: [...], any floating-point dtype.
+
+    Args:
+        num_groups: E.
+        in_features: K.
+        out_features: N.
+        bias: whether there is a bias.
+        single_grouped_weight: one parameter ``weight`` [E, N, K]; else ``weight0``, ``weight1``, … [N, K].
+        single_grouped_bias: one parameter ``bias`` [E, N]; else ``bias0``, ``bias1``, … [N].
+        scale_bias: the bias, if there is one, is multiplied by ``bias_scale``, which is then a required keyword.
+        accumulate_into_main_grad: the weight gradient is added to ``weight.main_grad`` (or replaces what is there,
+            where ``weight.overwrite_main_grad`` is set) and does not go through autograd. On a weight that has
+            ``grad_added_to_main_grad``, that is set to True, and the weight gets a ``.grad`` whose values mean nothing.
+            A ``main_grad`` of 16 bits is rounded as an ``out`` of :func:`grouped_gemm` is.
+        delay_wgrad_compute: the weight gradient is computed by :meth:`backward_dw`.
+        transposed_weight: the weight is stored as [E, K, N] (``weight0``, … as [K, N]), and is read as it is stored.
+        recipe: what the operands of its products are quantised by. None: as ``config(recipe=...)`` says;
+            ``NoRecipe()``: by nothing.
+
+    Raises:
+        ArgumentError: a size that is not a positive int, or a dtype that is not floating-point with at least 16 bits;
+            in a call, arguments that do not fit.
+        RuntimeError: in a backward that accumulates into ``main_grad``, if that is missing or does not fit.
+    """
+
+    checks_values = False  # those of split sizes on the host
+    values_checked_on_host = frozenset({"split_sizes"})
+    replayable = True
+    recipe: Recipe | None = None
+    wide_buffers = delayed_scales.BUFFERS  # in which they are computed
+    gathers_bytes = False  # whether FSDP2 gathers the weight in e4m3
+
+    class Saved(NamedTuple):
+        x: Tensor | Columns | None
+        weight: Matrices | BackwardWeight | Copy | None
+        split_sizes: Tensor
+        bias: Matrices | None
+        bias_scale: Tensor | None
+        grad_input: CallerBuffer | None
+        x_shape: tuple[int, ...]
+        zero_tail: bool
+        recipe: Recipe | None = None
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        single_grouped_weight: bool = True,
+        single_grouped_bias: bool = True,
+        scale_bias: bool = False,
+        accumulate_into_main_grad: bool = False,
+        delay_wgrad_compute: bool = False,
+        transposed_weight: bool = False,
+        recipe: Recipe | None = None,
+    ) -> None:
+        super().__init__()
+        quantized.check_recipe("GroupedLinear", recipe)
+        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+        check_sizes("GroupedLinear", dtype, **sizes)
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.has_bias, self.scale_bias, self.recipe = bias, scale_bias and bias, recipe
+        self.init_expert_parameters()
+        self.transposed_weight = transposed_weight
+        weight = torch.empty((num_groups, *self._matrix_shape()), device=device, dtype=dtype)
+        self.add_expert_parameter("weight", weight, single_grouped_weight)
+        if bias:
+            data = torch.empty((num_groups, out_features), device=device, dtype=dtype)
+            self.add_expert_parameter("bias", data, single_grouped_bias)
+        self.init_weight_grads(accumulate_into_main_grad, delay_wgrad_compute)
+        delayed_scales.register(self, recipe, num_groups, device)
+        required = type(self).keywords["bias_scale"]._replace(required=True)
+        others = {name: keyword for name, keyword in type(self).keywords.items() if name != "bias_scale"}
+        self.keywords = {**others, "bias_scale": required} if self.scale_bias else others
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every parameter uniformly from ±1/sqrt(in_features), as ``torch.nn.Linear`` does."""
+        bound = 1 / math.sqrt(self.in_features)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def _matrix_shape(self) -> tuple[int, int]:
+        packed = 2 if self.is_quantized and isinstance(self.recipe, MXFP4 | NVFP4) else 1  # values in a byte
+        shape = self.out_features, self.in_features // packed
+        return shape[::-1] if self.transposed_weight else shape
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int]:
+        """[E, N, K] of the values, however they are stored."""
+        return self.num_groups, self.out_features, self.in_features
+
+    def decision_key(self) -> tuple[Any, ...]:
+        key: list[Any] = [type(self), self.recipe]  # a parametrization changes the type
+        for name, split in self.per_group.items():
+            group = self._group(name) if split else None
+            p = self.one_parameter(name) if group is None else group.tensors[0]
+            key += (type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape, group is None or group.is_uniform())
+        return tuple(key)
+
+    def value_check(self, name: str, x: TensorSpec) -> Callable[[Tensor], bool]:
+        return SplitSizesFit.of(x)
+
+    def check_without_x(
+        self,
+        *,
+        split_sizes: Any = None,
+        output: Tensor | None = None,
+        grad_input: Tensor | None = None,
+        bias_scale: Tensor | None = None,
+    ) -> None:
+        self._check_weights(None)
+        if split_sizes is not None:
+            check_split_sizes(split_sizes, self.num_groups, None)
+        for name, buffer, columns in (
+            ("output", output, self.out_features),
+            ("grad_input", grad_input, self.in_features),
+        ):
+            if buffer is not None:
+                check_buffer_columns(name, buffer, columns)
+        if bias_scale is not None:
+            check_rows("bias_scale", bias_scale, None)
+
+    def check(
+        self,
+        x: TensorSpec,
+        *,
+        split_sizes: Tensor | Sequence[int],
+        output: Tensor | None = None,
+        grad_input: Tensor | None = None,
+        bias_scale: Tensor | None = None,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> TensorSpec:
+        weight = self.one_parameter("weight")
+        checked = check_quantized_input if self.is_quantized else check_matrix_input
+        dtype = checked(x, weight, self.in_features, autocast_dtype)
+        if self.is_quantized and (why := quantized.dtype_refusal(self.recipe, dtype)) is not None:  # type: ignore[arg-type]
+            raise ArgumentError(f"x: {why}; cast it")
+        self._check_weights(x.device)
+        if type(weight) is not nn.Parameter and is_gathered(weight):
+            weight.check_reader(self.recipe)
+        check_split_sizes(split_sizes, self.num_groups, x)
+        y = TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)
+        if output is not None:
+            check_buffer("output", output, *y[:3])
+        if grad_input is not None:
+            check_buffer("grad_input", grad_input, *x[:3])
+        if bias_scale is not None:
+            check_rows("bias_scale", bias_scale, x)
+        return y
+
+    def _check_weights(self, device: torch.device | None) -> None:
+        """Of the parameters, and of what decodes those that stay quantised."""
+        shapes = {"weight": self._matrix_shape(), "bias": (self.out_features,)}
+        weight = self._parameters.get("weight")
+        if type(weight) is not nn.Parameter and is_gathered(weight):
+            del shapes["weight"]  # it has that of its shards
+        self.check_parameters(device, **shapes)
+        if not self.is_quantized:
+            return
+        recipe: Recipe = self.recipe  # type: ignore[assignment]
+        data = form_of(recipe, self.weight_shape).data
+        decoders: Any = [self._buffers.get(name) for name in (SCALES, AMAX)]
+        if (why := misfit(recipe, self.weight_shape, Copy(data, *decoders))) is not None:
+            raise ArgumentError(f"{why}; what casts a module casts them too, so quantise it after that")
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        split_sizes: Tensor | Sequence[int],
+        output: Buffer | None = None,
+        grad_input: Buffer | None = None,
+        bias_scale: Tensor | None = None,
+        needs_grad: frozenset[str],
+        autocast_dtype: torch.dtype | None,
+        x_is_inner: bool = False,
+    ) -> tuple[Tensor, Saved]:
+        sizes = kernels.as_split_sizes(split_sizes, x.device)
+        rows = as_rows(x, product_dtype(x.dtype, autocast_dtype))
+        recipe = quantized.applied(self, rows.dtype)
+        factors: dict[str, Any] = {
+            "out": None if output is None else output.view(-1, self.out_features),
+            "bias": self.matrices("bias") if self.has_bias else None,
+            "bias_scale": None if bias_scale is None else bias_scale.reshape(-1),
+        }
+        if recipe is None:
+            weight = self.matrices("weight", rows.dtype)
+            y = kernels.grouped_gemm(Layout.NT, rows, weight, sizes, **factors)
+            assert isinstance(y, Tensor)
+            saved = self.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner)
+        else:
+            lent = bias_scale, grad_input
+            y, saved = self.quantized_fwd(recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, factors)
+        return with_rows_of(x, y) if output is None else output.detach(), saved
+
+    def quantized_fwd(
+        self,
+        recipe: Recipe,
+        x: Tensor,
+        rows: Tensor | TokenCopies,
+        split_sizes: Tensor,
+        bias_scale: Tensor | None,
+        grad_input: Tensor | None,
+        needs_grad: frozenset[str],
+        x_is_inner: bool,
+        factors: Mapping[str, Any],
+        product: Callable[..., Any] = quantized.product,
+    ) -> tuple[Any, Saved]:
+        """What the product gives, the output as rows, and what is saved; from the rows of ``x`` or copies of them.
+
+        Args:
+            factors: what else the product takes, by the names of :func:`kernels.grouped_gemm`.
+            product: may do more than multiply.
+        """
+        if isinstance(rows, Tensor):
+            encode = delayed_scales.encode_of_tokens(self, recipe, rows, split_sizes)
+            wanted = {"rows": True, "wgrad": "weight" in needs_grad}
+            rows = quantized.copies_of(recipe, rows, split_sizes, **wanted, encode=encode)
+        if not self.is_quantized:
+            quantized.note_few_rows(rows, self.num_groups, x.device)
+        weight, back = self._weight_operands(recipe, "x" in needs_grad)
+        assert rows.rows is not None
+        y = product(recipe, rows.rows, weight, split_sizes, rows.dtype, **factors)
+        lent = bias_scale, grad_input
+        return y, self.saved(x, rows.for_wgrad, back, split_sizes, *lent, needs_grad, x_is_inner, recipe)
+
+    def _weight_operands(
+        self, recipe: Recipe, back: bool
+    ) -> tuple[WeightOperand | PackedWeight, BackwardWeight | Copy | None]:
+        """What the product reads, and, if ``back``, what the gradient of ``x`` will read."""
+        if self.is_quantized:
+            data = kernels.problem.stacked(self.matrices("weight"))
+            copy = Copy(data, *self.quantized_buffers())
+            return operands.of_staying(recipe, copy), copy if back else None
+        matrices = self.matrices("weight")
+        if delayed_scales.is_delayed(recipe):
+            weight = kernels.problem.stacked(matrices)
+            encode = delayed_scales.encode_of_weight(self, recipe, weight)
+            return quantized.weight_operands(recipe, weight, back, encode)
+        if self.gathers_bytes and trace.active():
+            trace.note("FSDP2 gathers the weight in e4m3: each rank quantises its shard, and calls are not replayed")
+            return expected_operands(self.one_parameter("weight"), back)
+        return operands_of(recipe, matrices, back)
+
+    def saved(
+        self,
+        x: Tensor,
+        rows: Tensor | Columns | None,
+        weight: Matrices | BackwardWeight | Copy | None,
+        split_sizes: Tensor,
+        bias_scale: Tensor | None,
+        grad_input: Tensor | None,
+        needs_grad: frozenset[str],
+        x_is_inner: bool,
+        recipe: Recipe | None = None,
+    ) -> Saved:
+        """What the wanted gradients need, and no more."""
+        copies = x_is_inner and grad_input is not None and "x" in needs_grad
+        if copies:
+            trace.note("the gradient of x is copied from grad_input, whose tail must reach nothing in front")
+        bias = self.matrices("bias") if "bias_scale" in needs_grad else None
+        if bias is not None and type(bias) is not nn.Parameter:
+            bias = self.to_save("bias", bias)
+        if recipe is None and "x" in needs_grad and type(weight) is not nn.Parameter:
+            weight = self.to_save("weight", weight)  # type: ignore[arg-type]
+        return self.Saved(
+            rows if "weight" in needs_grad else None,
+            weight if "x" in needs_grad else None,
+            split_sizes,
+            bias,
+            bias_scale,
+            None if grad_input is None else CallerBuffer(grad_input),
+            (-1, *x.shape[1:]) if x.dim() == 2 or x.numel() else tuple(x.shape),  # the same for any number of rows
+            copies,
+            recipe,
+        )
+
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        rows = as_rows(dy)
+        if saved.recipe is None:
+            return self.grads_of(saved, rows, rows, needs_grad)
+        wanted = {"rows": "x" in needs_grad, "wgrad": "weight" in needs_grad, "is_gradient": True}
+        encode = delayed_scales.encode_of_tokens(self, saved.recipe, rows, saved.split_sizes, is_gradient=True)
+        copies = quantized.copies_of(saved.recipe, rows, saved.split_sizes, **wanted, encode=encode)
+        return self.grads_of(saved, copies, rows, needs_grad)
+
+    def grads_of(
+        self,
+        saved: Saved,
+        dy: Tensor | TokenCopies,
+        values: Tensor | None,
+        needs_grad: frozenset[str],
+        independent: Independent | None = None,
+    ) -> Grads:
+        """All gradients from that of the output, as its products read it.
+
+        Args:
+            values: the gradient of the output, not quantised; None where neither bias nor its scale are wanted.
+            independent: what their products belong to; None: to one another.
+        """
+        if independent is None:
+            independent = Independent.of(len(needs_grad & {"x", "weight"}))
+        grads: dict[str, Gradient] = {"x": lambda: input_grad(dy, saved, independent)}
+        left, number = (dy.for_wgrad, dy.number) if isinstance(dy, TokenCopies) else (dy, 0)
+        grads |= self.weight_grads(left, saved.x, saved.split_sizes, needs_grad, number, independent)
+        if values is None:
+            return grads
+        if self.has_bias:
+            grads |= self.bias_grads(values, saved.split_sizes, saved.bias_scale)
+        bias, scale = saved.bias, saved.bias_scale
+        if bias is not None and scale is not None:
+            grads["bias_scale"] = lambda: kernels.row_dots(values, bias, saved.split_sizes, scale.dtype).view_as(scale)
+        return grads
+
+    def bias_grads(self, dy: Tensor, split_sizes: Tensor, row_scale: Tensor | None) -> Grads:
+        """The gradient of the biases, stacked: sums of the rows of ``dy`` [T, N], scaled by ``row_scale`` if given."""
+
+        def gradient() -> Tensor:
+            scale = None if row_scale is None else row_scale.reshape(-1)
+            return kernels.column_sums(dy, split_sizes, self.one_parameter("bias").dtype, scale)
+
+        return {"bias": gradient}
+
+    @property
+    def keeps_scales(self) -> bool:
+        """Whether it has scales of steps before."""
+        return delayed_scales.has_buffers(self)
+
+    def trace_refusal(self) -> str | None:
+        if delayed_scales.is_delayed(quantized.followed_by(self)):
+            return "delayed scales are kept in buffers, which compiled code does not write"
+        if self.gathers_bytes:
+            return "FSDP2 gathers the weight in e4m3, a parameter that compilers do not trace"
+        return super().trace_refusal()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        why: str | None
+        if self.gathers_bytes and args[0].get("assign_to_params_buffers", False):
+            cure = "load without it, or call gather_quantized after"
+            why = f"{prefix}weight is gathered in e4m3, and assign=True would replace what does so; {cure}"
+        else:
+            why = match_state(self, state_dict, prefix)
+        if why is not None:  # nothing of the linear is loaded
+            args[-1].append(why)
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def extra_repr(self) -> str:
+        recipe = "" if self.recipe is None else f", recipe={self.recipe}"
+        return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.has_bias}{recipe}"
+
+
+def as_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """[..., C] as [T, C] with rows that a kernel can read: a copy only where columns are strided or rows repeat."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # itself: autograd then names an overwritten one well
+    (count, columns), (pitch, step) = rows.shape, rows.stride()
+    dense = (step == 1 or columns == 1) and (pitch >= columns or count <= 1)
+    rows = rows if dense else rows.contiguous()
+    return rows if dtype is None or rows.dtype == dtype else rows.to(dtype)
+
+
+def with_rows_of(x: Tensor, y: Tensor) -> Tensor:
+    """[T, C] as [..., C], with the leading dimensions of ``x``; a view that autograd lets others write to."""
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]).detach()
+
+
+def input_grad(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, independent: Independent | None = None) -> Tensor:
+    """``dy W`` by group, into the caller's buffer if there is one."""
+    lent = saved.grad_input
+    if saved.weight is None:
+        raise ArgumentError("the gradient of x was not wanted in the forward")
+    if lent is None:
+        dx = _times_weight(dy, saved, None, independent)
+        return dx if len(saved.x_shape) == 2 else dx.view(saved.x_shape)
+    _times_weight(dy, saved, lent.tensor.view(-1, saved.x_shape[-1]), None if saved.zero_tail else independent)
+    return without_tail(lent.tensor, saved.split_sizes) if saved.zero_tail else lent.tensor.detach()
+
+
+def _times_weight(
+    dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, out: Tensor | None, independent: Independent | None
+) -> Tensor:
+    """``dy W`` as rows."""
+    if isinstance(dy, TokenCopies):
+        assert dy.rows is not None
+        assert saved.recipe is not None
+        weight = quantized.transposed_operand(saved.recipe, saved.weight)
+        return quantized.product(saved.recipe, dy.rows, weight, saved.split_sizes, dy.dtype, out=out)
+    dx = kernels.grouped_gemm(
+        Layout.NN,
+        dy,
+        saved.weight,  # type: ignore[arg-type]
+        saved.split_sizes,
+        out=out,
+        independent=independent,
+    )
+    assert isinstance(dx, Tensor)
+    return dx
+
+
+def without_tail(x: Tensor, split_sizes: Tensor) -> Tensor:
+    """A copy whose rows past the last group are zero, whatever stands there; found out on the device."""
+    rows = x.view(-1, x.shape[-1])
+    inside = torch.arange(rows.shape[0], device=x.device) < split_sizes.sum()
+    return torch.where(inside.unsqueeze(-1), rows, 0).view_as(x)

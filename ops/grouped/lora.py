@@ -1,0 +1,310 @@
+"""A grouped linear layer with a low-rank adapter (LoRA) for each group. Arxiv 2106.09685."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...fuser import Gradient, Grads, TensorSpec
+from .. import kernels
+from ..kernels import Layout, Matrices, OperandPair
+from ..low_rank import LowRank, low_rank_pass
+from ..parameters.grouped import ExpertParameters
+from ..routing import Routing
+from ..values.checks import SplitSizesFit, check_matrix_input, check_sizes, check_split_sizes, product_dtype
+from .grouped_linear import as_rows, with_rows_of
+
+
+class GroupedLoRA(ExpertParameters):
+    """``y[rows of g] = x[rows of g] @ (weight[g] + lora_b[g] @ lora_a[g]).T + bias[g]``; rows are sorted by group.
+
+    The sum of the matrices is never formed. The rows go through ``lora_a`` first; what comes out, of width ``rank``,
+    through ``lora_b`` within the kernel of the weight's product. A frozen weight costs no product in the backward. Rows
+    past the last group, the tail, are zero in the output.
+
+    Keywords of a call:
+        split_sizes: how many rows each group has: int32 or int64 [E], on the device of ``x``; else it is copied there.
+
+    Args:
+        num_groups: E.
+        in_features: K.
+        out_features: N.
+        rank: R, of the adapters ``lora_a`` [E, R, K] and ``lora_b`` [E, N, R], whose dtype may be another than the
+            weight's; 0 for no adapter. Multiply ``lora_b`` by the factor of the product, if there is one.
+        bias: whether there is a bias [E, N].
+        transposed_weight: the weight is stored as [E, K, N], and is read as it is stored.
+
+    Raises:
+        ArgumentError: a size that is not a positive int, or a dtype that is not floating-point with at least 16 bits;
+            in a call, arguments that do not fit.
+    """
+
+    checks_values = False
+    replayable = True
+    values_checked_on_host = frozenset({"split_sizes"})
+
+    class Saved(NamedTuple):
+        x: Tensor | None
+        low: Tensor | None
+        weight: Matrices | None
+        lora_a: Tensor | None
+        lora_b: Tensor | None
+        split_sizes: Tensor
+        x_shape: tuple[int, ...]
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        transposed_weight: bool = False,
+    ) -> None:
+        super().__init__()
+        sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
+        check_sizes("GroupedLoRA", dtype, **sizes, **({} if rank == 0 else {"rank": rank}))
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.rank, self.has_bias, self.transposed_weight = int(rank), bias, transposed_weight
+        self.init_expert_parameters()
+        for name, shape in self._shapes().items():
+            self.add_expert_parameter(name, torch.empty((num_groups, *shape), device=device, dtype=dtype), True)
+        self.reset_parameters()
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of one group's parameters, by name."""
+        inputs, outputs = self.in_features, self.out_features
+        matrix = (inputs, outputs) if self.transposed_weight else (outputs, inputs)
+        shapes: dict[str, tuple[int, ...]] = {"weight": matrix}
+        if self.has_bias:
+            shapes["bias"] = (outputs,)
+        return shapes | ({"lora_a": (self.rank, inputs), "lora_b": (outputs, self.rank)} if self.rank else {})
+
+    def reset_parameters(self) -> None:
+        """Draws weight, bias and ``lora_a`` uniformly from ±1/sqrt(in_features); ``lora_b`` is zero."""
+        bound = 1 / math.sqrt(self.in_features)
+        for name, parameter in self.named_parameters():
+            if name == "lora_b":
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.uniform_(parameter, -bound, bound)
+
+    def decision_key(self) -> tuple[Any, ...]:
+        parameters = (self.one_parameter(name) for name in self.per_group)
+        return (type(self), *[(p.dtype, p.device, p.requires_grad, p.shape) for p in parameters])
+
+    def value_check(self, name: str, x: TensorSpec) -> Callable[[Tensor], bool]:
+        return SplitSizesFit.of(x)
+
+    def check_without_x(self, *, split_sizes: Any = None) -> None:
+        self.check_parameters(None, **self._shapes())
+        if split_sizes is not None:
+            check_split_sizes(split_sizes, self.num_groups, None)
+
+    def check(
+        self, x: TensorSpec, *, split_sizes: Tensor | Sequence[int], autocast_dtype: torch.dtype | None = None
+    ) -> TensorSpec:
+        dtype = check_matrix_input(x, self.one_parameter("weight"), self.in_features, autocast_dtype)
+        self.check_parameters(x.device, **self._shapes())
+        check_split_sizes(split_sizes, self.num_groups, x)
+        return TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        split_sizes: Tensor | Sequence[int],
+        needs_grad: frozenset[str],
+        autocast_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Saved]:
+        sizes = kernels.as_split_sizes(split_sizes, x.device)
+        rows = as_rows(x, product_dtype(x.dtype, autocast_dtype))
+        low = self.project(rows, sizes).product
+        y = self.product(rows, low, sizes)
+        return with_rows_of(x, y), self.saved(rows.dtype, rows, low, sizes, needs_grad, tuple(x.shape))
+
+    def saved(
+        self,
+        dtype: torch.dtype,
+        rows: Tensor | None,
+        low: Tensor | None,
+        sizes: Tensor,
+        needs_grad: frozenset[str],
+        shape: tuple[int, ...] = (),
+    ) -> Saved:
+        """What the wanted gradients need, and no more.
+
+        Args:
+            dtype: of the products.
+            rows, low: the input, and what :meth:`project` gave.
+            shape: of the input, and so of its gradient.
+        """
+        through = "x" in needs_grad
+        weight = self.matrices("weight", dtype) if through else None
+        if weight is not None and type(weight) is not nn.Parameter:
+            weight = self.to_save("weight", weight)
+        keeps_rows = not needs_grad.isdisjoint(("weight", "lora_a"))
+        return self.Saved(
+            rows if keeps_rows else None,
+            low if "lora_b" in needs_grad else None,
+            weight,
+            self.factor("lora_a", dtype) if through else None,
+            self.factor("lora_b", dtype) if through or "lora_a" in needs_grad else None,
+            sizes,
+            shape,
+        )
+
+    def product(
+        self,
+        rows: Tensor,
+        low: Tensor | None,
+        sizes: Tensor,
+        *,
+        bias_scale: Tensor | None = None,
+        tail_unspecified: bool = False,
+    ) -> Tensor:
+        """``rows`` through the weight, plus ``low`` through ``lora_b``, plus the bias times its scales by row."""
+        weight, bias = self.matrices("weight", rows.dtype), self.matrices("bias") if self.has_bias else None
+        return _tensor(
+            kernels.grouped_gemm(
+                Layout.NT,
+                rows,
+                weight,
+                sizes,
+                bias=bias,
+                bias_scale=bias_scale,
+                second=self.second(low),
+                tail_unspecified=tail_unspecified,
+            )
+        )
+
+    def second(self, low: Tensor | None) -> OperandPair | None:
+        """``low`` and ``lora_b``, whose product is added to that of the weight; None without an adapter."""
+        return None if low is None else _pair(low, self.factor("lora_b", low.dtype))
+
+    def factor(self, name: str, dtype: torch.dtype | None) -> Tensor | None:
+        """``lora_a`` or ``lora_b`` in the dtype of the products; None without an adapter."""
+        return _tensor(self.matrices(name, dtype)) if self.rank else None
+
+    def project(self, x: Tensor, sizes: Tensor, routing: Routing | None = None) -> LowRank:
+        """The rows if they are gathered, and [T, R]: the rows through ``lora_a``, None without an adapter.
+
+        Args:
+            routing: whose rows are gathered from ``x``.
+        """
+        factor = self.factor("lora_a", x.dtype)
+        return low_rank_pass(x, Layout.NT, sizes, routing=routing, factor=factor, want_rows=routing is not None)
+
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        rows, sizes = as_rows(dy), saved.split_sizes
+        through = self.through_lora_b(rows, saved)
+        dlow, grads = through.product, lora_b_grad(through)
+        if "x" in needs_grad:
+            grads["x"] = lambda: input_grad(rows, dlow, saved).view(saved.x_shape)
+        grads |= self.parameter_grads(rows, dlow, saved.x, sizes, needs_grad)
+        if "bias" in needs_grad:
+            grads["bias"] = lambda: kernels.column_sums(rows, sizes, self.one_parameter("bias").dtype)
+        return grads
+
+    def parameter_grads(
+        self,
+        dy: Tensor,
+        dlow: Tensor | None,
+        x: Tensor | None,
+        sizes: Tensor,
+        needs_grad: frozenset[str],
+    ) -> dict[str, Gradient]:
+        """Of the matrices that are multiplied with the input [T, K], by name: those that are wanted.
+
+        Args:
+            dy, dlow: the gradients of the output [T, N] and of what :meth:`project` gave [T, R].
+        """
+        grads: dict[str, Gradient] = {}
+        if "weight" in needs_grad:
+            left, right = (x, dy) if self.transposed_weight else (dy, x)
+            grads["weight"] = self._weight_grad(left, right, sizes)
+        if "lora_a" in needs_grad:
+            grads["lora_a"] = self.lora_a_grad(dlow, x, sizes)
+        return grads
+
+    def _weight_grad(self, left: Tensor | None, right: Tensor | None, sizes: Tensor) -> Gradient:
+        assert left is not None
+        assert right is not None
+        dtype = self.one_parameter("weight").dtype
+        return lambda: _tensor(kernels.grouped_gemm(Layout.TN, left, right, sizes, out_dtype=dtype))
+
+    def lora_a_grad(
+        self, dlow: Tensor | None, x: Tensor | None, sizes: Tensor, routing: Routing | None = None
+    ) -> Gradient:
+        """From the input, or from the tokens of which its rows are gathered."""
+        assert dlow is not None
+        assert x is not None
+        dtype = self.one_parameter("lora_a").dtype
+
+        def gradient() -> Tensor:
+            through = low_rank_pass(x, Layout.NT, sizes, routing=routing, low=dlow, gradient_dtype=dtype)
+            return _tensor(through.gradient)
+
+        return gradient
+
+    def through_lora_b(self, dy: Tensor, saved: Saved, routing: Routing | None = None) -> LowRank:
+        """Of the gradient of the output: its rows if they are gathered, ``dlow``, and the gradient of ``lora_b``.
+
+        Args:
+            routing: whose rows are gathered from ``dy``.
+        """
+        return low_rank_pass(
+            dy,
+            Layout.NN,
+            saved.split_sizes,
+            routing=routing,
+            factor=saved.lora_b,
+            low=saved.low,
+            gradient_dtype=None if saved.low is None else self.one_parameter("lora_b").dtype,
+            want_rows=routing is not None,
+        )
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.num_groups}, {self.in_features}, {self.out_features}"
+        return f"{sizes}, rank={self.rank}, bias={self.has_bias}"
+
+
+def lora_b_grad(through: LowRank) -> dict[str, Gradient]:
+    """By name, if it is wanted."""
+    return {} if through.gradient is None else {"lora_b": through.gradient}
+
+
+def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved, *, tail_unspecified: bool = False) -> Tensor:
+    """[T, K]: through the weight, and through the adapter."""
+    assert saved.weight is not None
+    return _tensor(
+        kernels.grouped_gemm(
+            Layout.NN,
+            dy,
+            saved.weight,
+            saved.split_sizes,
+            second=back_through(dlow, saved),
+            tail_unspecified=tail_unspecified,
+        )
+    )
+
+
+def back_through(dlow: Tensor | None, saved: GroupedLoRA.Saved) -> OperandPair | None:
+    """``dlow`` and ``lora_a``, whose product is added to the gradient of the input; None without an adapter."""
+    return None if dlow is None else _pair(dlow, saved.lora_a)
+
+
+def _pair(a: Tensor, b: Tensor | None) -> OperandPair | None:
+    return None if b is None else OperandPair(a, b)
+
+
+def _tensor(matrices: Matrices | None) -> Tensor:
+    assert isinstance(matrices, Tensor)
+    return matrices

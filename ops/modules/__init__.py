@@ -1,0 +1,1 @@
+"""Changes of whole modules in place."""

@@ -1,0 +1,267 @@
+"""Tokens or weights in the copies that a recipe asks for: a plain object beside :class:`GroupedTensor`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...fuser.contract.errors import shown
+from ...fuser.contract.stored_values import check_stores_values
+from ..formats.copies import BlockedColumns, QuantizedRows, QuantizedWeight
+from ..formats.recipe import MXFP4, MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, Recipe
+from ..formats.reference import groups_of
+from ..formats.schemes import Copy, Scheme, scheme_of
+from ..kernels.quantized import quantize_rows, quantize_weight
+from ..values.grouped_tensor import GroupedTensor
+
+_RECIPES = {recipe.__name__: recipe for recipe in (Float8Block, Float8Row, Float8Tensor, MXFP8, MXFP4, NVFP4)}
+_SOURCES = (torch.bfloat16, torch.float16, torch.float32)
+_TENSORS = (
+    *("rowwise", "rowwise_scales", "rowwise_amax"),
+    *("columnwise", "columnwise_scales", "columnwise_amax", "first_dims"),
+)
+
+
+class QuantizedGroupedTensor:
+    """Tokens [T, K], sorted by group, or weights [E, N, K], as bytes and scales.
+
+    Scales decode: a value is its byte times its scale. The rowwise copy is contracted over the last dimension, the
+    columnwise copy over the tokens of each group, or over the rows of each weight. Either may be missing.
+
+    Args:
+        recipe: which formats and blocks.
+        shape: of the tensor that it stands for.
+        dtype: of the tensor that it stands for.
+        first_dims: tokens of each group, int32 or int64 [E]; None for weights.
+        halves: 2 where the rows of a weight are gate and up, which no block spans; else 1.
+        is_gradient: whether it is a gradient, whose format the recipe's ``gradient`` says.
+        rowwise, rowwise_scales, rowwise_amax: the rowwise copy, as ``quantize`` makes it; ``rowwise_amax`` [E] for
+            NVFP4 only.
+        columnwise, columnwise_scales, columnwise_amax: the columnwise copy, likewise.
+
+    Raises:
+        ValueError: a copy of another shape or dtype than the recipe gives, or no copy.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        first_dims: Tensor | None = None,
+        halves: int = 1,
+        is_gradient: bool = False,
+        *,
+        rowwise: Tensor | None = None,
+        rowwise_scales: Tensor | None = None,
+        rowwise_amax: Tensor | None = None,
+        columnwise: Tensor | None = None,
+        columnwise_scales: Tensor | None = None,
+        columnwise_amax: Tensor | None = None,
+    ) -> None:
+        self.recipe, self.shape, self.dtype = recipe, torch.Size(shape), dtype
+        self.first_dims, self.halves, self.is_gradient = first_dims, halves, is_gradient
+        self.rowwise, self.rowwise_scales, self.rowwise_amax = rowwise, rowwise_scales, rowwise_amax
+        self.columnwise, self.columnwise_scales, self.columnwise_amax = columnwise, columnwise_scales, columnwise_amax
+        _check(self)
+
+    @classmethod
+    def quantize(
+        cls,
+        data: Tensor | GroupedTensor,
+        recipe: Recipe,
+        first_dims: Tensor | None = None,
+        *,
+        rowwise: bool = True,
+        columnwise: bool = False,
+        halves: int = 1,
+        is_gradient: bool = False,
+    ) -> QuantizedGroupedTensor:
+        """The wanted copies of tokens [T, K] with their ``first_dims``, or of weights [E, N, K].
+
+        Raises:
+            ValueError: other dimensions or dtypes, groups that are ragged in their columns, halves that do not divide
+                the rows of a weight, features that the recipe does not take, or a recipe that quantises nothing.
+        """
+        if isinstance(data, GroupedTensor):
+            if data.last_dims is not None:
+                raise ValueError("QuantizedGroupedTensor: groups that are ragged in their columns are not quantised")
+            wanted = {"rowwise": rowwise, "columnwise": columnwise, "is_gradient": is_gradient}
+            return cls.quantize(data.data, recipe, data.first_dims, halves=halves, **wanted)
+        _check_source(data, recipe, first_dims, halves)
+        wanted_names = [name for name, is_wanted in (("rowwise", rowwise), ("columnwise", columnwise)) if is_wanted]
+        copies = _copies(data.detach(), recipe, first_dims, wanted_names, halves, is_gradient)
+        fields: dict[str, Tensor | None] = {}
+        for name, copy in copies.items():
+            fields |= {name: copy.data, f"{name}_scales": copy.scales, f"{name}_amax": copy.amax}
+        return cls(recipe, data.shape, data.dtype, first_dims, halves, is_gradient, **fields)
+
+    def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None) -> Tensor:
+        """The values, in the shape and dtype of what was quantised, or in another dtype; zero past the last group.
+
+        Args:
+            columnwise: of which copy; None: of the rowwise one, if it is there.
+        """
+        name = "columnwise" if columnwise or (columnwise is None and self.rowwise is None) else "rowwise"
+        copy, scheme = self._copy(name), scheme_of(self.recipe, self.is_gradient)
+        if copy is None:
+            raise ValueError(f"QuantizedGroupedTensor: there is no {name} copy")
+        sizes = self.first_dims
+        if sizes is None:
+            values = (scheme.weight_values if name == "rowwise" else scheme.transposed_values)(copy, self.halves)
+        elif name == "rowwise":
+            in_tail = groups_of(sizes, self.shape[0]) == sizes.shape[0]
+            values = scheme.row_values(copy, sizes).masked_fill(in_tail.unsqueeze(-1), 0)
+        else:
+            values = scheme.column_values(copy, sizes, self.shape[0])
+        return values.to(dtype or self.dtype)
+
+    def _copy(self, name: str) -> Copy | None:
+        data, scales = getattr(self, name), getattr(self, f"{name}_scales")
+        return None if data is None else Copy(data, scales, getattr(self, f"{name}_amax"))
+
+    @property
+    def num_groups(self) -> int:
+        """E."""
+        return int(self.shape[0] if self.first_dims is None else self.first_dims.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        data = self.rowwise if self.rowwise is not None else self.columnwise
+        assert data is not None
+        return data.device
+
+    @property
+    def quantized_rows(self) -> QuantizedRows | None:
+        """Tokens under :class:`Float8Block`, as kernels read them."""
+        if not self._is_block_of(2) or self.rowwise is None or self.rowwise_scales is None:
+            return None
+        return QuantizedRows(self.rowwise, self.rowwise_scales)
+
+    @property
+    def blocked_columns(self) -> BlockedColumns | None:
+        """Tokens under :class:`Float8Block` for a weight gradient, as kernels read them."""
+        if not self._is_block_of(2) or self.columnwise is None or self.columnwise_scales is None:
+            return None
+        return BlockedColumns(self.columnwise, self.columnwise_scales)
+
+    @property
+    def quantized_weight(self) -> QuantizedWeight | None:
+        """Weights under :class:`Float8Block`, as kernels read them."""
+        if not self._is_block_of(3) or self.rowwise is None or self.rowwise_scales is None:
+            return None
+        return QuantizedWeight(self.rowwise, self.columnwise, self.rowwise_scales)
+
+    def _is_block_of(self, dims: int) -> bool:
+        is_e4m3 = not self.is_gradient or (isinstance(self.recipe, Float8Block) and self.recipe.gradient == "e4m3")
+        return isinstance(self.recipe, Float8Block) and len(self.shape) == dims and is_e4m3
+
+    def to(self, device: torch.device | str) -> QuantizedGroupedTensor:
+        """The same on another device."""
+        return self.from_state(
+            {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.state().items()}
+        )
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and plain values by name, for ``torch.save``, and for ``torch.load`` with ``weights_only=True``."""
+        recipe = {"name": type(self.recipe).__name__, **asdict(self.recipe)}
+        described = {"recipe": recipe, "shape": tuple(self.shape), "dtype": self.dtype, "halves": self.halves}
+        described["is_gradient"] = self.is_gradient
+        return described | {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> QuantizedGroupedTensor:
+        """From what :meth:`state` gave.
+
+        Raises:
+            ValueError: a recipe of another name, or tensors that do not fit.
+        """
+        fields = dict(state)
+        switches = dict(fields.pop("recipe"))
+        if (name := switches.pop("name")) not in _RECIPES:
+            raise ValueError(f"QuantizedGroupedTensor: no recipe {name!r}, only {', '.join(_RECIPES)}")
+        if switches.get("delayed") is not None:
+            switches["delayed"] = Delayed(**switches["delayed"])
+        return cls(_RECIPES[name](**switches), **fields)
+
+    def __repr__(self) -> str:
+        copies = " and ".join(name for name in ("rowwise", "columnwise") if getattr(self, name) is not None)
+        return f"QuantizedGroupedTensor({self.recipe}, {list(self.shape)}, {self.dtype}, {copies})"
+
+
+def _copies(
+    data: Tensor, recipe: Recipe, first_dims: Tensor | None, names: Sequence[str], halves: int, is_gradient: bool
+) -> dict[str, Copy]:
+    """The copies of these names. Kernels make those of ``Float8Block``; they leave what no group owns unwritten."""
+    if not isinstance(recipe, Float8Block) or (is_gradient and recipe.gradient != "e4m3") or data.dtype.itemsize != 2:
+        scheme = scheme_of(recipe, is_gradient)
+        return {name: _quantize(scheme, name, data, first_dims, halves) for name in names}
+    is_power_of_two = recipe.scales == "power_of_two"
+    if first_dims is None:
+        weight = quantize_weight(data, power_of_two=is_power_of_two, halves=halves, both="columnwise" in names)
+        parts = {"rowwise": (weight.data, weight.scales), "columnwise": (weight.transposed, weight.scales)}
+    else:
+        rows, columns = "rowwise" in names, "columnwise" in names
+        tokens = quantize_rows(data, first_dims, power_of_two=is_power_of_two, want_rows=rows, want_columns=columns)
+        parts = {"rowwise": tokens[:2], "columnwise": tokens[2:]}  # type: ignore[dict-item]
+    return {name: Copy(*parts[name]) for name in names}  # type: ignore[arg-type]
+
+
+def _quantize(scheme: Scheme, name: str, data: Tensor, first_dims: Tensor | None, halves: int) -> Copy:
+    if first_dims is None:
+        return (scheme.weight if name == "rowwise" else scheme.transposed_weight)(data, halves)
+    return (scheme.rows if name == "rowwise" else scheme.columns)(data, first_dims)
+
+
+def _check_source(data: Tensor, recipe: Recipe, first_dims: Tensor | None, halves: int) -> None:
+    """Of what is quantised."""
+    if not isinstance(recipe, Recipe):
+        raise _error(f"recipe must be one such as fusible.Float8Block(), got {shown(recipe)}")
+    check_stores_values("data", data, "QuantizedGroupedTensor")
+    if data.dtype not in _SOURCES:
+        raise _error(f"data must be of bfloat16, float16 or float32, got {data.dtype}")
+    if data.dim() != (3 if first_dims is None else 2):
+        expected = "weights [E, N, K]" if first_dims is None else "tokens [T, K] with first_dims"
+        raise _error(f"expected {expected}, got shape {list(data.shape)}")
+    if first_dims is None:
+        if halves not in (1, 2) or data.shape[1] % halves:
+            raise _error(f"halves must be 1, or 2 of an even number of rows, got {shown(halves)} of {data.shape[1]}")
+        return
+    is_vector = isinstance(first_dims, Tensor) and first_dims.dim() == 1
+    if not is_vector or first_dims.dtype not in (torch.int32, torch.int64) or first_dims.device != data.device:
+        raise _error(f"first_dims must be int32 or int64 [E] on {data.device}, got {_form(first_dims)}")
+
+
+def _error(reason: str) -> ValueError:
+    return ValueError(f"QuantizedGroupedTensor: {reason}")
+
+
+def _form(value: Any) -> str:
+    is_tensor = isinstance(value, Tensor)
+    return f"{list(value.shape)}, {value.dtype} on {value.device}" if is_tensor else shown(value)
+
+
+def _check(tensor: QuantizedGroupedTensor) -> None:
+    """Copies are of the shapes and dtypes that the recipe gives; it quantises a tensor without data to know them."""
+    if tensor.rowwise is None and tensor.columnwise is None:
+        raise ValueError("QuantizedGroupedTensor: needs a rowwise or a columnwise copy")
+    scheme, sizes = scheme_of(tensor.recipe, tensor.is_gradient), tensor.first_dims
+    data = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    for name in ("rowwise", "columnwise"):
+        copy = tensor._copy(name)
+        if copy is None:
+            continue
+        expected = _quantize(scheme, name, data, None if sizes is None else sizes.to("meta"), tensor.halves)
+        for part, value, like in zip(("", "_scales", "_amax"), copy, expected, strict=True):
+            _check_part(f"{name}{part}", tensor.recipe, value, like)
+
+
+def _check_part(name: str, recipe: Recipe, value: Any, like: Tensor | None) -> None:
+    actual = None if value is None else (list(value.shape), value.dtype)
+    expected = None if like is None else (list(like.shape), like.dtype)
+    if actual != expected:
+        raise ValueError(f"QuantizedGroupedTensor: {name} must be {expected} under {recipe}, got {actual}")

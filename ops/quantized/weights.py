@@ -1,0 +1,189 @@
+"""When weights are quantised: at every forward, or once in a :func:`same_weights` block.
+
+No version of a parameter says whether it has changed. Fused optimisers, ``.data`` and flat buffers of parameters write
+weights without counting. So copies are kept only where a caller promises that the weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from threading import local
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser.contract import tracing as trace
+from ...fuser.contract.config import active_config, changed
+from ...fuser.contract.torch_private import storage_id
+from ...fuser.replay import capture
+from ..formats.copies import AMAX, SCALES, TransposedWeight, WeightOperand
+from ..formats.forms import misfit, misfits, recipe_of, widened
+from ..formats.operands import WeightOperands, rowwise_copy
+from ..formats.recipe import Float8Block, Recipe
+from ..formats.schemes import Copy, scheme_of
+from ..kernels import Matrices
+from ..kernels.problem import first
+from ..kernels.quantized import quantize_weight
+from .gathered_weights import GatheredWeight
+from .linear import is_power_of_two, weight_operands
+
+_INSIDE = (__name__.partition(".")[0], "torch")
+
+
+class _Kept(NamedTuple):
+    """Copies, and the weight that they are of: alive, its storage stays its own."""
+
+    weight: Matrices
+    copies: WeightOperands
+
+
+class _Block(local):
+    """The copies of the outermost block that this thread is in; None: it is in none.
+
+    The switch ``same_weights`` reaches further: a backward has the switches of its forward, whenever and in whichever
+    thread it runs. What it computes again there is quantised anew, as no block promises anything then.
+    """
+
+    copies: dict[tuple[Any, ...], _Kept] | None = None
+
+
+_block = _Block()
+
+
+@contextmanager
+def same_weights() -> Iterator[None]:
+    """In the body, weights stay as they are: each is quantised once, whatever the number of forwards.
+
+    For the microbatches of a step. A weight that is changed in the body is not seen to have changed before its end.
+    The promise is of this thread, and of all weights that it uses: other threads have blocks and copies of their own.
+    Blocks of one thread that nest are one block. Memory: two bytes a parameter, until the end.
+
+    Raises:
+        RuntimeError: a CUDA graph is captured in the body by a call that would read kept copies: its replays would not
+            see later weights.
+    """
+    around = _block.copies
+    if around is None:
+        _block.copies = {}
+    try:
+        with changed(same_weights=True):
+            yield
+    finally:
+        _block.copies = around
+
+
+def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
+    """What products read of a weight [E, N, K]; ``both``: the gradient of rows, too."""
+    if isinstance(weight, GatheredWeight):
+        return weight.operands(both)
+    one = first(weight)
+    copies = _block.copies if active_config().same_weights else None
+    if copies is None or trace.active() or trace.has_no_data(one):
+        return _quantized(recipe, weight, both)
+    capture.refuse("copies of weights are kept between calls")
+    if one.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("same_weights: a CUDA graph would replay with the weights of now; capture outside of it")
+    key = recipe, *_identity(weight)
+    kept = copies.get(key)
+    if kept is None or (both and kept.copies.backward is None):
+        kept = copies[key] = _Kept(weight, _quantized(recipe, weight, both))
+    return kept.copies
+
+
+def _quantized(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
+    """With scales of blocks, or as the recipe says."""
+    if not isinstance(recipe, Float8Block):
+        return weight_operands(recipe, weight, both)
+    copies = quantize_weight(weight, power_of_two=is_power_of_two(recipe), both=both)
+    back = None if copies.transposed is None else TransposedWeight(copies.transposed, copies.scales)
+    return WeightOperands(WeightOperand(copies.data, copies.scales), back)
+
+
+def _identity(weight: Matrices) -> tuple[Any, ...]:
+    """Which memory it is, read as what.
+
+    By storage, not by address: FSDP2 frees the memory of gathered weights and gathers others there, and these again
+    elsewhere, into the storage that they had.
+    """
+    one = first(weight)
+    parts = (weight,) if isinstance(weight, Tensor) else weight
+    storages = tuple([(storage_id(part), part.storage_offset()) for part in parts])
+    return storages, weight.shape if isinstance(weight, Tensor) else one.shape, one.stride(), one.dtype, one.device
+
+
+class _Names(NamedTuple):
+    """The keys of a state dict for the weight of a linear: of one tensor or of many, and of what decodes it."""
+
+    weight: str
+    scales: str
+    amax: str
+    many: list[str]
+
+    @classmethod
+    def of(cls, prefix: str, groups: int) -> _Names:
+        many = [f"{prefix}weight{i}" for i in range(groups)]
+        return cls(f"{prefix}weight", f"{prefix}{SCALES}", f"{prefix}{AMAX}", many)
+
+
+def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> str | None:
+    """Makes what a state dict has for a linear of the kind that the linear has; or says why that cannot be.
+
+    A weight that is not quantised becomes one that is, or the other way, with a warning: its values have been rounded.
+    """
+    names = _Names.of(prefix, linear.num_groups)
+    weight, scales = state_dict.get(names.weight), state_dict.get(names.scales)
+    if weight is None and _have_one_shape([state_dict.get(name) for name in names.many]):
+        weight = torch.stack([state_dict[name].data for name in names.many])
+    if not isinstance(weight, Tensor):
+        return None
+    if isinstance(scales, Tensor):
+        return _match_bytes(linear, state_dict, names, Copy(weight, scales, state_dict.get(names.amax)))
+    if weight.dtype.itemsize == 1:
+        return f"{names.weight} is {weight.dtype}, and {names.scales} is missing: bytes are no values without scales"
+    if linear.is_quantized and weight.shape == linear.weight_shape:
+        _replace(state_dict, names, rowwise_copy(linear.recipe, weight))
+    return None
+
+
+def _match_bytes(linear: Any, state_dict: dict[str, Any], names: _Names, copy: Copy) -> str | None:
+    """:func:`match_state` of a weight with scales."""
+    shape = linear.weight_shape
+    recipe: Recipe | None = linear.recipe if linear.is_quantized else recipe_of(shape, copy)
+    if recipe is None:
+        return f"{names.weight.removesuffix('weight')}{misfits(shape, copy)}"
+    copy = widened(recipe, shape, copy)
+    if (why := misfit(recipe, shape, copy)) is not None:
+        return f"{names.weight.removesuffix('weight')}{why}"
+    if linear.is_quantized:
+        state_dict[names.scales] = copy.scales
+        return None
+    message = f"{names.weight} is quantised and the module is not: its rounded values are loaded"
+    warnings.warn(message, stacklevel=_level_outside())
+    rounded = scheme_of(recipe).weight_values(copy, 1)
+    _replace(state_dict, names, [rounded.mT if linear.transposed_weight else rounded])
+    return None
+
+
+def _level_outside() -> int:
+    """The ``stacklevel`` of the first caller outside of this package and of torch, which loads a state dict."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _have_one_shape(values: list[Any]) -> bool:
+    """Whether all are tensors that can be stacked; those that cannot are reported where they are loaded."""
+    return all(isinstance(value, Tensor) and value.shape == values[0].shape for value in values)
+
+
+def _replace(state_dict: dict[str, Any], names: _Names, values: Iterable[Tensor | None]) -> None:
+    """All that the state dict has of a weight."""
+    single = names.weight, names.scales, names.amax
+    for name in (*single, *names.many):
+        state_dict.pop(name, None)
+    state_dict.update({name: value for name, value in zip(single, values, strict=False) if value is not None})

@@ -1,0 +1,1 @@
+"""Rows of tokens to their experts, and back."""

@@ -1,0 +1,1 @@
+"""Values that ops and kernels share: activations, grouped tensors, and the checks of arguments."""

@@ -1,0 +1,301 @@
+"""Checks of arguments, shared by ops: what was expected, what came, and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from numbers import Real
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor, nn
+
+from ...fuser import ArgumentError, TensorSpec
+from ...fuser.contract.config import active_config
+from ...fuser.contract.spec import layout_of, not_dense
+from ...fuser.contract.stored_values import check_parameter_stores_values
+from ...fuser.contract.tracing import has_no_data
+
+_INDEX_TYPES = (torch.int32, torch.int64)
+_TEXT = (str, bytes, bytearray)  # sequences, the last two of ints
+
+
+def check_sizes(op: str, dtype: torch.dtype | None, **sizes: Any) -> None:
+    """What an op is built with: sizes from 1 on, and a dtype that its parameters can be of; None is the default."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, SupportsIndex):
+            raise ArgumentError(f"{op}: {name} must be an int, got {size!r}")
+        if size < 1:  # type: ignore[operator]
+            raise ArgumentError(f"{op}: {name} must be at least 1, got {size}")
+    is_dtype = isinstance(dtype, torch.dtype)
+    if dtype is not None and not (is_dtype and dtype.is_floating_point and dtype.itemsize > 1):
+        raise ArgumentError(f"{op}: dtype must be a floating-point dtype of at least 16 bits, got {dtype}")
+
+
+def check_numbers(op: str, **numbers: Any) -> None:
+    """Factors that an op is built with."""
+    for name, number in numbers.items():
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise ArgumentError(f"{op}: {name} must be a number, got {number!r}")
+
+
+def check_split_sizes(split_sizes: Any, groups: int, x: TensorSpec | None) -> None:
+    """int32 or int64 [groups], on the device of ``x`` or on the host; values are checked where that costs no sync.
+
+    Without an ``x``, which decides how many rows there are, all but that is checked.
+    """
+    if isinstance(split_sizes, Tensor):
+        _check_split_tensor(split_sizes, groups, x)
+        if is_free_to_read(split_sizes):
+            _check_values(split_sizes.tolist(), x)
+    elif isinstance(split_sizes, Sequence) and type(split_sizes) not in _TEXT and _are_ints(split_sizes):
+        if len(split_sizes) != groups:
+            raise ArgumentError(f"split_sizes: expected {groups} sizes, one a group, got {len(split_sizes)}")
+        _check_values(split_sizes, x)
+    else:
+        raise ArgumentError(
+            f"split_sizes: expected an int32 or int64 tensor or a list of ints, got {_listed(split_sizes)}"
+        )
+
+
+@dataclass(frozen=True)
+class SplitSizesFit:
+    """What :func:`check_split_sizes` asks of the values of a tensor on the host."""
+
+    rows: int
+
+    def __call__(self, split_sizes: Tensor) -> bool:
+        sizes = split_sizes.tolist()
+        return sum(sizes) <= self.rows and (not sizes or min(sizes) >= 0)
+
+    @classmethod
+    def of(cls, x: TensorSpec) -> SplitSizesFit:
+        """Of the rows of ``x``."""
+        return cls(prod(x.shape[:-1]))
+
+
+def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """A tensor of the caller to write into: exactly the shape, dtype and device, contiguous, without grad."""
+    _check_is_tensor(name, buffer)
+    if tuple(buffer.shape) != shape:
+        raise ArgumentError(f"{name}: expected shape {list(shape)}, got {list(buffer.shape)}")
+    if buffer.dtype != dtype:
+        raise ArgumentError(f"{name}: expected dtype {dtype}, got {buffer.dtype}")
+    if buffer.device != device:
+        raise ArgumentError(f"{name}: expected a buffer on {device}, got one on {buffer.device}")
+    _check_is_writable(name, buffer)
+
+
+def check_buffer_columns(name: str, buffer: Any, columns: int) -> None:
+    """:func:`check_buffer` where the rows, the dtype and the device are not known yet."""
+    _check_is_tensor(name, buffer)
+    if not buffer.dim() or buffer.shape[-1] != columns:
+        raise ArgumentError(f"{name}: expected {columns} columns, got shape {list(buffer.shape)}")
+    if not buffer.is_floating_point():
+        raise ArgumentError(f"{name}: expected a floating-point buffer, got {buffer.dtype}")
+    _check_is_writable(name, buffer)
+
+
+def _check_is_tensor(name: str, buffer: Any) -> None:
+    if not isinstance(buffer, Tensor):
+        raise ArgumentError(f"{name}: expected a tensor to write into, got {_kind(buffer)}")
+    if not is_dense(buffer):
+        raise not_dense(name, layout_of(buffer))
+
+
+def _check_is_writable(name: str, buffer: Tensor) -> None:
+    """By a kernel, which knows no strides, no autograd and no inference mode."""
+    if not buffer.is_contiguous():
+        raise ArgumentError(f"{name}: expected a contiguous buffer, got strides {list(buffer.stride())}")
+    if buffer.requires_grad:
+        raise ArgumentError(f"{name}: requires grad; give buffer.detach(), which is the same memory")
+    if not is_free_to_write(buffer):
+        raise ArgumentError(
+            f"{name}: was made under torch.inference_mode(), outside of which nothing may write it; give buffer.clone()"
+        )
+
+
+def check_rows(name: str, column: Any, x: TensorSpec | None) -> None:
+    """A floating-point number, of more than 8 bits, for every row of ``x``, as far as that is known."""
+    is_tensor = isinstance(column, Tensor)
+    if is_tensor and not is_dense(column):
+        raise not_dense(name, layout_of(column))
+    if not is_tensor or not column.dtype.is_floating_point or column.itemsize == 1:
+        shape = "with a number for every row of x" if x is None else f"of shape {list(x.shape[:-1])}"
+        raise ArgumentError(f"{name}: expected a floating-point tensor {shape}, got {_kind(column)}")
+    if x is None:
+        return
+    if column.shape != x.shape[:-1]:
+        raise ArgumentError(f"{name}: expected shape {list(x.shape[:-1])}, one number a row, got {list(column.shape)}")
+    if column.device != x.device:
+        raise ArgumentError(f"{name}: expected a tensor on {x.device}, where x is, got one on {column.device}")
+
+
+def check_halves(x: TensorSpec, block: int | None) -> None:
+    """The columns of ``x`` are as many of gate as of up, in blocks of so many if they alternate."""
+    if x.shape[-1] % (2 * (block or 1)):
+        form = f" blocks of {block} columns" if block else " halves"
+        raise ArgumentError(f"x: expected gate and up{form} in the last dimension, got shape {list(x.shape)}")
+
+
+def check_floats(x: TensorSpec) -> None:
+    """``x`` holds rows of floating-point numbers; what is rounded to whole ones would go unseen."""
+    if not x.dtype.is_floating_point:
+        raise ArgumentError(f"x: expected a floating-point tensor, got {x.dtype}")
+    if x.dtype.itemsize == 1:
+        raise ArgumentError(f"x: expected a floating-point tensor of at least 16 bits, got {x.dtype}")
+    if not x.shape:
+        raise ArgumentError("x: expected at least 1 dimension, got a single number")
+
+
+def check_features(x: TensorSpec, features: int) -> None:
+    """``x`` has that many columns."""
+    if not x.shape or x.shape[-1] != features:
+        raise ArgumentError(f"x: expected {features} features in the last dimension, got shape {list(x.shape)}")
+
+
+def check_parameter(
+    name: str, parameter: Tensor, shape: tuple[int, ...], device: torch.device | None, is_quantized: bool = False
+) -> None:
+    """Of a parameter, which anybody may have replaced: all that makes its address safe to read.
+
+    ``device`` is that of ``x``; None where that is not known yet. One that ``is_quantized`` has elements of 8 bits.
+
+    It runs at every call on a host, so it reads attributes and calls nothing.
+    """
+    if type(parameter) is not nn.Parameter:  # as most are
+        check_parameter_stores_values(name, parameter)
+    if parameter.layout is not torch.strided or parameter.is_nested:  # is_dense, written out
+        raise not_dense(name, layout_of(parameter))
+    if parameter.shape != shape:
+        raise ArgumentError(
+            f"{name}: expected a parameter of shape {list(shape)}, got {list(parameter.shape)}; "
+            "to change sizes, build another op"
+        )
+    if device is not None and parameter.device != device:
+        raise ArgumentError(
+            f"{name}: expected a parameter on {device}, where x is, got one on {parameter.device}; "
+            f"move all of the op, op.to({str(device)!r})"
+        )
+    dtype = parameter.dtype
+    if is_quantized:
+        if dtype not in (torch.float8_e4m3fn, torch.uint8) or parameter.requires_grad:
+            raise ArgumentError(
+                f"{name}: expected a frozen parameter of float8_e4m3fn, or uint8, as it was quantised, got {dtype}; "
+                "what casts a module casts it too, so quantise it after that"
+            )
+        return
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise ArgumentError(f"{name}: expected a floating-point parameter of at least 16 bits, got {dtype}")
+
+
+def check_matrix_input(
+    x: TensorSpec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None, *, dims: int = 2
+) -> torch.dtype:
+    """``x`` fits the weight and has at least ``dims`` dimensions; returns the dtype in which they are multiplied."""
+    if len(x.shape) < dims == 2:
+        raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
+    check_features(x, features)
+    if x.device != weight.device:
+        raise ArgumentError(f"x: expected a tensor on {weight.device}, where the weight is, got one on {x.device}")
+    dtype = product_dtype(x.dtype, autocast_dtype)
+    if dtype == autocast_dtype:
+        return dtype
+    if x.dtype != weight.dtype:
+        raise ArgumentError(
+            f"x: expected {weight.dtype}, the dtype of the weight, got {x.dtype}; cast one, or use autocast"
+        )
+    if not x.dtype.is_floating_point or x.dtype.itemsize == 1:
+        raise ArgumentError(f"x: expected a floating-point tensor of at least 16 bits, got {x.dtype}, as the weight is")
+    return x.dtype
+
+
+def check_quantized_input(
+    x: TensorSpec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None
+) -> torch.dtype:
+    """As :func:`check_matrix_input`, of a weight that is quantised, by which rows of 16 bits are multiplied."""
+    if len(x.shape) < 2:
+        raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
+    check_features(x, features)
+    if x.device != weight.device:
+        raise ArgumentError(f"x: expected a tensor on {weight.device}, where the weight is, got one on {x.device}")
+    dtype = product_dtype(x.dtype, autocast_dtype)
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ArgumentError(f"x: expected bfloat16 or float16, as the weight is quantised, got {dtype}; cast it")
+    return dtype
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether it has one address for all its values: it is neither sparse nor nested, nor in a library's own format."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def is_free_to_read(tensor: Tensor) -> bool:
+    """Whether its values can be checked: they lie on the host, or ``config(debug=True)`` allows to wait for them."""
+    if tensor.is_meta or has_no_data(tensor):
+        return False
+    return tensor.device.type == "cpu" or active_config().debug
+
+
+def is_free_to_write(tensor: Tensor) -> bool:
+    """Whether it may be written here: what was made under ``torch.inference_mode()`` may be written there alone."""
+    return torch.is_inference_mode_enabled() or not tensor.is_inference()
+
+
+def is_narrow_float(dtype: torch.dtype) -> bool:
+    """Whether it has 8 bits, which only quantised products read: torch itself does not add such numbers."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def product_dtype(dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which an ``x`` of ``dtype`` is multiplied. Autocast leaves float64 alone, as torch's does."""
+    if autocast_dtype is None or not dtype.is_floating_point or dtype == torch.float64:
+        return dtype
+    return autocast_dtype
+
+
+def _are_ints(sizes: Sequence[Any]) -> bool:
+    return all(type(size) is int for size in sizes)
+
+
+def _listed(sizes: Any) -> str:
+    """What came, and of a list the first element that is no int."""
+    if not isinstance(sizes, Sequence) or type(sizes) in _TEXT:
+        return _kind(sizes) + ("; give torch.as_tensor(sizes)" if hasattr(sizes, "__array__") else "")
+    wrong = next(type(size) for size in sizes if type(size) is not int)
+    cure = "; give [int(n) for n in sizes]" if issubclass(wrong, SupportsIndex) else ""
+    return f"{_kind(sizes)} with a {wrong.__module__}.{wrong.__name__}{cure}".replace("builtins.", "")
+
+
+def _check_split_tensor(split_sizes: Tensor, groups: int, x: TensorSpec | None) -> None:
+    if split_sizes.layout is not torch.strided or split_sizes.is_nested:  # is_dense, written out
+        raise not_dense("split_sizes", layout_of(split_sizes))
+    if split_sizes.dtype not in _INDEX_TYPES:
+        raise ArgumentError(f"split_sizes: expected int32 or int64, got {split_sizes.dtype}")
+    shape: tuple[Any, ...] = tuple(split_sizes.shape)
+    if shape and type(shape[0]) is torch.SymInt:  # only the data will tell: compiled code checks it then
+        torch._check(shape[0] == groups, lambda: f"split_sizes: expected one size a group, {groups}")  # type: ignore[no-untyped-call]
+        shape = (groups, *shape[1:])
+    if shape != (groups,):
+        raise ArgumentError(f"split_sizes: expected shape [{groups}], one size a group, got {list(split_sizes.shape)}")
+    if x is not None and split_sizes.device != x.device and split_sizes.device.type != "cpu":
+        raise ArgumentError(
+            f"split_sizes: expected a tensor on {x.device}, where x is, got one on {split_sizes.device}"
+        )
+
+
+def _check_values(sizes: Sequence[int], x: TensorSpec | None) -> None:
+    if sizes and min(sizes) < 0:
+        raise ArgumentError(f"split_sizes: sizes must not be negative, got {min(sizes)}")
+    if x is None:
+        return
+    rows = 1
+    for size in x.shape[:-1]:
+        rows *= size
+    if sum(sizes) > rows:
+        raise ArgumentError(f"split_sizes: they sum to {sum(sizes)}, but x has only {rows} rows")
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
