@@ -22,7 +22,7 @@ from fusible.ops import kernels
 from fusible.ops.formats import operands
 from fusible.ops.formats.recipe import Recipe
 from fusible.ops.kernels import Layout, dispatch
-from fusible.ops.kernels.problem import nbytes
+from fusible.ops.kernels.problems.gemm import nbytes
 from fusible.ops.quantized.linear import copies_of, product
 
 from .arguments import positive

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from fusible.fuser.contract import tracing as trace
 from fusible.ops import kernels
 from fusible.ops.formats.recipe import Recipe
+from fusible.ops.kernels.extension import compiled
 from fusible.ops.kernels.hopper import gemm as hopper
-from fusible.ops.kernels.hopper.extension import compiled
-from fusible.ops.kernels.problem import GroupedGemm, Layout, stacked
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout, stacked
 from fusible.ops.kernels.pytorch import grouped_mm as grouped_mm_backend
 from fusible.ops.quantized.linear import copies_of, product, transposed_operand, weight_grad, wgrad_is_quantized
 from fusible.ops.quantized.weights import operands_of

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import fusible
 from fusible.fuser.contract.config import BACKENDS
-from fusible.ops.kernels.problem import GroupedGemm, Layout, stacked
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout, stacked
 
 from .arguments import command, duration
 from .gemm_contestants import CONTESTANTS, Function, backend_of, products, refusal, tiles, under_recipe

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import fusible
 from fusible import GroupedLinear, GroupedLoRA
-from fusible.ops import low_rank
+from fusible.ops.kernels.doors import low_rank
 
 from .arguments import positive
 from .problem import PRESETS, Preset

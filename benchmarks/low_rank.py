@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible.ops import low_rank, routing
 from fusible.ops.kernels import Layout
-from fusible.ops.kernels.problem import nbytes
+from fusible.ops.kernels.doors import low_rank, routing
+from fusible.ops.kernels.problems.gemm import nbytes
 
 from .arguments import positive
 from .problem import PRESETS, Preset

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.ops import routing
 from fusible.ops.formats.copies import (
     BLOCK,
     BlockedColumns,
@@ -27,10 +26,11 @@ from fusible.ops.formats.copies import (
     Scaling,
     ceil_blocks,
 )
+from fusible.ops.kernels.doors import routing
 from fusible.ops.kernels.hopper import quantize
 from fusible.ops.kernels.hopper import rows as kernels
-from fusible.ops.kernels.problem import ActivationGrads, nbytes
-from fusible.ops.kernels.quantized_problem import (
+from fusible.ops.kernels.problems.gemm import ActivationGrads, nbytes
+from fusible.ops.kernels.problems.quantized import (
     PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusible import GroupedTensor, config, grouped_gemm
-from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels.problems.gemm import Layout
 
 from .arguments import device, positive
 from .problem import InaccurateError

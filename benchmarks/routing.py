@@ -2,7 +2,7 @@
 
     python -m fusible bench routing --tokens 8192 64
 
-``ours`` marks what :mod:`fusible.ops.routing` does. All ways of a part give the same numbers, or the run ends.
+``ours`` marks what :mod:`fusible.ops.kernels.doors.routing` does. All ways of a part give the same numbers, or the run ends.
 The bound is the time in which an H200 moves the bytes that the part must move.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fusible.ops import routing
+from fusible.ops.kernels.doors import routing
 
 from .arguments import add_common_arguments, command, positive
 from .problem import DTYPES, PRESETS, InaccurateError, Preset

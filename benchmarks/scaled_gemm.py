@@ -28,13 +28,8 @@ from torch import Tensor
 
 from fusible.ops.formats.copies import BLOCK, BlockedColumns, QuantizedRows, ceil_blocks
 from fusible.ops.kernels.hopper import gemm, quantize, scaled_activation, scaled_gemm
-from fusible.ops.kernels.problem import Layout
-from fusible.ops.kernels.quantized_problem import (
-    ActivatedScaledGemm,
-    QuantizeActivation,
-    ScaledGemm,
-    ScaledWgrad,
-)
+from fusible.ops.kernels.problems.gemm import Layout
+from fusible.ops.kernels.problems.quantized import ActivatedScaledGemm, QuantizeActivation, ScaledGemm, ScaledWgrad
 from fusible.ops.values.activation_spec import ActivationSpec
 
 from .arguments import positive

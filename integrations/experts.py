@@ -17,7 +17,7 @@ from ..fuser.contract.overrides import is_hooked
 from ..fuser.contract.stored_values import stores_values
 from ..fuser.explain.explanation import StandIn
 from ..ops import Combine, Dispatch, GroupedLinear, Scale
-from ..ops.routing import routed_by
+from ..ops.kernels.doors.routing import routed_by
 from .gates import activation_of, names_read
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..fuser import Sequential
 from ..fuser.explain.model import LayerContainer
 from ..ops import GroupedLoRA
-from ..ops.routing import routed_by
+from ..ops.kernels.doors.routing import routed_by
 from .experts import ModuleParameters, Names, _key, autocasts, layer_around, refusal
 
 ATTRIBUTE = "_fusible_lora"  # of the module, where neither its children nor its state_dict show it

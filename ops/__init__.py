@@ -7,7 +7,6 @@ from .basic.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
 from .basic.linear import Linear
 from .basic.residual import AddExtraInput, Identity, MakeExtraOutput
 from .basic.scale import ConstantScale, Scale
-from .device_errors import check_device_errors
 from .formats.recipe import MXFP4, MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, NoRecipe
 from .fused import (
     GLUScale,
@@ -23,6 +22,7 @@ from .grouped.functional import grouped_gemm
 from .grouped.grouped_linear import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, GroupedLinear
 from .grouped.lora import GroupedLoRA
 from .grouped.pointwise import Pointwise
+from .kernels.doors.device_errors import check_device_errors
 from .modules.quantize import quantize_
 from .modules.shard import gather_quantized
 from .quantized.tensor import QuantizedGroupedTensor

@@ -20,10 +20,10 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
 
+from fusible.ops.kernels.extension import TYPE_CODES
 from fusible.ops.kernels.hopper import arrivals, gemm, peers
 from fusible.ops.kernels.hopper.epilogue import activation
-from fusible.ops.kernels.hopper.extension import TYPE_CODES
-from fusible.ops.kernels.problem import GroupedGemm, Layout, RowSlots
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout, RowSlots
 from fusible.ops.values.activation_spec import ActivationSpec
 
 CASES: list[Callable[[World], None]] = []

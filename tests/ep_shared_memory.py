@@ -17,8 +17,8 @@ import torch
 from emulation import build, harness
 from torch import distributed as dist
 
-from fusible.ops import routing
 from fusible.ops.ep import memory
+from fusible.ops.kernels.doors import routing
 from fusible.ops.kernels.hopper import arrivals, peers, permute
 
 

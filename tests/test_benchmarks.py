@@ -52,7 +52,7 @@ from fusible.benchmarks.problem import (
     split_sizes,
 )
 from fusible.benchmarks.recipes import RECIPES
-from fusible.ops.kernels.problem import GroupedGemm
+from fusible.ops.kernels.problems.gemm import GroupedGemm
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 PRODUCTS = ["fc1", "fc2", "dgrad1", "dgrad2", "wgrad1", "wgrad2"]

@@ -18,7 +18,7 @@ from fusible import (
     config,
 )
 from fusible.fuser import replay
-from fusible.ops.kernels.hopper import extension
+from fusible.ops.kernels import extension
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 LINEARS = {"GroupedLinearGLU", "GroupedLinearResidual", "GroupedLinearChain"}

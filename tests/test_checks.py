@@ -25,7 +25,7 @@ from fusible import (
 from fusible.fuser.compiler import plan
 from fusible.ops.kernels.dispatch import choose
 from fusible.ops.kernels.hopper import gemm as hopper
-from fusible.ops.kernels.problem import GroupedGemm, Layout
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
 
 E, K, N, T = 2, 8, 16, 4
 F8 = torch.float8_e4m3fn

@@ -17,9 +17,8 @@ import fusible
 from fusible.__main__ import BENCHMARKS, main
 from fusible.commands import info
 from fusible.fuser.contract import torch_private
-from fusible.ops.kernels import architecture
-from fusible.ops.kernels.hopper import extension
-from fusible.ops.kernels.jit import ahead
+from fusible.ops.kernels import architecture, extension
+from fusible.ops.kernels.hopper import ahead
 from fusible.ops.kernels.jit.cache import kernel_cache
 
 ACTIVATION = fusible.Pointwise(lambda gate, up: torch.tanh(gate) * up, halves="concat")

@@ -7,7 +7,7 @@ import torch
 from emulation import build, harness
 
 from fusible import GroupedLinear, Scale, Sequential, SwiGLU, interleaved
-from fusible.ops.kernels.hopper.extension import TYPE_CODES
+from fusible.ops.kernels.extension import TYPE_CODES
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 

@@ -14,7 +14,7 @@ from graph_nodes import captured
 from reference import assert_as_good, assert_same, glu, grouped_linear, mlp, run, unit
 
 from fusible import ArgumentError, GroupedLinear, RefusedError, Sequential, check_device_errors, config, grouped_gemm
-from fusible.ops.kernels.hopper.extension import device_refusal
+from fusible.ops.kernels.extension import device_refusal
 
 pytestmark = [
     pytest.mark.cuda,

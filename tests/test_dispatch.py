@@ -8,10 +8,10 @@ from emulation import harness
 
 from fusible import config
 from fusible.fuser import RefusedError
-from fusible.ops import routing
 from fusible.ops.kernels import dispatch
+from fusible.ops.kernels.doors import routing
 from fusible.ops.kernels.hopper import gemm, rows
-from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
+from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import activation, grouped_mm, grouped_mm_cpu, loop
 from fusible.ops.values.activation_spec import gated, interleaved
 

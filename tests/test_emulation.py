@@ -20,9 +20,10 @@ from fusible.benchmarks import gemm_contestants, grouped_gemm
 from fusible.benchmarks.problem import Problem
 from fusible.fuser.contract.torch_private import address_function
 from fusible.ops import kernels
-from fusible.ops.kernels.hopper import epilogue, extension
+from fusible.ops.kernels import extension
+from fusible.ops.kernels.hopper import epilogue
 from fusible.ops.kernels.hopper import gemm as hopper
-from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels.problems.gemm import Layout
 from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 
 pytestmark = [

@@ -11,8 +11,8 @@ from checks.quantize import HALVES
 from emulation import build, harness
 
 from fusible.ops.formats.packed import PackedFormat
-from fusible.ops.kernels.fake_quantized_problem import FakeQuantizeWeight
 from fusible.ops.kernels.hopper import fake_quantize
+from fusible.ops.kernels.problems.fake_quantized import FakeQuantizeWeight
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),

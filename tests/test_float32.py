@@ -10,9 +10,9 @@ import torch
 from emulation import harness
 
 from fusible import config
-from fusible.ops.kernels import dispatch, float32
-from fusible.ops.kernels.problem import GroupedGemm, Layout
-from fusible.ops.kernels.pytorch import grouped_mm, loop
+from fusible.ops.kernels import dispatch
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
+from fusible.ops.kernels.pytorch import float32, grouped_mm, loop
 
 E, K, N, T = 2, 8, 8, 6
 SIZES = torch.tensor([2, 4])

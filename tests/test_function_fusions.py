@@ -33,7 +33,7 @@ from fusible import (
     config,
     interleaved,
 )
-from fusible.ops.kernels.hopper import extension
+from fusible.ops.kernels import extension
 
 E, K, H, T, SLOTS = 3, 16, 24, 40, 2
 SIZES = [17, 0, 20]

@@ -35,7 +35,7 @@ from torch import Tensor
 from fusible.ops import kernels
 from fusible.ops.kernels import unfused
 from fusible.ops.kernels.hopper import gemm as hopper
-from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
+from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import activation as pointwise
 from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 

@@ -13,7 +13,7 @@ from test_grouped_mlp import Case
 from fusible import Bias, GroupedLinear, RefusedError, Sequential, SwiGLU, config
 from fusible.ops import kernels
 from fusible.ops.kernels import dispatch
-from fusible.ops.kernels.problem import GroupedGemm, Layout
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import grouped_mm, loop, wrong_sizes
 
 E, K, N, T = 3, 16, 24, 40

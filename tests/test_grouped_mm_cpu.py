@@ -8,7 +8,7 @@ from reference import unit
 
 from fusible import GroupedLinear, RefusedError, config
 from fusible.ops.kernels import dispatch
-from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
+from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import few_rows, grouped_mm_cpu, loop
 from fusible.ops.values.activation_spec import gated
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusible.ops.kernels.hopper import epilogue
-from fusible.ops.kernels.problem import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
+from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
 from fusible.ops.values.activation_spec import activation, gated, interleaved
 
 T, K, F, E = 6, 16, 96, 2

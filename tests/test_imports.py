@@ -15,9 +15,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOORS = ("inference.py", "ep/symmetric.py")  # besides the files that declare kernels: theirs are no custom ops
 SHARED = (
-    "ops.kernels.problem",
-    "ops.kernels.outputs",
-    "ops.kernels.custom_ops",
+    "ops.kernels.problems.gemm",
+    "ops.kernels.operators.outputs",
+    "ops.kernels.operators.custom_ops",
 )  # values, and what only has to be loaded
 
 CONTRACT = {
@@ -233,8 +233,8 @@ PUBLIC_WORDS = {  # the keyword of Pointwise; the blocks of a weight of gate and
     "benchmarks/quantize.py": {"halves"},
     "ops/values/checks.py": {"check_halves"},
     "ops/grouped/pointwise.py": {"halves"},
-    "ops/kernels/quantized_problem.py": {"halves"},
-    "ops/kernels/quantized.py": {"halves"},
+    "ops/kernels/problems/quantized.py": {"halves"},
+    "ops/kernels/doors/quantized.py": {"halves"},
     "ops/kernels/hopper/quantize.py": {"half", "halves"},
     "ops/kernels/hopper/scaled_gemm.py": {"halves"},
     "ops/kernels/pytorch/quantize.py": {"halves"},

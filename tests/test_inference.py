@@ -9,9 +9,9 @@ import torch
 from emulation import harness
 from torch import Tensor
 
-from fusible.ops import inference
-from fusible.ops.inference import Experts
-from fusible.ops.kernels.hopper.extension import TYPE_CODES
+from fusible.ops.kernels.doors import inference
+from fusible.ops.kernels.doors.inference import Experts
+from fusible.ops.kernels.extension import TYPE_CODES
 from fusible.ops.values.activation_spec import ActivationSpec
 
 E, K, F = 16, 512, 128

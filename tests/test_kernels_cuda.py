@@ -24,9 +24,9 @@ from checks.gemm import (
     variants,
 )
 
-from fusible.ops.kernels.hopper import extension
+from fusible.ops.kernels import extension
 from fusible.ops.kernels.hopper import gemm as hopper
-from fusible.ops.kernels.problem import GroupedGemm, Layout
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
 
 pytestmark = pytest.mark.cuda
 skip_module_without_hopper()

@@ -18,9 +18,9 @@ from torch.library import opcheck
 from fusible import Pointwise, interleaved
 from fusible.ops import kernels
 from fusible.ops.formats import mxfp8, reference
-from fusible.ops.inference import Experts
-from fusible.ops.kernels import codecs, custom_ops
-from fusible.ops.routing import Routing
+from fusible.ops.kernels.doors.inference import Experts
+from fusible.ops.kernels.doors.routing import Routing
+from fusible.ops.kernels.operators import codecs, custom_ops
 from fusible.ops.values.activation_spec import ActivationSpec
 
 pytestmark = [pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("DeprecationWarning", "FutureWarning")]
@@ -320,7 +320,7 @@ OWN_KERNEL = """
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from fusible.ops.kernels.custom_ops import kernel
+from fusible.ops.kernels.operators.custom_ops import kernel
 
 def new_halves(x: Tensor, want_high: bool) -> tuple[Tensor, Tensor | None]:
     return torch.empty_like(x), torch.empty_like(x) if want_high else None
@@ -350,7 +350,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from fusible.ops.kernels.custom_ops import kernel
+from fusible.ops.kernels.operators.custom_ops import kernel
 
 class Sorted(NamedTuple):
     values: Tensor

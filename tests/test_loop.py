@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fusible.ops import kernels
-from fusible.ops.kernels.problem import GroupedGemm, Layout
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import loop
 from fusible.ops.values.activation_spec import activation
 

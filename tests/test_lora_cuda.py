@@ -8,8 +8,8 @@ from checks import fused, gemm
 from checks.device import needs_hopper
 from checks.lora import check_trains
 
-from fusible.ops.kernels.hopper import extension
-from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels import extension
+from fusible.ops.kernels.problems.gemm import Layout
 
 pytestmark = [
     pytest.mark.cuda,

@@ -9,10 +9,10 @@ from checks.low_rank import Case, cases
 from emulation import build, harness
 
 from fusible import config
-from fusible.ops import low_rank as passes
 from fusible.ops.kernels.dispatch import low_rank_refusal
+from fusible.ops.kernels.doors import low_rank as passes
 from fusible.ops.kernels.hopper import low_rank as kernel
-from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels.problems.gemm import Layout
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),

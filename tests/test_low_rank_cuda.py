@@ -9,7 +9,7 @@ from checks.device import needs_hopper
 from checks.low_rank import Case, cases
 
 from fusible.ops.kernels.hopper import low_rank as kernel
-from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels.problems.gemm import Layout
 
 pytestmark = [
     pytest.mark.cuda,

@@ -7,7 +7,7 @@ import torch
 from checks import fused
 
 from fusible import Pointwise
-from fusible.ops.kernels.hopper.extension import is_built
+from fusible.ops.kernels.extension import is_built
 
 activations = pytest.importorskip("transformers.activations")
 OF_PARAMETERS = {"prelu", "xielu"}

@@ -22,7 +22,7 @@ from fusible.ops.kernels.jit.compilation import compiled, compiler
 from fusible.ops.kernels.jit.compiler import CompileError, SpillError
 from fusible.ops.kernels.jit.nvrtc import Nvrtc
 from fusible.ops.kernels.jit.operands import is_concat, is_narrow
-from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels.problems.gemm import Layout
 
 
 def missing() -> str | None:

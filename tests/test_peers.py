@@ -25,8 +25,8 @@ from fusible.benchmarks.left_out import LeftOut, footer
 from fusible.benchmarks.peers import PEERS, deepgemm, quack
 from fusible.benchmarks.peers.deepgemm import padding_of
 from fusible.benchmarks.problem import Problem
+from fusible.ops.kernels.problems.quantized import ScaledGemm, ScaledWgrad
 from fusible.ops.kernels.pytorch import scaled_gemm as loop
-from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad
 
 SMALL = ["--experts", "3", "--features", "16", "--hidden", "24", "--tokens", "20", "--rounds", "1", "--dtype", "fp32"]
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 import fusible
 from fusible import Pointwise, interleaved
 from fusible.fuser import replay
-from fusible.ops.kernels.hopper.extension import is_built
-from fusible.ops.kernels.jit import pointwise as jit
+from fusible.ops.kernels.extension import is_built
+from fusible.ops.kernels.hopper import pointwise as jit
 from fusible.ops.kernels.jit.cache import kernel_cache
 from tests.test_pointwise import FUNCTIONS, by_autograd
 

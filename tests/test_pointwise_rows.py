@@ -15,8 +15,8 @@ import fusible
 from fusible import Pointwise, Sequential, interleaved
 from fusible.fuser import replay
 from fusible.ops.kernels import PointwiseRows
-from fusible.ops.kernels.jit import pointwise as jit
-from fusible.ops.kernels.problem import PointwiseGrads
+from fusible.ops.kernels.hopper import pointwise as jit
+from fusible.ops.kernels.problems.gemm import PointwiseGrads
 from fusible.ops.kernels.pytorch import pointwise as reference
 
 pytestmark = [

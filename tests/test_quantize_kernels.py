@@ -11,14 +11,14 @@ from emulation import build, harness
 from fusible.ops.formats import reference
 from fusible.ops.formats.copies import Scaling
 from fusible.ops.kernels.hopper import quantize
-from fusible.ops.kernels.pytorch import quantize as pytorch_quantize
-from fusible.ops.kernels.quantized_problem import (
+from fusible.ops.kernels.problems.quantized import (
     PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
     QuantizeRows,
     QuantizeWeight,
 )
+from fusible.ops.kernels.pytorch import quantize as pytorch_quantize
 from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 
 pytestmark = [

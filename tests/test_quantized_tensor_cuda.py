@@ -13,8 +13,8 @@ from fusible import MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, Quantize
 from fusible.ops import quantized_products as quantised
 from fusible.ops.formats import formats, mxfp8, reference
 from fusible.ops.formats.formats import E4M3, E5M2
+from fusible.ops.kernels.problems.quantized import ScaledGemm, ScaledWgrad
 from fusible.ops.kernels.pytorch import scaled_gemm as products
-from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

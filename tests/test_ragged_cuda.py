@@ -32,7 +32,7 @@ from checks.ragged import (
 
 from fusible import config, grouped_gemm
 from fusible.ops.kernels.hopper import ragged as hopper_ragged
-from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels.problems.gemm import Layout
 
 pytestmark = pytest.mark.cuda
 skip_module_without_hopper()

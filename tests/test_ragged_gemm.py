@@ -16,8 +16,8 @@ from fusible.fuser import RefusedError
 from fusible.fuser.contract import tracing as trace
 from fusible.ops import kernels
 from fusible.ops.kernels.hopper import ragged as hopper_ragged
-from fusible.ops.kernels.problem import Layout
-from fusible.ops.kernels.ragged import RaggedGemm
+from fusible.ops.kernels.problems.gemm import Layout
+from fusible.ops.kernels.problems.ragged import RaggedGemm
 
 ROWS, COLUMNS, DEPTHS, TAIL = (3, 0, 4), (2, 5, 1), (6, 2, 3), 7
 SIZE = sum(m * n for m, n in zip(ROWS, COLUMNS, strict=True))

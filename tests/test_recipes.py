@@ -16,9 +16,9 @@ import fusible
 from fusible.ops import quantized_products
 from fusible.ops.formats import operands
 from fusible.ops.formats.recipe import Recipe
-from fusible.ops.kernels import dequantized
+from fusible.ops.kernels.doors import dequantized
+from fusible.ops.kernels.problems.quantized import ScaledGemm, ScaledWgrad
 from fusible.ops.kernels.pytorch import scaled_gemm as loop
-from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad
 
 E, K, N = 3, 160, 272
 SIZES = (70, 0, 200)

@@ -26,7 +26,7 @@ from fusible import GLU, Activation, GroupedLinear, ReGLU, Scale, Sequential, Sw
 from fusible.fuser import DoubleBackwardError, replay
 from fusible.fuser.contract.torch_private import address_function
 from fusible.fuser.replay import capture, guards
-from fusible.ops.kernels.hopper import extension
+from fusible.ops.kernels import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusible import Combine, Dispatch, GroupedLinear, Scale, Sequential, SwiGLU
 from fusible.benchmarks.timing import kept_bytes, peak_bytes
-from fusible.ops import gathered_wgrad
+from fusible.ops.kernels.doors import gathered_wgrad
 from fusible.ops.kernels.pytorch import few_rows
 
 E, K, F, T, SLOTS = 16, 512, 128, 512, 4

@@ -24,7 +24,7 @@ from fusible import (
     config,
     interleaved,
 )
-from fusible.ops.routing import by_torch
+from fusible.ops.kernels.doors.routing import by_torch
 
 T, K_SLOTS, E, H, F = 11, 2, 5, 8, 12
 D = torch.float64

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusible import Combine, Dispatch, GroupedLinear, GroupedLoRA, Scale, Sequential, SwiGLU
 from fusible.fuser.replay import guards
-from fusible.ops import low_rank
+from fusible.ops.kernels.doors import low_rank
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 __all__ = ["runs"]

@@ -19,7 +19,7 @@ from checks.routing import (
 )
 from torch import Tensor
 
-from fusible.ops import routing
+from fusible.ops.kernels.doors import routing
 
 pytestmark = [
     pytest.mark.cuda,

@@ -15,7 +15,7 @@ from checks.scaled import Case
 from emulation import build
 
 from fusible.ops.kernels.hopper import scaled_activation as hopper
-from fusible.ops.kernels.quantized_problem import ActivatedScaledGemm
+from fusible.ops.kernels.problems.quantized import ActivatedScaledGemm
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),

@@ -13,9 +13,7 @@ from torch import Tensor
 from fusible.ops.formats import reference
 from fusible.ops.formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
 from fusible.ops.formats.formats import E4M3
-from fusible.ops.kernels.pytorch import quantize as quantizers
-from fusible.ops.kernels.pytorch import scaled_gemm as products
-from fusible.ops.kernels.quantized_problem import (
+from fusible.ops.kernels.problems.quantized import (
     QuantizeActivation,
     QuantizeActivationBackward,
     QuantizeRows,
@@ -23,6 +21,8 @@ from fusible.ops.kernels.quantized_problem import (
     ScaledGemm,
     ScaledWgrad,
 )
+from fusible.ops.kernels.pytorch import quantize as quantizers
+from fusible.ops.kernels.pytorch import scaled_gemm as products
 from fusible.ops.values.activation_spec import ActivationSpec
 
 SIZES = [[70, 0, 130, 1], [0, 0], [5], [300, 129]]

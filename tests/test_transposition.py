@@ -8,7 +8,7 @@ from checks.transposition import bytes_of
 
 from fusible import RefusedError, config
 from fusible.fuser.contract import tracing
-from fusible.ops.kernels.transposition import transpose_bytes
+from fusible.ops.kernels.doors.transposition import transpose_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)

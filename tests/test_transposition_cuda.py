@@ -8,7 +8,7 @@ from checks import transposition as checks
 from checks.device import needs_hopper
 
 from fusible import config
-from fusible.ops.kernels.transposition import transpose_bytes
+from fusible.ops.kernels.doors.transposition import transpose_bytes
 
 pytestmark = [pytest.mark.cuda, needs_hopper]
 

@@ -10,8 +10,8 @@ from emulation import build, harness
 
 from fusible import config
 from fusible.fuser.contract import tracing
+from fusible.ops.kernels.doors.transposition import transpose_bytes
 from fusible.ops.kernels.hopper import transpose
-from fusible.ops.kernels.transposition import transpose_bytes
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),

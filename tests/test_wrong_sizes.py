@@ -12,7 +12,7 @@ from emulation import build, harness
 
 import fusible
 from fusible.fuser.contract.torch_private import address_function
-from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels.problems.gemm import Layout
 from fusible.ops.kernels.pytorch import wrong_sizes as pytorch_reports
 
 pytestmark = [

@@ -13,7 +13,7 @@ from graph_nodes import captured
 import fusible
 from fusible import GroupedLinear
 from fusible.fuser import replay
-from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels.problems.gemm import Layout
 
 pytestmark = [
     pytest.mark.cuda,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusible.ops.formats.copies import BLOCK, BlockedColumns
-from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad
+from fusible.ops.kernels.problems.quantized import ScaledGemm, ScaledWgrad
 
 from ..contestant import Contestant, leaf, swiglu
 from ..problem import Problem

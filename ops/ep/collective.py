@@ -21,8 +21,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from ...fuser.contract import tracing as trace
-from .. import routing as permutation
-from ..routing import Routing
+from ..kernels.doors import routing as permutation
+from ..kernels.doors.routing import Routing
 from . import memory, messages
 from .errors import CapacityError, PeerError
 from .settings import Settings

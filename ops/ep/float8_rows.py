@@ -14,7 +14,7 @@ from ...fuser.contract.errors import shown
 from ..formats.copies import BLOCK, ceil_blocks
 from ..formats.formats import E4M3, from_e8m0
 from ..formats.recipe import Float8Block
-from ..kernels.quantized import quantize_rows
+from ..kernels.doors.quantized import quantize_rows
 from .settings import Settings
 
 _ALIGNED = 16  # bytes

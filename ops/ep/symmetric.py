@@ -19,7 +19,7 @@ from ...fuser.contract import tracing as trace
 from ..kernels.hopper import arrivals as waiting
 from ..kernels.hopper import peers as kernels
 from ..kernels.hopper import permute as sorting
-from ..kernels.problem import RowSlots
+from ..kernels.problems.gemm import RowSlots
 from . import memory, messages
 from .barrier import barrier
 from .errors import CapacityError, PeerError

@@ -25,8 +25,8 @@ from ..formats.recipe import Recipe
 from ..formats.schemes import Copy
 from ..grouped.grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..grouped.pointwise import Pointwise
-from ..inference import Kept
 from ..kernels import ActivationGrads, Layout
+from ..kernels.doors.inference import Kept
 from ..quantized.delayed_scales import encode_of_tokens, is_delayed, scales_of_forward
 from ..quantized.linear import (
     GatheredTokens,

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from ...fuser.contract.module_state import with_tensors
-from .. import routing as permutation
 from ..basic.glu import Activated
 from ..basic.scale import Scale
 from ..grouped.grouped_linear import GroupedLinear
-from ..inference import Experts, one_call
-from ..kernels.custom_ops import kernel
+from ..kernels.doors import routing as permutation
+from ..kernels.doors.inference import Experts, one_call
+from ..kernels.doors.routing import Routing
+from ..kernels.operators.custom_ops import kernel
 from ..quantized.delayed_scales import is_delayed
 from ..quantized.linear import GatheredTokens, applied, wgrad_is_quantized
-from ..routing import Routing
 from ..values.activation_spec import ActivationSpec
 from .grouped_mlp import GroupedMLP
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from ...fuser import FusedOp, Gradient, Grads, Pattern, register_fusion
 from ...fuser.runtime.call import evaluate
 from .. import kernels
-from .. import routing as permutation
 from ..basic.glu import Activated
 from ..basic.scale import Scale
 from ..grouped.lora import GroupedLoRA, back_through, input_grad, lora_b_grad
 from ..grouped.pointwise import Pointwise
 from ..kernels import ActivationGrads
+from ..kernels.doors import routing as permutation
+from ..kernels.doors.routing import Routing
 from ..routed.moe import Combine, Dispatch
-from ..routing import Routing
 from ..values.checks import product_dtype
 from .activation_role import (
     BETWEEN_LINEARS,

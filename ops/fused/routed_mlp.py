@@ -16,13 +16,13 @@ from torch import Tensor
 from ...fuser import Gradient, Grads, register_fusion
 from ...fuser.contract.tracing import is_traced
 from ...fuser.runtime.call import evaluate
-from .. import routing as permutation
 from ..formats.recipe import Recipe
-from ..gathered_wgrad import gathered_wgrad
 from ..grouped.grouped_linear import GroupedLinear, input_grad
-from ..inference import Experts, Kept, on_cpu, one_call
+from ..kernels.doors import routing as permutation
+from ..kernels.doors.gathered_wgrad import gathered_wgrad
+from ..kernels.doors.inference import Experts, Kept, on_cpu, one_call
+from ..kernels.doors.routing import Routing
 from ..routed.moe import Combine, Dispatch
-from ..routing import Routing
 from ..values.checks import product_dtype
 from . import short_call
 from .activation_role import vector_grads

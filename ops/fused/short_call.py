@@ -12,7 +12,7 @@ from torch import Tensor
 from ...fuser import Gradient, Grads
 from ...fuser.contract.config import thread_config
 from ..grouped.grouped_linear import GroupedLinear, with_rows_of
-from ..inference import (
+from ..kernels.doors.inference import (
     Experts,
     Gradients,
     Kept,

@@ -294,12 +294,12 @@ class GroupedLinear(WideBuffers, WeightGrads):
     ) -> tuple[WeightOperand | PackedWeight, BackwardWeight | Copy | None]:
         """What the product reads, and, if ``back``, what the gradient of ``x`` will read."""
         if self.is_quantized:
-            data = kernels.problem.stacked(self.matrices("weight"))
+            data = kernels.problems.gemm.stacked(self.matrices("weight"))
             copy = Copy(data, *self.quantized_buffers())
             return operands.of_staying(recipe, copy), copy if back else None
         matrices = self.matrices("weight")
         if delayed_scales.is_delayed(recipe):
-            weight = kernels.problem.stacked(matrices)
+            weight = kernels.problems.gemm.stacked(matrices)
             encode = delayed_scales.encode_of_weight(self, recipe, weight)
             return quantized.weight_operands(recipe, weight, back, encode)
         if self.gathers_bytes and trace.active():

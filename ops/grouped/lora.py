@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ...fuser import Gradient, Grads, TensorSpec
 from .. import kernels
 from ..kernels import Layout, Matrices, OperandPair
-from ..low_rank import LowRank, low_rank_pass
+from ..kernels.doors.low_rank import LowRank, low_rank_pass
+from ..kernels.doors.routing import Routing
 from ..parameters.grouped import ExpertParameters
-from ..routing import Routing
 from ..values.checks import SplitSizesFit, check_matrix_input, check_sizes, check_split_sizes, product_dtype
 from .grouped_linear import as_rows, with_rows_of
 

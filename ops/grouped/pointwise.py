@@ -278,7 +278,7 @@ class Pointwise(Op):
 
         Flattened, they are [rows, C].
         """
-        dtype = kernels.outputs.compute_dtype(x, list(rows.values()))
+        dtype = kernels.operators.outputs.compute_dtype(x, list(rows.values()))
         halves = split(x.to(dtype), len(self._x_inputs), _block(self.halves))
         by_row = [rows[name].to(dtype).reshape(-1, 1) for name in self._row_inputs]
         vectors = [columns[name].to(dtype).reshape(self._groups or 1, -1) for name in self._column_inputs]

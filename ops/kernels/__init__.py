@@ -18,8 +18,7 @@ from ...fuser.contract import tracing as trace
 from ..programs.program import Program
 from ..values.activation_spec import ActivationSpec
 from ..values.grouped_tensor import GroupedTensor
-from . import outputs, recording, unfused
-from .custom_ops import kernel
+from . import extension, recording, unfused
 from .dispatch import (
     Choice,
     activation_kernels,
@@ -30,14 +29,14 @@ from .dispatch import (
     row_kernels,
     second_refusal,
 )
-from .hopper import extension
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
+from .hopper.ahead import compile_ahead
 from .hopper.peers import send_rows
-from .independent import Independent
-from .jit.ahead import compile_ahead
 from .jit.cache import kernel_cache
-from .problem import (
+from .operators import outputs
+from .operators.custom_ops import kernel
+from .problems.gemm import (
     Activate,
     ActivateBackward,
     ActivationGrads,
@@ -53,8 +52,9 @@ from .problem import (
     first,
     nbytes,
 )
+from .problems.independent import Independent
+from .problems.ragged import RaggedGemm
 from .pytorch.wrong_sizes import raise_reported
-from .ragged import RaggedGemm
 from .tensor_lists import addresses_of, form_guards, has_objects
 
 __all__ = [

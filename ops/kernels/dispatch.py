@@ -17,19 +17,20 @@ from ...fuser import RefusedError
 from ...fuser.contract.config import active_config
 from ..programs.program import Program
 from ..values.activation_spec import ActivationSpec
-from . import float32
-from .fake_quantized_problem import FakeQuantizeRows, FakeQuantizing
-from .function import FunctionKernels
 from .hopper import fake_quantize as hopper_fake_quantize
 from .hopper import gemm as hopper
 from .hopper import low_rank as hopper_low_rank
 from .hopper import packed_gemm as hopper_packed
+from .hopper import pointwise as jit_pointwise
 from .hopper import quantize as hopper_quantize
 from .hopper import ragged as hopper_ragged
 from .hopper import rows as hopper_rows
 from .hopper import scaled_activation as hopper_scaled_activation
 from .hopper import scaled_gemm as hopper_scaled
-from .interface import (
+from .problems.fake_quantized import FakeQuantizeRows, FakeQuantizing
+from .problems.function import FunctionKernels
+from .problems.gemm import FunctionOperands, GroupedGemm, PointwiseRows, first
+from .problems.interface import (
     ActivationKernels,
     Backend,
     FakeQuantizers,
@@ -38,17 +39,15 @@ from .interface import (
     RowKernels,
     ScaledProducts,
 )
-from .jit import pointwise as jit_pointwise
-from .low_rank import LowRankPass
-from .problem import FunctionOperands, GroupedGemm, PointwiseRows, first
+from .problems.low_rank import LowRankPass
+from .problems.quantized import ActivatedScaledGemm, Multiplying, PackedGemm, Quantizing, source
+from .problems.ragged import RaggedGemm
 from .pytorch import activation as pytorch_activation
 from .pytorch import fake_quantize as pytorch_fake_quantize
-from .pytorch import grouped_mm, grouped_mm_cpu, loop, ragged_loop
+from .pytorch import float32, grouped_mm, grouped_mm_cpu, loop, ragged_loop
 from .pytorch import pointwise as pytorch_pointwise
 from .pytorch import quantize as pytorch_quantize
 from .pytorch import scaled_gemm as pytorch_scaled
-from .quantized_problem import ActivatedScaledGemm, Multiplying, PackedGemm, Quantizing, source
-from .ragged import RaggedGemm
 
 P_contra = TypeVar("P_contra", contravariant=True)
 

@@ -12,8 +12,17 @@ from .dispatch import Choice, activation_choice, pointwise_choice, row_choice
 from .hopper import epilogue as hopper_epilogue
 from .hopper import gemm as hopper
 from .hopper import rows as hopper_rows
-from .interface import RowKernels
-from .problem import ActivateBackward, FunctionOperands, GroupedGemm, Matrices, Operands, PointwiseRows, first, nbytes
+from .problems.gemm import (
+    ActivateBackward,
+    FunctionOperands,
+    GroupedGemm,
+    Matrices,
+    Operands,
+    PointwiseRows,
+    first,
+    nbytes,
+)
+from .problems.interface import RowKernels
 from .pytorch import pointwise as pytorch_pointwise
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ...fuser.contract.torch_private import address_function, form_functions, tensor_guards
-from .hopper.extension import is_built, library
+from .extension import is_built, library
 
 
 def has_objects(values: Mapping[str, Any], names: tuple[str, ...], objects: tuple[Any, ...]) -> bool:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from . import dispatch
-from .interface import Backend
-from .problem import Activate, GroupedGemm, Matrices, first
+from .problems.gemm import Activate, GroupedGemm, Matrices, first
+from .problems.interface import Backend
 
 
 def product_of(problem: GroupedGemm) -> GroupedGemm:

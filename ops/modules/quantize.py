@@ -12,7 +12,7 @@ from ..formats.copies import AMAX, SCALES
 from ..formats.recipe import Float8Block, NoRecipe, Recipe
 from ..formats.schemes import Copy
 from ..grouped.grouped_linear import GroupedLinear
-from ..kernels.problem import stacked
+from ..kernels.problems.gemm import stacked
 from ..quantized.delayed_scales import is_delayed
 from ..quantized.linear import refusal
 from ..quantized.weights import operands_of

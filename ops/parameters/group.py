@@ -15,7 +15,7 @@ from ...fuser.contract.torch_private import run_when_ready
 from ...fuser.contract.tracing import active, has_no_data, is_traced
 from ...fuser.runtime.devices import stream_of
 from ..kernels import addresses_of, form_guards
-from ..kernels.problem import Matrices
+from ..kernels.problems.gemm import Matrices
 
 _MANY_FORMS = 8  # a step has three or four: recording or not, with autocast or without
 

@@ -17,7 +17,7 @@ from ...fuser.contract.tracing import WITHOUT_DATA
 from ...fuser.runtime.residuals import Apart
 from ..formats.copies import AMAX, SCALES
 from ..kernels import has_objects
-from ..kernels.problem import Matrices, first
+from ..kernels.problems.gemm import Matrices, first
 from ..values.checks import check_parameter
 from .group import ExpertGroup, as_one
 from .stored import drop_note

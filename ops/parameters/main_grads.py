@@ -16,7 +16,7 @@ from ...fuser.contract.torch_private import without_fake_tensors
 from ...fuser.contract.tracing import WITHOUT_DATA, has_no_data
 from ...fuser.runtime.buffers import extent
 from ..kernels import addresses_of
-from ..kernels.problem import Matrices
+from ..kernels.problems.gemm import Matrices
 from ..values.checks import is_free_to_write
 from .group import ExpertGroup
 

@@ -19,7 +19,7 @@ from ..formats.copies import WeightOperand
 from ..formats.operands import WeightOperands
 from ..formats.recipe import Float8Block
 from ..formats.schemes import Copy, scheme_of
-from ..kernels.quantized import new_weight, quantize_weight
+from ..kernels.doors.quantized import new_weight, quantize_weight
 from .linear import dtype_refusal, is_power_of_two
 
 aten = torch.ops.aten

@@ -37,9 +37,8 @@ from ..formats.packed import PackedWeight
 from ..formats.recipe import MXFP4, Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
 from ..formats.schemes import Copy
 from ..kernels import Layout, Matrices
-from ..kernels.packed import packed_gemm
-from ..kernels.problem import nbytes, stacked
-from ..kernels.quantized import (
+from ..kernels.doors.packed import packed_gemm
+from ..kernels.doors.quantized import (
     quantize_activation,
     quantize_activation_backward,
     quantize_rows,
@@ -47,9 +46,10 @@ from ..kernels.quantized import (
     scaled_wgrad,
     zero_tail,
 )
-from ..kernels.quantized_whole import quantize_whole_rows, quantize_whole_weight
-from ..kernels.scaled_activation import scaled_gemm_activation
-from ..kernels.transposition import transpose_bytes
+from ..kernels.doors.quantized_whole import quantize_whole_rows, quantize_whole_weight
+from ..kernels.doors.scaled_activation import scaled_gemm_activation
+from ..kernels.doors.transposition import transpose_bytes
+from ..kernels.problems.gemm import nbytes, stacked
 from ..values.activation_spec import ActivationSpec
 from . import values as quantized_values
 
@@ -318,7 +318,7 @@ class HiddenActivation(NamedTuple):
 
     Attributes:
         scales: [T]; None for ones.
-        vectors: the numbers of columns: see :class:`fusible.ops.kernels.problem.Activate`.
+        vectors: the numbers of columns: see :class:`fusible.ops.kernels.problems.gemm.Activate`.
     """
 
     spec: ActivationSpec

@@ -12,7 +12,7 @@ from ..formats import operands
 from ..formats.copies import BLOCK, Rows
 from ..formats.recipe import MXFP8, Float8Block
 from ..formats.schemes import Copy
-from ..kernels.transposition import transpose_bytes
+from ..kernels.doors.transposition import transpose_bytes
 from ..values.checks import is_free_to_read
 from .linear import product
 from .linear import weight_grad as multiplied_columns

@@ -15,7 +15,7 @@ from ..formats.copies import BlockedColumns, QuantizedRows, QuantizedWeight
 from ..formats.recipe import MXFP4, MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, Recipe
 from ..formats.reference import groups_of
 from ..formats.schemes import Copy, Scheme, scheme_of
-from ..kernels.quantized import quantize_rows, quantize_weight
+from ..kernels.doors.quantized import quantize_rows, quantize_weight
 from ..values.grouped_tensor import GroupedTensor
 
 _RECIPES = {recipe.__name__: recipe for recipe in (Float8Block, Float8Row, Float8Tensor, MXFP8, MXFP4, NVFP4)}

@@ -14,8 +14,8 @@ from ..formats.packed import PackedFormat
 from ..formats.random import new_seed
 from ..formats.recipe import MXFP8, NVFP4, Recipe
 from ..kernels import Matrices
-from ..kernels.fake_quantized import fake_quantize_rows, fake_quantize_weight
-from ..kernels.problem import first
+from ..kernels.doors.fake_quantized import fake_quantize_rows, fake_quantize_weight
+from ..kernels.problems.gemm import first
 
 
 def format_of(recipe: Recipe) -> PackedFormat | None:

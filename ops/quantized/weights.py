@@ -26,8 +26,8 @@ from ..formats.operands import WeightOperands, rowwise_copy
 from ..formats.recipe import Float8Block, Recipe
 from ..formats.schemes import Copy, scheme_of
 from ..kernels import Matrices
-from ..kernels.problem import first
-from ..kernels.quantized import quantize_weight
+from ..kernels.doors.quantized import quantize_weight
+from ..kernels.problems.gemm import first
 from .gathered_weights import GatheredWeight
 from .linear import is_power_of_two, weight_operands
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, TensorSpec
-from .. import routing as permutation
-from ..routing import Routing
+from ..kernels.doors import routing as permutation
+from ..kernels.doors.routing import Routing
 from ..values.checks import check_floats
 
 ROUTING = ("num_rows", "slot_of_row", "row_of_slot")

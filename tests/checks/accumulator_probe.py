@@ -8,7 +8,7 @@ import torch
 
 from fusible.ops.formats.copies import QuantizedRows
 from fusible.ops.kernels.hopper import scaled_gemm as hopper
-from fusible.ops.kernels.quantized_problem import ScaledGemm
+from fusible.ops.kernels.problems.quantized import ScaledGemm
 
 STEP = 32
 """Products that the tensor cores add at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusible.ops.kernels.hopper import extension
+from fusible.ops.kernels import extension
 
 NO_HOPPER = not torch.cuda.is_available() or extension.device_refusal(torch.cuda.current_device()) is not None
 REASON = "needs a Hopper GPU and the built extension"

@@ -11,8 +11,8 @@ from torch import Tensor
 from fusible.ops.formats import mxfp8, nvfp4, reference
 from fusible.ops.formats.nvfp4 import NV_BLOCK
 from fusible.ops.formats.packed import PackedFormat
-from fusible.ops.kernels.fake_quantized_problem import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 from fusible.ops.kernels.hopper import fake_quantize
+from fusible.ops.kernels.problems.fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 
 from .quantize import assert_untouched, every_amax, poisoned, routed, rows_and_tail, used_rows, values
 

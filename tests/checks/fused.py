@@ -18,10 +18,10 @@ from fusible import Pointwise
 from fusible.ops import kernels
 from fusible.ops.fused.activation_role import reads_a_row
 from fusible.ops.fused.pointwise_chain import PointwiseChain
-from fusible.ops.kernels.hopper import epilogue, extension
+from fusible.ops.kernels import extension
+from fusible.ops.kernels.hopper import epilogue
 from fusible.ops.kernels.hopper import gemm as hopper
-from fusible.ops.kernels.interface import ActivationKernels
-from fusible.ops.kernels.problem import (
+from fusible.ops.kernels.problems.gemm import (
     Activate,
     ActivateBackward,
     ActivationGrads,
@@ -30,6 +30,7 @@ from fusible.ops.kernels.problem import (
     OperandPair,
     Operands,
 )
+from fusible.ops.kernels.problems.interface import ActivationKernels
 from fusible.ops.kernels.pytorch import activation as pointwise
 from fusible.ops.programs.halves import join, split
 from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from fusible import check_device_errors
-from fusible.ops.kernels.hopper import extension
+from fusible.ops.kernels import extension
 from fusible.ops.kernels.hopper import gemm as hopper
-from fusible.ops.kernels.problem import Layout, OperandPair
+from fusible.ops.kernels.problems.gemm import Layout, OperandPair
 
 from .device import synchronize
 

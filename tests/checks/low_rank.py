@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fusible.ops.kernels.hopper import low_rank as kernel
-from fusible.ops.kernels.low_rank import LowRank, LowRankPass
-from fusible.ops.kernels.problem import Layout
+from fusible.ops.kernels.problems.gemm import Layout
+from fusible.ops.kernels.problems.low_rank import LowRank, LowRankPass
 
 TAIL = 5
 

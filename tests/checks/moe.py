@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fusible import GLU, Activation, Combine, Dispatch, Explanation, GroupedLinear, Scale, Sequential, config
-from fusible.ops import gathered_wgrad, inference
+from fusible.ops.kernels.doors import gathered_wgrad, inference
 
 from .routed import CASES, Problem, distance
 

@@ -22,7 +22,7 @@ from fusible.ops.formats.formats import pack
 from fusible.ops.formats.packed import PackedFormat, unpacked
 from fusible.ops.formats.recipe import Recipe
 from fusible.ops.kernels.hopper import packed_gemm as hopper
-from fusible.ops.kernels.quantized_problem import PackedGemm
+from fusible.ops.kernels.problems.quantized import PackedGemm
 
 from .device import synchronize
 from .recipes import Kernels, activation_bound

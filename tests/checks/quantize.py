@@ -14,8 +14,8 @@ from fusible.ops import kernels
 from fusible.ops.formats import reference
 from fusible.ops.formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
 from fusible.ops.kernels.hopper import quantize, rows
-from fusible.ops.kernels.problem import ActivationGrads, Operands
-from fusible.ops.kernels.quantized_problem import (
+from fusible.ops.kernels.problems.gemm import ActivationGrads, Operands
+from fusible.ops.kernels.problems.quantized import (
     PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,

@@ -14,7 +14,7 @@ from fusible.ops.formats.copies import BlockedColumns, QuantizedRows, RowWeight,
 from fusible.ops.formats.formats import E4M3
 from fusible.ops.formats.reference import Blocks
 from fusible.ops.kernels.hopper import quantize
-from fusible.ops.kernels.quantized_problem import QuantizeRows, QuantizeWeight
+from fusible.ops.kernels.problems.quantized import QuantizeRows, QuantizeWeight
 
 from .quantize import (
     assert_same,

@@ -19,8 +19,8 @@ import torch
 
 from fusible import GroupedTensor, check_device_errors, config, grouped_gemm
 from fusible.ops.kernels.hopper import ragged as hopper_ragged
-from fusible.ops.kernels.problem import Layout
-from fusible.ops.kernels.ragged import RaggedGemm
+from fusible.ops.kernels.problems.gemm import Layout
+from fusible.ops.kernels.problems.ragged import RaggedGemm
 
 from .device import synchronize
 from .gemm import HALF_STEP

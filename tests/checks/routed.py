@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusible.ops.inference import Experts
+from fusible.ops.kernels.doors.inference import Experts
 from fusible.ops.kernels.pytorch import activation as pointwise
 from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusible.ops import routing
+from fusible.ops.kernels.doors import routing
 
 SHAPES = [  # tokens, slots, experts
     *((0, 2, 4), (1, 1, 1), (1, 8, 128), (3, 4, 32), (64, 8, 128), (65, 3, 7), (31, 5, 512)),

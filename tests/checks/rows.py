@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusible import check_device_errors
 from fusible.ops.kernels.hopper import rows
-from fusible.ops.kernels.problem import ActivationGrads
+from fusible.ops.kernels.problems.gemm import ActivationGrads
 from fusible.ops.kernels.pytorch import activation as pointwise
 from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved
 

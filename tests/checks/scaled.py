@@ -15,7 +15,7 @@ from torch import Tensor
 from fusible import check_device_errors
 from fusible.ops.formats.copies import BLOCK, BlockedColumns, QuantizedRows, ceil_blocks
 from fusible.ops.kernels.hopper import scaled_gemm as hopper
-from fusible.ops.kernels.quantized_problem import ScaledGemm, ScaledWgrad
+from fusible.ops.kernels.problems.quantized import ScaledGemm, ScaledWgrad
 
 from .device import synchronize
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fusible import check_device_errors
 from fusible.ops.kernels.hopper import scaled_activation as hopper
 from fusible.ops.kernels.hopper import scaled_gemm
-from fusible.ops.kernels.quantized_problem import ActivatedScaledGemm, ScaledGemm
+from fusible.ops.kernels.problems.quantized import ActivatedScaledGemm, ScaledGemm
 
 from .device import synchronize
 from .quantize import activate, assert_rows, columns_of, rows_copy, spec_of

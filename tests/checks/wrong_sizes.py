@@ -13,8 +13,8 @@ import fusible
 from fusible import GroupedTensor
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.hopper import ragged, rows
-from fusible.ops.kernels.problem import Layout
-from fusible.ops.kernels.ragged import RaggedGemm
+from fusible.ops.kernels.problems.gemm import Layout
+from fusible.ops.kernels.problems.ragged import RaggedGemm
 
 from .device import synchronize
 

@@ -18,8 +18,8 @@ from emulation import build
 from torch.utils.weak import TensorWeakRef
 
 from fusible.benchmarks import stub_extension
+from fusible.ops.kernels.hopper.pointwise import KernelForm
 from fusible.ops.kernels.jit import epilogue, quantized
-from fusible.ops.kernels.jit.pointwise import KernelForm
 
 
 class Emulation:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..problem import GroupedGemm, Layout
-from .extension import workspace_bytes
+from ..extension import workspace_bytes
+from ..problems.gemm import GroupedGemm, Layout
 
 ROWS = 64  # of a block, which the kernel tells of at once
 _STRETCH_BYTES = 4096  # of a row, which a warp has under way at once

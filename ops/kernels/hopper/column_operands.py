@@ -10,10 +10,10 @@ from torch import Tensor
 from ...programs.columns import tensors_of
 from ...programs.program import Program
 from ...values.activation_spec import ActivationSpec
+from ..extension import TYPE_CODES
 from ..jit.operands import inputs_of
 from ..jit.pointwise_driver import MOST_OPERANDS
-from ..problem import Operands, addresses
-from .extension import TYPE_CODES
+from ..problems.gemm import Operands, addresses
 
 
 class ColumnOperands(NamedTuple):

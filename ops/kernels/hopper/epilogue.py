@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ...values.activation_spec import ActivationSpec
 from ..architecture import assumed
+from ..extension import TYPE_CODES, address, compiled, stream, workspace_bytes
 from ..jit import epilogue as functions
-from ..problem import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, first
+from ..problems.gemm import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, first
 from . import arrivals
 from .column_operands import ColumnGradients, ColumnOperands
-from .extension import TYPE_CODES, address, compiled, stream, workspace_bytes
 from .rows import ActivationFields, activation, scale_arguments
 
 NAME = "hopper (activation in the epilogue)"

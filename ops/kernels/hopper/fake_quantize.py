@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...formats.nvfp4 import NV_BLOCK
 from ...formats.packed import PackedFormat
-from ..fake_quantized_problem import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
-from ..problem import addresses, first
-from .extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..problems.fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
+from ..problems.gemm import addresses, first
 from .quantize import (
     dense_refusal,
     features_refusal,

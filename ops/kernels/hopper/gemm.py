@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from ..architecture import assumed
-from ..independent import Independent
-from ..problem import Activate, GroupedGemm, Layout, Matrices, OperandPair, RowSlots, addresses, first
+from ..extension import TYPE_CODES, address, compiled, device_refusal, stream, workspace_bytes
+from ..problems.gemm import Activate, GroupedGemm, Layout, Matrices, OperandPair, RowSlots, addresses, first
+from ..problems.independent import Independent
 from . import epilogue
 from .epilogue import Addressing
-from .extension import TYPE_CODES, address, compiled, device_refusal, stream, workspace_bytes
 
 NAME = "hopper"
 MAX_GROUPS = 512

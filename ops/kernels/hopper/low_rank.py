@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..low_rank import LowRankPass
-from ..problem import Layout, addresses
-from .extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..problems.gemm import Layout, addresses
+from ..problems.low_rank import LowRankPass
 
 NAME = "fusible (low rank)"
 MAX_GROUPS = 512

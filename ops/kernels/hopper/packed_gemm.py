@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ...formats.packed import PackedFormat
-from ..problem import addresses
-from ..quantized_problem import PackedGemm
-from .extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..problems.gemm import addresses
+from ..problems.quantized import PackedGemm
 from .gemm import MAX_GROUPS, MAX_ROWS, as_float32
 
 NAME = "hopper"

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import RowSlots
-from .extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..problems.gemm import RowSlots
 from .permute import MAX_EXPERTS
 
 NAME = "fusible"

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ...formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling, ceil_blocks
-from ..problem import Matrices, addresses, first
-from ..quantized_problem import (
+from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..problems.gemm import Matrices, addresses, first
+from ..problems.quantized import (
     PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
@@ -25,7 +26,6 @@ from ..quantized_problem import (
     source,
 )
 from . import quantized_functions
-from .extension import TYPE_CODES, address, compiled, device_refusal, stream
 from .permute import last_address, permute
 from .rows import scale_arguments
 

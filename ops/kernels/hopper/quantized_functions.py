@@ -7,7 +7,7 @@ from typing import Any
 from ..architecture import assumed
 from ..jit import quantized
 from ..jit.operands import is_concat, is_narrow
-from ..quantized_problem import ActivatedScaledGemm, QuantizeActivation, QuantizeActivationBackward
+from ..problems.quantized import ActivatedScaledGemm, QuantizeActivation, QuantizeActivationBackward
 from .column_operands import ColumnGradients, ColumnOperands
 from .rows import activation
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...values.grouped_tensor import GroupedTensor
-from ..ragged import RaggedGemm
+from ..extension import TYPE_CODES, address, compiled, stream
+from ..problems.ragged import RaggedGemm
 from . import gemm as hopper
-from .extension import TYPE_CODES, address, compiled, stream
 from .gemm import LAYOUTS, one_or_each, operands_refusal
 
 NAME = hopper.NAME

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ...values.activation_spec import ActivationSpec
-from ..problem import Activate, GroupedGemm, Layout
+from ..extension import TYPE_CODES, compiled, stream
+from ..problems.gemm import Activate, GroupedGemm, Layout
 from . import epilogue
 from . import gemm as hopper
-from .extension import TYPE_CODES, compiled, stream
 
 
 class Experts(NamedTuple):

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ...programs.activations import CURVES
 from ...values.activation_spec import ActivationSpec
-from ..problem import ActivationGrads, Matrices, stacked
-from .extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..problems.gemm import ActivationGrads, Matrices, stacked
 
 NAME = "activation"
 _CURVES = {name: code for code, name in enumerate(CURVES)}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ...formats.copies import BLOCK
-from ..quantized_problem import ActivatedScaledGemm
+from ..extension import TYPE_CODES, compiled
+from ..problems.quantized import ActivatedScaledGemm
 from . import quantized_functions, scaled_gemm
 from .epilogue import tile_refusal
-from .extension import TYPE_CODES, compiled
 from .gemm import as_float32, bias_fields
 from .rows import scale_arguments
 

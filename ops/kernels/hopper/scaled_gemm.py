@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ...formats.copies import BLOCK, ceil_blocks
-from ..problem import Matrices, addresses, first
-from ..quantized_problem import Multiplying, ScaledGemm, ScaledWgrad
-from .extension import TYPE_CODES, address, compiled, device_refusal, stream, workspace_bytes
+from ..extension import TYPE_CODES, address, compiled, device_refusal, stream, workspace_bytes
+from ..problems.gemm import Matrices, addresses, first
+from ..problems.quantized import Multiplying, ScaledGemm, ScaledWgrad
 from .gemm import MAX_GROUPS, MAX_ROWS, addressing, as_float32, bias_fields
 
 NAME = "hopper"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .extension import compiled, device_refusal, stream
+from ..extension import compiled, device_refusal, stream
 
 NAME = "hopper"
 

@@ -13,8 +13,8 @@ import torch
 
 from ...programs.cpp import boolean, function_type
 from ...programs.program import Program
-from ..hopper.extension import library
-from ..problem import Layout
+from ..extension import library
+from ..problems.gemm import Layout
 from .compilation import ELEMENTS, compiled
 from .compiler import CompileError, SpillError
 from .driver import LoadedKernel

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...programs.cpp import boolean
 from ...programs.program import Program
-from ..hopper.extension import address
+from ..extension import address
 from .compilation import ELEMENTS
 
 _VECTOR = 8  # columns of a vector

@@ -11,7 +11,7 @@ import torch
 
 from ...programs.cpp import boolean, function_type
 from ...programs.program import Program
-from ..hopper.extension import library
+from ..extension import library
 from . import epilogue
 from .compilation import ELEMENTS, compiled
 from .operands import one_function

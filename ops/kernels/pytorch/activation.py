@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...values.activation_spec import ActivationSpec
-from ..function import FunctionKernels
-from ..problem import ActivationGrads, FunctionOperands
+from ..problems.function import FunctionKernels
+from ..problems.gemm import ActivationGrads, FunctionOperands
 from . import pointwise
 
 _aten = torch.ops.aten

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from ...formats import mxfp8, nvfp4
 from ...formats.packed import PackedFormat
-from ..fake_quantized_problem import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
-from ..problem import stacked
+from ..problems.fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
+from ..problems.gemm import stacked
 
 NAME = "torch"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..problem import Matrices, stacked
+from ..problems.gemm import Matrices, stacked
 
 FEW, FEW_BYTES = 512, 2 << 20
 """So many rows, or so many bytes of them, stay in the cache from one operation over all of them to the next."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..architecture import capability_of
-from ..problem import GroupedGemm, Layout, Matrices, first, stacked
+from ..problems.gemm import GroupedGemm, Layout, Matrices, first, stacked
 from . import wrong_sizes
 
 NAME = "grouped_mm"

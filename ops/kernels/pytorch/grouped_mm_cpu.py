@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..problem import Activate, GroupedGemm, Layout
+from ..problems.gemm import Activate, GroupedGemm, Layout
 from . import activation, few_rows, loop
 from .grouped_mm import NAME, row_ends, torch_grouped_mm
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..problem import Activate, ActivateBackward, FunctionOperands, GroupedGemm, Layout, Matrices, Operands
+from ..problems.gemm import Activate, ActivateBackward, FunctionOperands, GroupedGemm, Layout, Matrices, Operands
 from . import activation, few_rows
 
 NAME = "loop"

@@ -9,8 +9,8 @@ from torch import Tensor
 from ...programs.columns import OperandTensors, of_rows, sums, tensors_of
 from ...programs.halves import join, split
 from ...programs.program import Program, part_of, with_constants
-from ..outputs import compute_dtype
-from ..problem import PointwiseGrads, PointwiseRows
+from ..operators.outputs import compute_dtype
+from ..problems.gemm import PointwiseGrads, PointwiseRows
 
 NAME = "torch"
 

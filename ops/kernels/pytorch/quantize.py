@@ -10,8 +10,8 @@ from torch import Tensor
 from ...formats import operands, reference
 from ...formats.copies import BlockedColumns, QuantizedRows, RowWeight, Scaling
 from ...formats.recipe import Float8Row, Float8Tensor
-from ..problem import ActivationGrads, stacked
-from ..quantized_problem import (
+from ..problems.gemm import ActivationGrads, stacked
+from ..problems.quantized import (
     PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ....fuser import ArgumentError
-from ..problem import Layout
-from ..ragged import RaggedGemm
+from ..problems.gemm import Layout
+from ..problems.ragged import RaggedGemm
 from . import loop
 
 NAME = loop.NAME

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...formats import reference
 from ...formats.copies import BlockedColumns, QuantizedRows, ceil_blocks
-from ..quantized_problem import Multiplying, ScaledGemm, ScaledWgrad
+from ..problems.quantized import Multiplying, ScaledGemm, ScaledWgrad
 from . import loop
 
 NAME = "loop"

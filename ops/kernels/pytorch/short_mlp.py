@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ...values.activation_spec import ActivationSpec
 from ..hopper.routed_mlp import Experts
-from ..problem import ActivationGrads, GroupedGemm, Layout
+from ..problems.gemm import ActivationGrads, GroupedGemm, Layout
 from . import activation, few_rows, grouped_mm_cpu, loop
 
 

@@ -17,7 +17,7 @@ from .. import Explanation, GroupedLinear, Scale, Sequential, SwiGLU
 from ..benchmarks.arguments import command, device, file
 from ..benchmarks.problem import Sizes, add_size_arguments, sizes_of
 from ..ops.kernels.architecture import Capability
-from ..ops.kernels.hopper.extension import assume
+from ..ops.kernels.extension import assume
 
 ARCHITECTURES = {"sm_80": Capability(8, 0), "sm_90": Capability(9, 0), "sm_100": Capability(10, 0)}
 WITHOUT_DATA = "Kernels are those of a tensor without data. --arch sm_90 tells those of a Hopper GPU."

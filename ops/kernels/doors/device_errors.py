@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import kernels
+from ... import kernels
 
 
 def check_device_errors(device: torch.device | str | int | None = None) -> None:

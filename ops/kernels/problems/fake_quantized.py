@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..formats.packed import PackedFormat
-from .problem import Matrices, nbytes
+from ...formats.packed import PackedFormat
+from .gemm import Matrices, nbytes
 
 
 @dataclass(slots=True)

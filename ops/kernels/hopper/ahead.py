@@ -8,15 +8,15 @@ import torch
 
 from ...programs.program import Program
 from ...values.activation_spec import ActivationSpec
-from ..hopper.extension import is_built
-from ..problem import Layout
-from . import epilogue
-from . import quantized as quantized_kernels
-from .compilation import compiled
-from .epilogue import EpilogueForm, form_of
-from .operands import is_concat, is_narrow
+from ..extension import is_built
+from ..jit import epilogue
+from ..jit import quantized as quantized_kernels
+from ..jit.compilation import compiled
+from ..jit.epilogue import EpilogueForm, form_of
+from ..jit.operands import is_concat, is_narrow
+from ..jit.quantized import QuantizerForm, QuantizingForm, ScaledForm
+from ..problems.gemm import Layout
 from .pointwise import KernelForm
-from .quantized import QuantizerForm, QuantizingForm, ScaledForm
 
 _ROWS_ARCHITECTURE = "sm_90"
 _WIDER_THAN_BLOCKS = 1 << 30  # columns: gate and up are two blocks only where they have no block

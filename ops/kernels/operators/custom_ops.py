@@ -17,10 +17,10 @@ from typing import Any, TypeVar, cast, get_type_hints
 import torch
 from torch import Tensor
 
-from ...fuser.contract.config import Config, active_config, config_of, use_config
-from ...fuser.contract.tracing import is_traced
+from ....fuser.contract.config import Config, active_config, config_of, use_config
+from ....fuser.contract.tracing import is_traced
+from ..problems.gemm import Matrices, first
 from .codecs import NO_RESULT, OUT, Codec, codec_of, codec_of_result, unflattened
-from .problem import Matrices, first
 
 F = TypeVar("F", bound=Callable[..., Any])
 _library: Any = torch.library.Library("fusible", "DEF")  # type: ignore[no-untyped-call]

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..formats.copies import BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling
-from ..formats.packed import PackedFormat
-from ..values.activation_spec import ActivationSpec
-from .problem import Matrices, Operands, first, nbytes
+from ...formats.copies import BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling
+from ...formats.packed import PackedFormat
+from ...values.activation_spec import ActivationSpec
+from .gemm import Matrices, Operands, first, nbytes
 
 
 @dataclass(slots=True)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..programs.program import Program, parse
-from .problem import Matrices, OperandPair, Operands
+from ...programs.program import Program, parse
+from ..problems.gemm import Matrices, OperandPair, Operands
 
 
 def itself(value: Any) -> Any:

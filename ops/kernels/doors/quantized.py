@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser.contract import tracing as trace
-from ...fuser.contract.config import active_config
-from ...fuser.replay import capture
-from ..formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
-from ..values.activation_spec import ActivationSpec
-from . import activate, activate_backward, dequantized
-from .custom_ops import kernel
-from .dispatch import quantizers, row_kernels, scaled_products
-from .fake_quantized_problem import FakeQuantizing
-from .outputs import like_operands
-from .problem import Matrices, Operands, first
-from .quantized_problem import (
+from ....fuser.contract import tracing as trace
+from ....fuser.contract.config import active_config
+from ....fuser.replay import capture
+from ...formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
+from ...values.activation_spec import ActivationSpec
+from .. import activate, activate_backward
+from ..dispatch import quantizers, row_kernels, scaled_products
+from ..operators.custom_ops import kernel
+from ..operators.outputs import like_operands
+from ..problems.fake_quantized import FakeQuantizing
+from ..problems.gemm import Matrices, Operands, first
+from ..problems.quantized import (
     Multiplying,
     QuantizeActivation,
     QuantizeActivationBackward,
@@ -35,6 +35,7 @@ from .quantized_problem import (
     ScaledWgrad,
     source,
 )
+from . import dequantized
 
 E4M3 = torch.float8_e4m3fn
 HOPPER = "hopper"

@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser.contract import tracing as trace
-from ..formats.copies import QuantizedRows, ceil_blocks
-from ..values.activation_spec import ActivationSpec
-from .custom_ops import kernel
-from .dispatch import scaled_epilogue_refusal
-from .hopper import scaled_activation as hopper
-from .problem import Matrices, Operands
+from ....fuser.contract import tracing as trace
+from ...formats.copies import QuantizedRows, ceil_blocks
+from ...values.activation_spec import ActivationSpec
+from ..dispatch import scaled_epilogue_refusal
+from ..hopper import scaled_activation as hopper
+from ..operators.custom_ops import kernel
+from ..problems.gemm import Matrices, Operands
+from ..problems.quantized import ActivatedScaledGemm, ScaledGemm
 from .quantized import E4M3, quantize_activation, scaled_gemm
-from .quantized_problem import ActivatedScaledGemm, ScaledGemm
 
 
 class ActivatedRows(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ...fuser.contract.torch_private import FakeTensor
-from ..values.activation_spec import ActivationSpec
+from ....fuser.contract.torch_private import FakeTensor
+from ...values.activation_spec import ActivationSpec
 from .independent import Independent
 
 Matrices = Tensor | Sequence[Tensor]

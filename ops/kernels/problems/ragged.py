@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..values.grouped_tensor import GroupedTensor
-from .problem import Layout
+from ...values.grouped_tensor import GroupedTensor
+from .gemm import Layout
 
 
 @dataclass(slots=True)

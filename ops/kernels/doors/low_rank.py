@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..fuser.contract import tracing as trace
-from . import kernels
-from .kernels import Layout
-from .kernels.custom_ops import kernel
-from .kernels.dispatch import low_rank_refusal
-from .kernels.hopper import low_rank as hopper
-from .kernels.low_rank import LowRank, LowRankPass, rank_of
+from ....fuser.contract import tracing as trace
+from ... import kernels
+from .. import Layout
+from ..dispatch import low_rank_refusal
+from ..hopper import low_rank as hopper
+from ..operators.custom_ops import kernel
+from ..problems.low_rank import LowRank, LowRankPass, rank_of
 from .routing import Routing, permute
 
 __all__ = ["ALL_PASSES", "PASSES", "LowRank", "low_rank_pass"]

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import kernels
-from .kernels import Layout, Matrices
-from .kernels.custom_ops import kernel
+from ... import kernels
+from .. import Layout, Matrices
+from ..operators.custom_ops import kernel
 from .routing import Routing, permute
 
 SLICED_FROM = 64 << 20  # bytes of gathered rows that are not gathered whole

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...fuser.contract import tracing as trace
-from ..formats.packed import PackedFormat, unpacked
-from . import grouped_gemm
-from .custom_ops import kernel
-from .dispatch import packed_refusal
-from .hopper import packed_gemm as hopper
-from .problem import Layout, Matrices, stacked
-from .quantized_problem import PackedGemm
+from ....fuser.contract import tracing as trace
+from ...formats.packed import PackedFormat, unpacked
+from .. import grouped_gemm
+from ..dispatch import packed_refusal
+from ..hopper import packed_gemm as hopper
+from ..operators.custom_ops import kernel
+from ..problems.gemm import Layout, Matrices, stacked
+from ..problems.quantized import PackedGemm
 
 
 def new_packed_product(a: Tensor, data: Tensor, out_dtype: torch.dtype | None) -> Tensor:

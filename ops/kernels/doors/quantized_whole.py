@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats.copies import BLOCK, RowWeight, Scaling
-from .custom_ops import kernel
-from .problem import Matrices, first
+from ...formats.copies import BLOCK, RowWeight, Scaling
+from ..operators.custom_ops import kernel
+from ..problems.gemm import Matrices, first
+from ..problems.quantized import QuantizeRows, QuantizeWeight
 from .quantized import E4M3, RowCopies, quantize
-from .quantized_problem import QuantizeRows, QuantizeWeight
 
 
 def new_whole_rows(

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser.contract.torch_private import current_dispatch_mode, dispatch_mode_depth
-from ...fuser.replay.capture import Capture
+from ....fuser.contract.torch_private import current_dispatch_mode, dispatch_mode_depth
+from ....fuser.replay.capture import Capture
 
 
 class Turn(NamedTuple):

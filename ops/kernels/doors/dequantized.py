@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..formats import reference
-from ..formats.copies import BLOCK, BlockedColumns
-from . import grouped_gemm
-from .problem import Layout
-from .quantized_problem import Multiplying, ScaledGemm, ScaledWgrad
+from ...formats import reference
+from ...formats.copies import BLOCK, BlockedColumns
+from .. import grouped_gemm
+from ..problems.gemm import Layout
+from ..problems.quantized import Multiplying, ScaledGemm, ScaledWgrad
 
 
 def multiply(problem: Multiplying) -> None:

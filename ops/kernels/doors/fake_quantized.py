@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..formats.nvfp4 import NV_BLOCK
-from ..formats.packed import PackedFormat
-from .custom_ops import kernel
-from .dispatch import fake_quantizers
-from .fake_quantized_problem import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
-from .problem import Matrices, first
+from ...formats.nvfp4 import NV_BLOCK
+from ...formats.packed import PackedFormat
+from ..dispatch import fake_quantizers
+from ..operators.custom_ops import kernel
+from ..problems.fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
+from ..problems.gemm import Matrices, first
 from .quantized import run_quantizer
 
 

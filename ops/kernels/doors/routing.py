@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..fuser.contract import tracing as trace
-from .kernels.custom_ops import kernel
-from .kernels.dispatch import native_refusal
-from .kernels.hopper import permute as kernels
-from .kernels.problem import nbytes
+from ....fuser.contract import tracing as trace
+from ..dispatch import native_refusal
+from ..hopper import permute as kernels
+from ..operators.custom_ops import kernel
+from ..problems.gemm import nbytes
 
 _SORTED_AT_ONCE = 4096  # by one block of threads, so torch does
 

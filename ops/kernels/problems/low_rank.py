@@ -8,7 +8,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from .problem import Layout, nbytes
+from .gemm import Layout, nbytes
 
 
 class LowRank(NamedTuple):

@@ -6,11 +6,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..programs.program import Program
-from ..values.activation_spec import ActivationSpec
-from .fake_quantized_problem import FakeQuantizing
-from .problem import ActivationGrads, GroupedGemm, Matrices, PointwiseGrads, PointwiseRows
-from .quantized_problem import Multiplying, Quantizing
+from ...programs.program import Program
+from ...values.activation_spec import ActivationSpec
+from .fake_quantized import FakeQuantizing
+from .gemm import ActivationGrads, GroupedGemm, Matrices, PointwiseGrads, PointwiseRows
+from .quantized import Multiplying, Quantizing
 
 
 class Backend(Protocol):

@@ -6,11 +6,11 @@ from functools import partial
 
 from torch import Tensor
 
-from ...fuser.contract import tracing as trace
-from ..formats.operands import transposed_bytes
-from .custom_ops import kernel
-from .dispatch import native_refusal
-from .hopper import transpose as hopper
+from ....fuser.contract import tracing as trace
+from ...formats.operands import transposed_bytes
+from ..dispatch import native_refusal
+from ..hopper import transpose as hopper
+from ..operators.custom_ops import kernel
 
 
 def new_transposed(data: Tensor) -> Tensor:

@@ -6,17 +6,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..fuser.contract.config import active_config
-from .kernels.hopper import routed_mlp as backend
-from .kernels.hopper.extension import address
-from .kernels.hopper.routed_mlp import Experts, RoutedMlp
-from .kernels.pytorch import routed_mlp as short_layer
-from .kernels.pytorch import short_mlp
-from .kernels.pytorch.routed_mlp import Order
-from .kernels.pytorch.routed_mlp import backward as backward_on_cpu
-from .kernels.pytorch.short_mlp import Gradients, Kept, WantedGradients
-from .kernels.pytorch.short_mlp import backward as rows_backward_on_cpu
-from .values.activation_spec import ActivationSpec
+from ....fuser.contract.config import active_config
+from ...values.activation_spec import ActivationSpec
+from ..extension import address
+from ..hopper import routed_mlp as backend
+from ..hopper.routed_mlp import Experts, RoutedMlp
+from ..pytorch import routed_mlp as short_layer
+from ..pytorch import short_mlp
+from ..pytorch.routed_mlp import Order
+from ..pytorch.routed_mlp import backward as backward_on_cpu
+from ..pytorch.short_mlp import Gradients, Kept, WantedGradients
+from ..pytorch.short_mlp import backward as rows_backward_on_cpu
 
 __all__ = [
     "Experts",

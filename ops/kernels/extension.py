@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....fuser.contract.torch_private import current_raw_stream
-from ....fuser.replay import capture
-from .. import architecture
-from ..architecture import Capability, assumed, capability_of
+from ...fuser.contract.torch_private import current_raw_stream
+from ...fuser.replay import capture
+from . import architecture
+from .architecture import Capability, assumed, capability_of
 
 HOPPER = Capability(9, 0)
 TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -27,7 +27,7 @@ def compiled() -> Any:
 @cache
 def library() -> Any:
     """The extension itself. Importing it does not initialise CUDA."""
-    from ... import _C
+    from .. import _C
 
     return _C
 

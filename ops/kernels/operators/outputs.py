@@ -8,9 +8,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from ..programs.program import Program
-from ..values.activation_spec import ActivationSpec
-from .problem import ActivationGrads, GroupedGemm, Layout, Matrices, Operands, PointwiseGrads, first, stacked
+from ...programs.program import Program
+from ...values.activation_spec import ActivationSpec
+from ..problems.gemm import ActivationGrads, GroupedGemm, Layout, Matrices, Operands, PointwiseGrads, first, stacked
 
 Dtypes = tuple[torch.dtype | None, ...]
 """One for each of several results, None for one that is not wanted."""

@@ -14,15 +14,15 @@ from ...programs.columns import equal_gradient, sums, tensors_of
 from ...programs.cpp import boolean, function_type
 from ...programs.program import Program
 from ..architecture import Capability, assumed, capability_of
-from ..hopper import rows as hopper_rows
-from ..hopper.extension import address, is_built, library, stream
-from ..problem import Operands, PointwiseGrads, PointwiseRows
-from . import pointwise_driver
-from .compilation import ELEMENTS, compiled, compiler
-from .compiler import CompileError
-from .driver import LoadedKernel
-from .operands import Input, column_types, inputs_of, matrix_types
-from .pointwise_driver import MOST_CONSTANTS, MOST_OPERANDS, PARAMS_BYTES, THREADS
+from ..extension import address, is_built, library, stream
+from ..jit import pointwise_driver
+from ..jit.compilation import ELEMENTS, compiled, compiler
+from ..jit.compiler import CompileError
+from ..jit.driver import LoadedKernel
+from ..jit.operands import Input, column_types, inputs_of, matrix_types
+from ..jit.pointwise_driver import MOST_CONSTANTS, MOST_OPERANDS, PARAMS_BYTES, THREADS
+from ..problems.gemm import Operands, PointwiseGrads, PointwiseRows
+from . import rows as hopper_rows
 
 NAME = "hopper"  # chosen and refused as our other kernels are
 _OLDEST = Capability(8, 0)  # whose instructions convert bfloat16

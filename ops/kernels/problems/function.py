@@ -7,10 +7,10 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..programs.program import Program
-from ..values.activation_spec import ActivationSpec
+from ...programs.program import Program
+from ...values.activation_spec import ActivationSpec
+from .gemm import ActivationGrads, FunctionOperands, PointwiseGrads, PointwiseRows
 from .interface import PointwiseKernels
-from .problem import ActivationGrads, FunctionOperands, PointwiseGrads, PointwiseRows
 
 
 class FunctionKernels(NamedTuple):

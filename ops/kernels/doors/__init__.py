@@ -1,0 +1,1 @@
+"""Doors to kernels beside the one of all: each file declares its own kernels."""

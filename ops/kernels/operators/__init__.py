@@ -1,0 +1,1 @@
+"""Functions of a door as operators of ``torch.library``."""
