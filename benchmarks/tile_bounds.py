@@ -30,7 +30,7 @@ BANKS = 128  # bytes that shared memory moves in a cycle
 
 
 class Tile(NamedTuple):
-    """Rows x columns of a block, blocks of a cluster one above the other; `swap_ab` (csrc/device/swap_ab.cuh)."""
+    """Rows x columns of a block, blocks of a cluster one above the other; `swap_ab` (csrc/device/gemm/swap_ab.cuh)."""
 
     rows: int
     columns: int

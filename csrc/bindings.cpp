@@ -23,7 +23,7 @@
 #include "fusible/ragged_gemm.h"
 #include "fusible/routed_mlp.h"
 #include "fusible/routing.h"
-#include "kernels/scaled_params.h"
+#include "kernels/scaled/scaled_params.h"
 #include "keyword_call.h"
 #include "tensor_lists.h"
 #include "xla/handlers.h"

@@ -101,8 +101,8 @@ def test_function_of_every_spec():
 
 
 def test_generated_functions_are_committed():
-    """``python -m fusible.ops.programs.generate > csrc/device/functions.cuh``"""
-    assert (ROOT / "csrc" / "device" / "functions.cuh").read_text() == source()
+    """``python -m fusible.ops.programs.generate > csrc/device/functions/functions.cuh``"""
+    assert (ROOT / "csrc" / "device" / "functions" / "functions.cuh").read_text() == source()
 
 
 SPECS = [*map(ActivationSpec, ACTIVATIONS), *[ActivationSpec(name, gated=True, **options) for name, options in GATED]]
@@ -115,7 +115,7 @@ def library(tmp_path_factory):
         pytest.skip(str(build.missing()))
     folder = tmp_path_factory.mktemp("functions")
     text = """#include "headers.h"
-#include "device/activation.cuh"
+#include "device/functions/activation.cuh"
 template <bool kFast>
 void evaluate_all(const fusible::Activation& a, int n, float* const* at) {
   const auto body = [&](auto function) {

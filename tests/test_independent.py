@@ -190,7 +190,7 @@ def test_nothing_overlaps_where_an_allocation_may_run_something() -> None:
 
 
 KERNELS = """
-#include "device/ptx.cuh"
+#include "device/ptx/ptx.cuh"
 
 namespace ptx = fusible::ptx;
 

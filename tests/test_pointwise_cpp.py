@@ -39,7 +39,7 @@ def program_of(name):
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pointwise")
-    text = '#include "headers.h"\n#include "device/pointwise.cuh"\n'
+    text = '#include "headers.h"\n#include "device/functions/pointwise.cuh"\n'
     for i, name in enumerate(ALL):
         for fast in (True, False):
             rows = len([row for row in program_of(name).inputs if row[0] == "r"])

@@ -2,7 +2,7 @@
 // What the launches of products that end in an activation share.
 #pragma once
 #include "fusible/gemm_launch.h"
-#include "kernels/activation_params.h"
+#include "kernels/activation/activation_params.h"
 
 namespace fusible {
 

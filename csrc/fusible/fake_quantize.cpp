@@ -3,7 +3,7 @@
 
 #include "fusible/device.h"
 #include "fusible/error.h"
-#include "kernels/fake_quantize_launch.h"
+#include "kernels/quantize/fake_quantize_launch.h"
 
 namespace fusible {
 

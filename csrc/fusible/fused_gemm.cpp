@@ -10,7 +10,7 @@
 #include "fusible/error.h"
 #include "fusible/gemm_launch.h"
 #include "fusible/jit_kernel.h"
-#include "kernels/activation_entry.h"
+#include "kernels/activation/activation_entry.h"
 
 namespace fusible {
 namespace {

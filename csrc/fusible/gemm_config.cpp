@@ -20,7 +20,8 @@ enum Variant : int {
   kDeep = 9,         // short groups of deep products: fewer bytes than kSwapAb, and a shorter last round
 };
 
-// The columns that tiles of 192 multiply. The last one of a weight gradient may be narrower (kernels/grouped_gemm.cuh).
+// The columns that tiles of 192 multiply. The last one of a weight gradient may be narrower
+// (kernels/gemm/grouped_gemm.cuh).
 int64_t columns_of_medium_tiles(const GemmProblem& p) {
   const int64_t rest = p.n % 192;
   return p.layout == Layout::kTN && rest > 0 && rest <= 128 ? p.n - rest + 128 : blocks_of(p.n, 192) * 192;

@@ -24,8 +24,8 @@ enum class Layout : int {
 
 // What a kernel is compiled for: tiles of tile_m x tile_n; two blocks of a cluster that share operands, one above the
 // other (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `raster_swizzle`
-// and `highest_first` are explained in device/tile_scheduler.cuh, `swap_ab` in device/swap_ab.cuh, `split_k` in
-// device/split_k.cuh.
+// and `highest_first` are explained in device/gemm/tile_scheduler.cuh, `swap_ab` in device/gemm/swap_ab.cuh, `split_k`
+// in device/gemm/split_k.cuh.
 struct TileVariant {
   int tile_m, tile_n, cluster_m, cluster_n, stages, raster_swizzle;
   bool swap_ab = false, highest_first = false, split_k = false;
@@ -41,7 +41,7 @@ struct TileVariant {
   constexpr int smem_out_columns() const { return swap_ab ? tile_n / 2 : tile_n; }
 };
 inline constexpr TileVariant kTileVariants[] = {
-    {128, 256, 1, 1, 3, 8},  // for groups of any shapes alone (kernels/ragged.h)
+    {128, 256, 1, 1, 3, 8},  // for groups of any shapes alone (kernels/ragged/ragged.h)
     {256, 128, 1, 2, 3, 8},
     {256, 192, 1, 1, 3, 4},
     {128, 256, 2, 1, 3, 8},
@@ -53,10 +53,10 @@ inline constexpr TileVariant kTileVariants[] = {
     {160, 256, 2, 1, 3, 8, true, true},
     {256, 192, 1, 1, 3, 4, false, false, true},
 };
-// Of e4m3 operands: each consumer has two units of 64 x 128 (device/scaled_mainloop.cuh).
+// Of e4m3 operands: each consumer has two units of 64 x 128 (device/gemm/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariant = {128, 256, 2, 1, 3, 8};  // of rows of tokens
 inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
-// Of a tile of weight gradients: where long groups are few, higher ones are halved (device/tile_scheduler.cuh).
+// Of a tile of weight gradients: where long groups are few, higher ones are halved (device/gemm/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 // Where the depth of weight gradients is split: tiles times slices of the groups that are, and slices of a group.
 inline constexpr int kMostSlicedTasks = 160, kMostSlices = 8;

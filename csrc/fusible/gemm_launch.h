@@ -2,7 +2,7 @@
 // The steps of a launch that every kernel of the grouped GEMM shares.
 #pragma once
 #include "fusible/grouped_gemm.h"
-#include "kernels/kernel_entry.h"
+#include "kernels/gemm/kernel_entry.h"
 
 namespace fusible {
 

@@ -13,8 +13,8 @@
 #include "fusible/independent.h"
 #include "fusible/overlapping_launch.h"
 #include "fusible/wrong_sizes.h"
-#include "kernels/prepare.h"
-#include "kernels/scale_groups.h"
+#include "kernels/gemm/prepare.h"
+#include "kernels/quantize/scale_groups.h"
 
 namespace fusible {
 namespace {

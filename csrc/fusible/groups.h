@@ -8,7 +8,7 @@ namespace fusible {
 inline constexpr int kMaxGroups = 512;
 
 // Sizes of groups that follow one another in a buffer: int32 or int64, in device memory. Whatever stands there, what
-// exceeds the buffer is cut off where the sizes are read (device/groups.cuh).
+// exceeds the buffer is cut off where the sizes are read (device/gemm/groups.cuh).
 struct SplitSizes {
   const void* sizes;
   int groups;

@@ -3,7 +3,7 @@
 #pragma once
 #include <cstdint>
 
-#include "kernels/kernel_entry.h"
+#include "kernels/gemm/kernel_entry.h"
 
 namespace fusible {
 

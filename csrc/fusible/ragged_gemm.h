@@ -3,7 +3,7 @@
 // given stream, as grouped_gemm is; nothing is allocated, and a launch can be captured and replayed with other shapes.
 #pragma once
 #include "fusible/grouped_gemm.h"
-#include "kernels/ragged.h"
+#include "kernels/ragged/ragged.h"
 
 namespace fusible {
 

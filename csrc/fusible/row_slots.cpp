@@ -4,7 +4,7 @@
 #include "fusible/device.h"
 #include "fusible/error.h"
 #include "fusible/gemm_launch.h"
-#include "kernels/slots_entry.h"
+#include "kernels/gemm/slots_entry.h"
 
 namespace fusible {
 

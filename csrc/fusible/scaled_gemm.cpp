@@ -8,7 +8,7 @@
 #include "fusible/device.h"
 #include "fusible/error.h"
 #include "fusible/jit_kernel.h"
-#include "kernels/scaled_params.h"
+#include "kernels/scaled/scaled_params.h"
 
 namespace fusible {
 namespace {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tensor maps for the operands and outputs of a grouped GEMM. The driver's encoder is looked up at run time, so that
-// nothing links to libcuda. The boxes are what one copy of the operand of that name moves (device/operands.cuh,
-// device/epilogue.cuh).
+// nothing links to libcuda. The boxes are what one copy of the operand of that name moves (device/gemm/operands.cuh,
+// device/epilogue/epilogue.cuh).
 #pragma once
 #include <cuda.h>
 
@@ -52,7 +52,7 @@ CUtensorMap gate_up_output_map(const MatrixView& out, int64_t tokens, int64_t ha
 // out[m, n] of each group.
 CUtensorMap weight_output_map(const MatrixView& out, int64_t groups, int64_t m, int64_t n);
 // Of no matrix: a box of 128 bytes x `box_rows`, in 2 or 4 dimensions of which the last two have size 1. Address, sizes
-// and pitch are put in on the device (device/map_update.cuh); until then the address is `any` that is aligned to 16
+// and pitch are put in on the device (device/ptx/map_update.cuh); until then the address is `any` that is aligned to 16
 // bytes.
 CUtensorMap model_map(const void* any, DType type, int dimensions, int box_rows);
 

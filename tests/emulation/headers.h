@@ -11,9 +11,9 @@
 #include <sstream>
 #include <vector>
 
-#include "device/epilogue_activation.cuh"
-#include "device/epilogue_activation_backward.cuh"
-#include "device/epilogue_quantized_activation.cuh"
-#include "device/pointwise_rows.cuh"
-#include "device/quantize_activation.cuh"
-#include "kernels/operand_types.cuh"
+#include "device/epilogue/epilogue_activation.cuh"
+#include "device/epilogue/epilogue_activation_backward.cuh"
+#include "device/epilogue/epilogue_quantized_activation.cuh"
+#include "device/functions/pointwise_rows.cuh"
+#include "device/quantize/quantize_activation.cuh"
+#include "kernels/gemm/operand_types.cuh"

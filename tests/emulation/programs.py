@@ -45,7 +45,7 @@ class Programs:
 
 
 def _library(programs: Sequence[Program]) -> str:
-    text = '#include "device/pointwise.cuh"\n'
+    text = '#include "device/functions/pointwise.cuh"\n'
     for i, program in enumerate(programs):
         text += f"namespace fusible::program{i} {{\n{function_type(program)}}}\nnamespace fusible {{\n"
         for direction, result in _DIRECTIONS.items():

@@ -44,7 +44,7 @@ class KernelForm(NamedTuple):
         numbers = ", ".join([ELEMENTS[t] for t in self.numbers])
         vectors = column_types(self.program.columns, self.vectors)
         matrices = matrix_types(self.program.matrices, self.matrices)
-        return f"""#include "device/pointwise_rows.cuh"
+        return f"""#include "device/functions/pointwise_rows.cuh"
 namespace fusible {{
 {function}}}  // namespace fusible
 static_assert(sizeof(fusible::PointwiseParams) == {PARAMS_BYTES} && fusible::kPointwiseThreads == {THREADS});

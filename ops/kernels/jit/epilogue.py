@@ -128,7 +128,7 @@ def gemm_source(header: str, definitions: str, parameters: int) -> str:
     """The CUDA source of a grouped GEMM, from its epilogue's header, its type ``Kernel`` and its parameters' bytes."""
     return f"""#define TENSOR_MAP_ALIGNMENT {library().TENSOR_MAP_ALIGNMENT}
 #include "device/{header}.cuh"
-#include "kernels/operand_types.cuh"
+#include "kernels/gemm/operand_types.cuh"
 namespace fusible {{
 {definitions}static_assert(sizeof(Kernel::Params) == {parameters}, "the headers of the extension");
 }}  // namespace fusible

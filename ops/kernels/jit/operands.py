@@ -37,7 +37,7 @@ def inputs_of(
 
 
 def column_types(inputs: Sequence[str], dtypes: Sequence[torch.dtype]) -> str:
-    """What ``device/pointwise.cuh`` calls the types of inputs that are numbers of a column."""
+    """What ``device/functions/pointwise.cuh`` calls the types of inputs that are numbers of a column."""
     types = [
         f"ColumnOperand<{ELEMENTS[dtype]}, {boolean(name[0] == 'a')}, {_is_of_both(name)}>"
         for name, dtype in zip(inputs, dtypes, strict=True)
@@ -71,7 +71,7 @@ def one_function(
     sums_vectors: bool,
     matrices: Sequence[torch.dtype] = (),
 ) -> str:
-    """What ``device/epilogue_functions.cuh`` calls the family of a program; see :class:`EpilogueForm`."""
+    """What ``device/epilogue/epilogue_functions.cuh`` calls the family of a program; see :class:`EpilogueForm`."""
     flags = boolean(narrow), boolean(scales), column_types(program.columns, vectors), boolean(sums_vectors)
     return f"OneFunction<Function, {', '.join(flags)}, {matrix_types(program.matrices, matrices)}>"
 

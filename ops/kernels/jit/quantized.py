@@ -86,8 +86,8 @@ class QuantizerForm(NamedTuple):
         memory = "extern __shared__ __align__(16) char memory[];" if self.backward else ""
         shared = ", *reinterpret_cast<fusible::BackwardShared*>(memory)" if self.backward else ""
         function = "quantize_activation_backward" if self.backward else "quantize_activation"
-        return f"""#include "device/epilogue_functions.cuh"
-#include "device/quantize_activation.cuh"
+        return f"""#include "device/epilogue/epilogue_functions.cuh"
+#include "device/quantize/quantize_activation.cuh"
 namespace fusible {{
 {function_type(self.program)}
 using Functions = {functions};

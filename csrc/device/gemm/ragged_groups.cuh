@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+// Groups that differ in rows, columns and depth: which tile comes next. The tiles of a group are numbered in strips, as
+// in tile_scheduler.cuh, for blocks without a cluster.
+#pragma once
+#include "device/gemm/operands.cuh"
+#include "kernels/ragged/ragged.h"
+
+namespace fusible {
+
+// What all roles of a block read of the groups, in shared memory.
+struct RaggedTable {
+  int m[kMaxGroups], n[kMaxGroups], k[kMaxGroups], tasks_end[kMaxGroups];
+  uint8_t no_tma[kMaxGroups];
+};
+
+template <TileVariant kVariant>
+class RaggedScheduler {
+  static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n;
+
+ public:
+  // By one warp, once; from what `prepare_ragged` has found.
+  DEVICE static void fill(RaggedTable& table, const RaggedGroup* groups, int count, int lane) {
+    for (int g = lane; g < count; g += 32) {
+      table.m[g] = groups[g].m, table.n[g] = groups[g].n, table.k[g] = groups[g].k;
+      table.tasks_end[g] = groups[g].tasks_end, table.no_tma[g] = static_cast<uint8_t>(groups[g].no_tma);
+    }
+  }
+
+  // For a lane of the producer's warp; only lane 0 asks for tasks.
+  DEVICE RaggedScheduler(const RaggedTable& table, WorkQueue& queue, const WorkShape& shape, int lane)
+      : table_(table), groups_(shape.sizes.groups), tasks_(queue, shape.counter, lane) {}
+
+  // Makes the task after this one known; once per tile, before the next one is asked for.
+  DEVICE void request() { tasks_.request(); }
+
+  // The next tile, of group -1 when all are done. The other roles of the block read the same tiles (WorkTileReader).
+  DEVICE void next(WorkTile& tile) {
+    if (group_ >= 0) tasks_.advance();
+    if (!find(tile)) tile.group = -1;
+    tasks_.publish(tile);
+  }
+
+ private:
+  DEVICE bool find(WorkTile& tile) {
+    const int task = tasks_.task();
+    while (task >= tasks_end_) {
+      if (++group_ >= groups_) return false;
+      first_task_ = tasks_end_;
+      tasks_end_ = table_.tasks_end[group_];
+    }
+    tile = {.group = group_,
+            .tokens_start = 0,
+            .tokens = table_.k[group_],
+            .coordinate = {0, 0},
+            .share_a = false,
+            .idle = false};
+    locate(tile, task - first_task_);
+    return true;
+  }
+  // Row and column of a group's tile number `local`: strips of at most `raster_swizzle` rows of tiles, swept across the
+  // columns.
+  DEVICE void locate(WorkTile& tile, unsigned local) const {
+    const int rows = table_.m[group_];
+    const unsigned tiles = (rows + kTileM - 1) / kTileM, columns = (table_.n[group_] + kTileN - 1) / kTileN;
+    const unsigned strips = (tiles + kVariant.raster_swizzle - 1) / kVariant.raster_swizzle,
+                   usual = (tiles + strips - 1) / strips;
+    const unsigned strip = min(local / (usual * columns), strips - 1), within = local - strip * usual * columns;
+    const unsigned height = strip == strips - 1 ? tiles - strip * usual : usual, across = within / height;
+    tile.row = (strip * usual + within - across * height) * kTileM;
+    tile.rows = min(kTileM, rows - tile.row);
+    tile.column = across;
+  }
+
+  const RaggedTable& table_;
+  int groups_;
+  WorkTileWriter<1> tasks_;
+  int group_ = -1, first_task_ = 0, tasks_end_ = 0;
+};
+
+// ---- operands, through the maps of a group. Its depth is a number of its own, so what a tile calls tokens is the
+// depth (mainloop.cuh).
+
+// A [m, k].
+template <class T>
+struct RaggedRows : TokenRows<T> {
+  static constexpr bool kRaggedDepth = true;
+};
+// A [k, m].
+template <class T>
+struct RaggedColumns : MnMajor<T> {
+  static constexpr bool kRaggedDepth = true;
+  static constexpr int kRows = MnMajor<T>::kChunkColumns;
+  template <class Issue>
+  DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
+    issue(stage + i * kBlockBytes, tile.row + i * kRows, k);
+  }
+};
+// B are WeightRows and WeightColumns at place (0, 0).
+
+}  // namespace fusible

@@ -1,0 +1,6 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "kernels/activation/instantiate_activation.cuh"
+
+namespace fusible {
+template KernelEntry activation_entry<Layout::kNN, DType::kBFloat16>(bool, bool, int);
+}  // namespace fusible

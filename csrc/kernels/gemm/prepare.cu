@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+
+#include "device/ptx/ptx.cuh"
+#include "kernels/gemm/prepare.h"
+
+namespace fusible {
+namespace {
+
+constexpr int kThreads = 128;
+
+template <int kCapacity>
+struct Tables {
+  GroupCoordinate coordinates[kCapacity];
+  uintptr_t biases[kCapacity];
+};
+
+template <int kCapacity>
+__global__ void __launch_bounds__(kThreads)
+    prepare_kernel(const Workspace to, const __grid_constant__ Tables<kCapacity> from, int coordinates, int biases) {
+  ptx::let_next_kernel_begin();
+  for (int g = threadIdx.x; g < coordinates; g += kThreads) to.coordinates[g] = from.coordinates[g];
+  for (int g = threadIdx.x; g < biases; g += kThreads) to.biases[g] = reinterpret_cast<const void*>(from.biases[g]);
+}
+
+template <int kCapacity>
+cudaError_t launch(const Workspace& to, std::span<const GroupCoordinate> coordinates, std::span<const uintptr_t> biases,
+                   cudaStream_t stream) {
+  Tables<kCapacity> tables;  // what is not filled is not read
+  std::ranges::copy(coordinates, tables.coordinates);
+  std::ranges::copy(biases, tables.biases);
+  prepare_kernel<kCapacity>
+      <<<1, kThreads, 0, stream>>>(to, tables, static_cast<int>(coordinates.size()), static_cast<int>(biases.size()));
+  return cudaGetLastError();
+}
+
+constexpr int64_t kCounterBytes = 16;  // keeps the tables aligned
+
+// Where what the slices of a depth leave begins.
+int64_t bytes_before_sums(int64_t groups) { return (bytes_of_workspace(groups) + 255) / 256 * 256; }
+constexpr int64_t bytes_of_sums() {
+  int most = 0;
+  for (const TileVariant& tile : kTileVariants)
+    if (tile.split_k) most = std::max(most, tile.tile_m * tile.tile_n);
+  return int64_t{kMostSlicedTasks} * most * static_cast<int64_t>(sizeof(float));
+}
+
+}  // namespace
+
+int64_t bytes_of_workspace(int64_t groups) {
+  return kCounterBytes + groups * static_cast<int64_t>(sizeof(GroupCoordinate) + sizeof(void*));
+}
+
+Workspace lay_out(void* memory, int64_t groups) {
+  char* bytes = static_cast<char*>(memory);
+  const auto coordinates = reinterpret_cast<GroupCoordinate*>(bytes + kCounterBytes);
+  return {.counter = reinterpret_cast<unsigned*>(bytes),
+          .coordinates = coordinates,
+          .biases = reinterpret_cast<const void**>(coordinates + groups)};
+}
+
+Workspace lay_out_split_k(void* memory, int64_t groups) {
+  Workspace all = lay_out(memory, groups);
+  char* sums = static_cast<char*>(memory) + bytes_before_sums(groups);
+  all.split_k = {.sums = reinterpret_cast<float*>(sums),
+                 .arrived = reinterpret_cast<uint32_t*>(sums + bytes_of_sums())};
+  return all;
+}
+
+int64_t bytes_of_split_k(int64_t groups) {
+  return bytes_before_sums(groups) + bytes_of_sums() + kArrivedCounters * static_cast<int64_t>(sizeof(uint32_t));
+}
+
+cudaError_t prepare(const Workspace& to, std::span<const GroupCoordinate> coordinates,
+                    std::span<const uintptr_t> biases, cudaStream_t stream) {
+  return std::max(coordinates.size(), biases.size()) <= 64 ? launch<64>(to, coordinates, biases, stream)
+                                                           : launch<kMaxGroups>(to, coordinates, biases, stream);
+}
+
+}  // namespace fusible

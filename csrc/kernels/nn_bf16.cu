@@ -1,6 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#include "kernels/instantiate.cuh"
-
-namespace fusible {
-template KernelEntry kernel_entry<Layout::kNN, DType::kBFloat16>(bool, bool, int);
-}  // namespace fusible

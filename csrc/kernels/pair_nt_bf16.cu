@@ -1,8 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#include "kernels/instantiate_pair.cuh"
-
-namespace fusible {
-template KernelEntry pair_entry<Layout::kNT, DType::kBFloat16>(bool, int);
-template KernelEntry pair_activation_entry<Layout::kNT, DType::kBFloat16>(bool, bool, int);
-template KernelEntry pair_activation_backward_entry<Layout::kNT, DType::kBFloat16>(int);
-}  // namespace fusible

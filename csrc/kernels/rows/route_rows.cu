@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+// A stable counting sort. Every warp has a stretch of slots, counts its experts, and once all know what comes before
+// them, places its slots, 32 at a time: lanes with the same expert find one another by a vote. One block does it alone
+// where there are few slots; else a first kernel counts for each block.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "device/gemm/groups.cuh"
+#include "device/ptx/element.cuh"
+#include "fusible/device.h"
+#include "fusible/error.h"
+#include "fusible/gemm_config.h"
+#include "fusible/routing.h"
+
+namespace fusible {
+namespace {
+
+constexpr int kThreads = 512, kWarps = kThreads / 32, kMostBuckets = kMaxGroups + 1;
+constexpr int64_t kSlotsOfBlock = 8 * kThreads, kMostBlocks = 256;
+
+// Equal stretches for all blocks but the last, which divide into stretches of whole warps.
+struct Stretches {
+  int64_t slots;
+  int blocks;
+};
+Stretches stretches_of(int64_t slots) {
+  const int64_t wanted = std::clamp<int64_t>(blocks_of(slots, kSlotsOfBlock), 1, kMostBlocks);
+  const int64_t stretch = std::max<int64_t>(1, blocks_of(slots, wanted * kThreads)) * kThreads;
+  return {stretch, static_cast<int>(std::max<int64_t>(1, blocks_of(slots, stretch)))};
+}
+
+__device__ int bucket_of(const Route& c, int64_t slot) {
+  const int64_t id = read_index(c.ids, c.int64_ids, slot);
+  return id < 0 || id >= c.groups ? c.groups : static_cast<int>(id);
+}
+
+// workspace[block, bucket]
+__global__ void __launch_bounds__(kThreads) count_slots(const __grid_constant__ Route c, int64_t stretch) {
+  __shared__ int counts[kMostBuckets];
+  for (int b = threadIdx.x; b <= c.groups; b += kThreads) counts[b] = 0;
+  __syncthreads();
+  const int64_t begin = blockIdx.x * stretch, end = min(c.slots, begin + stretch);
+  for (int64_t slot = begin + threadIdx.x; slot < end; slot += kThreads)
+    atomicAdd(&counts[bucket_of(c, slot)], 1);  // integers: any order
+  __syncthreads();
+  for (int b = threadIdx.x; b <= c.groups; b += kThreads)
+    c.workspace[static_cast<int64_t>(blockIdx.x) * (c.groups + 1) + b] = counts[b];
+}
+
+// visit(slot, bucket, peers) for the slots of a warp, in order; peers: the lanes with the same bucket. Lanes without a
+// slot have bucket -1.
+template <class Visit>
+__device__ void each_slot(const Route& c, int64_t begin, int64_t end, int lane, Visit visit) {
+  for (int64_t base = begin; base < end; base += 32) {
+    const int64_t slot = base + lane;
+    const int bucket = slot < end ? bucket_of(c, slot) : -1;
+    visit(slot, bucket, __match_any_sync(~0u, bucket));
+    __syncwarp();
+  }
+}
+
+// Of buckets 0 to `last`: where each begins. By one warp.
+__device__ void scan_totals(const int* totals, int* starts, int last, int lane) {
+  int before = 0;
+  for (int base = 0; base <= last; base += 32) {
+    const int of_lane = base + lane <= last ? totals[base + lane] : 0;
+    const int sum = scan(of_lane, lane);
+    if (base + lane <= last) starts[base + lane] = before + sum - of_lane;
+    before += __shfl_sync(~0u, sum, 31);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) assign_rows(const __grid_constant__ Route c, int64_t stretch) {
+  __shared__ int next[kWarps][kMostBuckets];  // counts at first, then the row of the next slot
+  __shared__ int totals[kMostBuckets], starts[kMostBuckets], earlier[kMostBuckets];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, buckets = c.groups + 1, block = blockIdx.x;
+  const int64_t begin = min(c.slots, block * stretch + warp * (stretch / kWarps)),
+                end = min(c.slots, begin + stretch / kWarps);
+  for (int b = lane; b < buckets; b += 32) next[warp][b] = 0;
+  __syncwarp();
+  each_slot(c, begin, end, lane, [&](int64_t, int bucket, unsigned peers) {
+    if (bucket >= 0 && lane == __ffs(peers) - 1) next[warp][bucket] += __popc(peers);
+  });
+  __syncthreads();
+  const int blocks = gridDim.x;
+  for (int b = threadIdx.x; b < buckets; b += kThreads) {
+    int before = 0, total = 0;
+    if (blocks == 1) {
+      for (int w = 0; w < kWarps; ++w) total += next[w][b];
+    } else {
+#pragma unroll 8
+      for (int other = 0; other < blocks; ++other) {
+        const int count = c.workspace[static_cast<int64_t>(other) * buckets + b];
+        before += other < block ? count : 0;
+        total += count;
+      }
+    }
+    totals[b] = total, earlier[b] = before;
+  }
+  __syncthreads();
+  if (warp == 0) scan_totals(totals, starts, c.groups, lane);
+  __syncthreads();
+  for (int b = threadIdx.x; b < buckets; b += kThreads) {
+    int row = starts[b] + earlier[b];
+    for (int w = 0; w < kWarps; ++w) {
+      const int count = next[w][b];
+      next[w][b] = row;
+      row += count;
+    }
+    if (block == 0) c.tokens_per_expert[b] = b < c.groups ? totals[b] : starts[b];
+  }
+  __syncthreads();
+  each_slot(c, begin, end, lane, [&](int64_t slot, int bucket, unsigned peers) {
+    const int row = bucket < 0 ? 0 : next[warp][bucket] + __popc(peers & ((1u << lane) - 1));
+    __syncwarp();
+    if (bucket < 0) return;
+    if (lane == __ffs(peers) - 1) next[warp][bucket] += __popc(peers);
+    c.row_of_slot[slot] = row;
+    if (c.slot_of_row) c.slot_of_row[row] = static_cast<int32_t>(slot);
+    if (c.scales) c.scales[row] = read_number(c.weights.data, c.weights.type, slot);
+  });
+}
+
+}  // namespace
+
+int64_t route_workspace_bytes(int64_t slots, int groups) {
+  const int blocks = stretches_of(slots).blocks;
+  return blocks == 1 ? 0 : blocks * (groups + 1) * static_cast<int64_t>(sizeof(int32_t));
+}
+
+void route(const Route& c, int device, cudaStream_t stream) {
+  FUSIBLE_CHECK(c.groups >= 1 && c.groups <= kMaxGroups, "1 to ", kMaxGroups, " experts can be routed to, got ",
+                c.groups);
+  FUSIBLE_CHECK(c.slots >= 0 && c.slots < (int64_t{1} << 30), "fewer than 2^30 slots can be routed, got ", c.slots);
+  const DeviceGuard guard(device);
+  const Stretches stretches = stretches_of(c.slots);
+  FUSIBLE_CHECK(stretches.blocks == 1 || c.workspace, "routing of ", c.slots, " slots needs a workspace, got none");
+  if (stretches.blocks > 1) count_slots<<<stretches.blocks, kThreads, 0, stream>>>(c, stretches.slots);
+  assign_rows<<<stretches.blocks, kThreads, 0, stream>>>(c, stretches.slots);
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "routing of ", c.slots, " slots to ", c.groups, " experts");
+}
+
+}  // namespace fusible
