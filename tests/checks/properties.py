@@ -359,7 +359,7 @@ def has_all_parts(subject: Subject) -> bool:
 
 
 def is_eager(subject: Subject) -> bool:
-    """Compiled code refuses to write ``main_grad`` (tests/test_compile_guards.py)."""
+    """Compiled code refuses to write ``main_grad`` (tests/compiler/test_compile_guards.py)."""
     return subject.grouped and not subject.compiled
 
 

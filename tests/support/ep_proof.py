@@ -1,6 +1,6 @@
 """All that is to be proved and measured of expert parallelism where there are several GPUs, by one command.
 
-    python tests/ep_proof.py --out build/ep_proof
+    python tests/support/ep_proof.py --out build/ep_proof
 
 Parts are in the order of their value, correctness before speed, and each has a time limit of its own. What is known is
 written as it comes: of cases, one file a rank; of times, what ``fusible bench ep`` writes. With ``--device cpu`` the

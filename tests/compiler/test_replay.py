@@ -30,7 +30,7 @@ from fusible.ops.kernels import extension
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GROUPS, K, F, SIZES = 3, 16, 16, [5, 0, 9]
 T = sum(SIZES) + 2
 

@@ -45,7 +45,7 @@ from fusible import (
 from fusible.ops.formats.recipe import Recipe
 from fusible.ops.quantized import weights as quantized_weights
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CALL = {"split_sizes": torch.tensor([2, 3]), "scales": torch.linspace(0.1, 0.9, 5)}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import fusible
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LICENCE = "Apache-2.0"
 SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*") if path.is_file())
 

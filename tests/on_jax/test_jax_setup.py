@@ -25,7 +25,7 @@ import fusible.jax
 from fusible.jax import checks, dispatch, extension
 from fusible.jax.extension import Version
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(code: str) -> str:

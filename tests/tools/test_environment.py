@@ -12,7 +12,7 @@ import pytest
 from fusible import config
 from fusible.fuser.contract.config import Config, active_config, config_of, defaults_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CODE = "import threading, fusible; from fusible.fuser.contract.config import active_config as c; print(c()); "
 CODE += "t = threading.Thread(target=lambda: print(c())); t.start(); t.join()"
 

@@ -16,7 +16,7 @@ import pytest
 
 import fusible
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("fuser", "ops", "integrations", "benchmarks", "examples")
 
 

@@ -13,7 +13,7 @@ import fusible
 from fusible import installation
 from fusible.__main__ import main
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture

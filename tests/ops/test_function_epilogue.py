@@ -1,6 +1,6 @@
 """Functions of users inside the emulated kernels (tests/emulation): g++ compiles what NVRTC would; and their replays.
 
-The checks are those of a GPU: tests/test_function_epilogue_cuda.py.
+The checks are those of a GPU: tests/gpu/test_function_epilogue_cuda.py.
 """
 
 from __future__ import annotations

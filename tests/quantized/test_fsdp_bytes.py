@@ -49,7 +49,7 @@ from fusible.ops.modules import shard as sharded_modules
 from fusible.ops.quantized import linear as quantized_linear
 from fusible.ops.quantized.gathered_weights import MasterWeight
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 E, K, N = 2, 160, 136  # blocks that end before 128 x 128
 SIZES = torch.tensor([2, 3])

@@ -11,7 +11,7 @@ import pytest
 import fusible
 from fusible.fuser import registry
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 MODULES = {"__version__", "integrations"}  # are public, but no object to document
 NO_OPS = {"Composite", "FusedOp", "Op"}  # to derive from

@@ -34,7 +34,7 @@ from fusible.testing import check_fusion, check_op
 X = torch.randn(4, 6)
 SIZES = torch.tensor([1, 0, 3])
 with registry.restored():
-    CUSTOM = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "custom_fusion.py"))
+    CUSTOM = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "custom_fusion.py"))
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.test_pointwise import FUNCTIONS, by_autograd
 
 import fusible
 from fusible import Pointwise, interleaved
@@ -13,7 +14,6 @@ from fusible.fuser import replay
 from fusible.ops.kernels.extension import is_built
 from fusible.ops.kernels.hopper import pointwise as jit
 from fusible.ops.kernels.jit.cache import kernel_cache
-from tests.test_pointwise import FUNCTIONS, by_autograd
 
 pytestmark = pytest.mark.cuda
 needs_extension = pytest.mark.skipif(not is_built(), reason="needs the extension")

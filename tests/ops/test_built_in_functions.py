@@ -18,7 +18,7 @@ from fusible.ops.programs.halves import join, split
 from fusible.ops.values.activation_spec import ActivationSpec
 from tests.emulation import build
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 INF, NAN = torch.inf, torch.nan
 SPECIAL = [0.0, -0.0, 1e-30, -1e-8, 1e-3, 2.0, -2.0, 2.5, -2.5, 7.0, -7.0, 88.0, -104.0, 1e4, -1e4, INF, -INF, NAN]
 LIMITED = {"limit": 2.0, "linear_offset": 0.5}

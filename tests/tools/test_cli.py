@@ -51,7 +51,7 @@ def test_info_tells_of_another_torch(capsys: pytest.CaptureFixture[str], monkeyp
 
 
 def test_tested_versions_of_torch_are_those_of_the_docs() -> None:
-    support = (Path(__file__).parents[1] / "docs" / "support.md").read_text()
+    support = (Path(__file__).parents[2] / "docs" / "support.md").read_text()
     (sentence,) = re.findall(r"^Tested are .*", support, re.MULTILINE)
 
     assert tuple(re.findall(r"PyTorch (\d+\.\d+)", sentence)) == info.TESTED_TORCH
@@ -202,7 +202,7 @@ def test_help_of_bench_names_all_benchmarks(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_there_is_a_command_of_that_name() -> None:
-    project = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())["project"]
     module, _, function = project["scripts"]["fusible"].partition(":")
 
     assert getattr(import_module(module), function) is main

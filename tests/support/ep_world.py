@@ -26,7 +26,7 @@ from torch import distributed as dist
 
 from fusible import Combine, Dispatch, GroupedLinear, Scale, Sequential, SwiGLU, ep
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 60.0  # of what must not end by it, on a busy machine
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "NVSHMEM_DISABLE_NVLS": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """For the environment: multicast over NVLink is used by nobody here, and does not work on every host."""

@@ -1,6 +1,6 @@
 """Functions of users in experts with a recipe on our own kernels, emulated on a CPU: g++ compiles what NVRTC would.
 
-The checks are those of a GPU: tests/test_functions_under_recipes_cuda.py.
+The checks are those of a GPU: tests/gpu/test_functions_under_recipes_cuda.py.
 """
 
 from __future__ import annotations

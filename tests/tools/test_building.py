@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 NVCC = """#!/bin/sh
 [ "$1" = --version ] && echo "Cuda compilation tools, release 12.8, V12.8.93" && exit
 while [ $# -gt 0 ]; do

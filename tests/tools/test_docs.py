@@ -21,7 +21,7 @@ import torch
 import fusible
 from fusible.benchmarks import measured_plot
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "api"  # made from docstrings
 PAGES = [
     "README.md",
