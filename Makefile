@@ -76,9 +76,14 @@ $(VENV)/package: $(VENV)/torch setup.py $(CUDA_SOURCES)
 	$(PIP) install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
-# and all that its tests and checks import
+# and all that its tests and checks import. A Megatron-Core whose experts are built from ops is of Python 3.12 and newer, and runs on 3.11:
+# there it lies beside the packages, and tests put it before the older one that is installed.
+OF_PYTHON_3_12 := --no-deps --only-binary :all: --python-version 3.12 --ignore-requires-python --upgrade --target $(VENV)/megatron
 $(VENV)/dependencies: $(VENV)/torch pyproject.toml
 	$(call install_listed,p["project"]["optional-dependencies"]["dev"])
+	$(call install_listed,p["tool"]["fusible"]["dev-alone"]) --no-deps
+	$(BIN)/python -c 'import sys; sys.exit(sys.version_info >= (3, 12) or sys.platform != "linux")' || exit 0; \
+	$(call install_listed,p["tool"]["fusible"]["dev-of-newer-python"]) $(OF_PYTHON_3_12)
 	@touch $@
 
 $(VENV)/installed: $(VENV)/package $(VENV)/dependencies

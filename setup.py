@@ -36,6 +36,7 @@ XLA_HEADERS = Path("third_party", "xla_ffi")
 OLDEST_NVCC = (12, 4)
 PACKAGES = Path("src")  # not the root, where an import would find the tree instead of what is installed
 OPS = Path("fusible", "ops")
+HEADERS = ("device/**/*.cuh", "kernels/**/*.cuh", "kernels/**/*.h", "fusible/*.h")  # kernels that are compiled later
 NOTE = "left_out.txt"  # in the package: why it has no kernels; `fusible info` reads it
 
 
@@ -276,7 +277,7 @@ setup(
     package_dir={"": str(PACKAGES)},
     packages=find_packages(str(PACKAGES), include=["fusible", "fusible.*"]),
     package_data={
-        "fusible": ["py.typed", "csrc/device/*.cuh", "csrc/kernels/*.cuh", "csrc/kernels/*.h", "csrc/fusible/*.h"],
+        "fusible": ["py.typed", *(f"csrc/{headers}" for headers in HEADERS)],
         "fusible.ops": ["*.pyi"],
     },
     ext_modules=[Extension("fusible.ops._C", sources=[])] if left_out() is None else [],

@@ -2,7 +2,8 @@
 
     python -m fusible bench routing --tokens 8192 64
 
-``ours`` marks what :mod:`fusible.ops.kernels.doors.routing` does. All ways of a part give the same numbers, or the run ends.
+``ours`` marks what :mod:`fusible.ops.kernels.doors.routing` does.
+All ways of a part give the same numbers, or the run ends.
 The bound is the time in which an H200 moves the bytes that the part must move.
 """
 

@@ -1,4 +1,4 @@
-"""The structure of the tree in numbers: functions that a call runs, imports between parts, lines.
+"""The structure of the tree in numbers: functions that a call runs, imports between parts, lines, sizes.
 
 ``python -m fusible.benchmarks.structure`` prints Markdown. ``--tree PATH`` looks at another checkout, say an older one.
 """
@@ -9,6 +9,7 @@ import argparse
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,9 @@ from .timing import markdown
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("fuser", "ops", "integrations")
 EXTENSION = "ops._C"
+ROOMY = ("fuser", "ops", "ops.kernels")  # packages whose files and subpackages are rooms
+FLAT = ("ops", "ops/kernels", "tests")
+MANY_PARAMETERS = 10
 PYTHON = (*PACKAGES, "src/fusible", "benchmarks", "examples", "tests")
 
 
@@ -103,6 +107,23 @@ def layers(graph: nx.DiGraph[str]) -> list[list[str]]:
     return [sorted(row) for row in rows]
 
 
+def rooms(files: nx.DiGraph[str], package: str) -> nx.DiGraph[str]:
+    """Which rooms of a package import which: a room is a file in it, or a subpackage with all that is in it."""
+    depth = package.count(".") + 2
+    inside = [name for name in files if f"{name}.".startswith(f"{package}.")]
+    part_of = {name: ".".join(name.split(".")[:depth]) for name in inside}
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    graph.add_nodes_from(part_of.values())
+    pairs = ((part_of[a], part_of[b]) for a, b in files.subgraph(inside).edges)
+    graph.add_edges_from((a, b) for a, b in pairs if a != b)
+    return graph
+
+
+def arrows_in_circles(graph: nx.DiGraph[str]) -> int:
+    """How many arrows of a graph have a way back."""
+    return sum(graph.subgraph(part).number_of_edges() for part in cycles(graph))
+
+
 def describe_cycles(graph: nx.DiGraph[str]) -> str:
     return ", ".join(f"one of {len(part)}" for part in cycles(graph)) or "none"
 
@@ -124,6 +145,43 @@ def lines_by_package(tree: Path) -> dict[str, Lines]:
     """Python by package; the sources of the CUDA kernels with their headers."""
     csrc = sorted(path for path in (tree / "csrc").rglob("*") if path.suffix in (".cpp", ".cu", ".cuh", ".h"))
     return {**{p: Lines.of(python_files(tree, p)) for p in PYTHON}, "csrc": Lines.of(csrc)}
+
+
+# ---- sizes
+
+
+def library(tree: Path) -> list[Path]:
+    return [path for package in (*PACKAGES, "src/fusible") for path in python_files(tree, package)]
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many parameters a function has besides self, ``*args`` and ``**kwargs``."""
+    names = [a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
+    return len(names) - (names[:1] in (["self"], ["cls"]))
+
+
+def wide_functions(paths: Iterable[Path]) -> int:
+    """How many functions have many parameters."""
+    nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text())))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return sum(parameters(function) >= MANY_PARAMETERS for function in functions)
+
+
+def sizes(tree: Path) -> dict[str, int]:
+    """What shall not grow, by its name."""
+    paths, files = library(tree), Imports.of(tree).files
+    lines = lines_by_package(tree)
+    graphs = {package: rooms(files, package) for package in ROOMY}
+    return {
+        "library Python, lines": Lines.of(paths).lines,
+        "csrc, lines": lines["csrc"].lines,
+        **{f"files flat in {folder}": len([*(tree / folder).glob("*.py")]) for folder in FLAT},
+        **{f"rooms of {name}": len(graph) for name, graph in graphs.items()},
+        **{f"arrows between rooms of {name}": graph.number_of_edges() for name, graph in graphs.items()},
+        **{f"arrows with a way back in {name}": arrows_in_circles(graph) for name, graph in graphs.items()},
+        f"functions with {MANY_PARAMETERS} parameters or more": wide_functions(paths),
+        "`Any`": sum(len(re.findall(r"\bAny\b", path.read_text())) for path in paths),
+    }
 
 
 # ---- tables
@@ -171,12 +229,16 @@ def table_of_lines(tree: Path) -> str:
     return markdown(("lines", "files", "lines"), [(name, *map(str, lines)) for name, lines in counts.items()])
 
 
+def table_of_sizes(tree: Path) -> str:
+    return markdown(("size", "number"), [(name, str(number)) for name, number in sizes(tree).items()])
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints calls, imports, layers and lines as Markdown."""
+    """Prints calls, imports, layers, lines and sizes as Markdown."""
     parser = argparse.ArgumentParser(prog="structure", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--tree", type=Path, default=ROOT, help="the root of a checkout; this one by default")
     tree = parser.parse_args(argv).tree.resolve()
-    for section in (table_of_calls, table_of_imports, list_of_layers, table_of_lines):
+    for section in (table_of_calls, table_of_imports, list_of_layers, table_of_lines, table_of_sizes):
         print(section(tree) + "\n")
 
 

@@ -10,6 +10,7 @@ whichever ``moe_flex_dispatcher_backend`` it names.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from importlib import import_module
 from types import ModuleType
@@ -18,6 +19,7 @@ from typing import Any
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher, _DispatchManager
 from torch import Tensor
 
+from . import transformer_engine
 from .shared_exchange import ExchangeOps, ExchangeOptions, exchange_ops
 
 __all__ = ["FusibleDispatchManager", "FusibleFlexTokenDispatcher", "install", "uninstall"]
@@ -97,7 +99,7 @@ class FusibleFlexTokenDispatcher(MoEFlexTokenDispatcher):  # type: ignore[misc]
             it; without that one too, rows are as many as come.
 
     Raises:
-        ValueError: the configuration pads the tokens of experts.
+        ValueError: the configuration pads the tokens of experts, or its experts need rows that are padded.
     """
 
     def __init__(
@@ -110,13 +112,15 @@ class FusibleFlexTokenDispatcher(MoEFlexTokenDispatcher):  # type: ignore[misc]
         options: ExchangeOptions | None = None,
     ) -> None:
         _refuse_padding(config)
+        options = _with_capacity(options or ExchangeOptions(), config)
+        _refuse_experts_in_blocks(config, options)
         MoETokenDispatcher.__init__(self, config=config, pg_collection=pg_collection)
         self.num_local_experts, self.local_expert_indices = num_local_experts, local_expert_indices
         self._comm_manager = FusibleDispatchManager(
             self.tp_ep_group,
             self.tp_size * config.moe_router_topk,
             self.tp_size * config.num_moe_experts,
-            _with_capacity(options or ExchangeOptions(), config),
+            options,
         )
         self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.token_indices"]
 
@@ -151,6 +155,31 @@ def _refuse_padding(config: Any) -> None:
     for name in ("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization"):
         if getattr(config, name, False):
             raise ValueError(f"fusible's flex dispatcher pads no expert's tokens: {name} must be off")
+
+
+def _refuse_experts_in_blocks(config: Any, options: ExchangeOptions) -> None:
+    """Raises for experts of TransformerEngine that multiply blocks of rows, where Megatron does not pad ours to them.
+
+    It splits the rows by their numbers on the host, so that there may be none behind the last expert's. For two of its
+    own backends it takes the rows as padded.
+    """
+    needs = [name for name in ("fp8", "fp4", "moe_use_grouped_tensor") if getattr(config, name, None)]
+    experts: Any = sys.modules.get(transformer_engine.EXPERTS)
+    is_ours = transformer_engine.is_installed(experts) and config.use_transformer_engine_op_fuser
+    if not needs or is_ours:
+        return
+    backend = config.moe_flex_dispatcher_backend
+    if backend in ("hybridep", "ncclep"):
+        why = f"pads rows of moe_flex_dispatcher_backend={backend!r} nowhere, ours neither"
+    elif options.capacity != "exact":
+        why = f"cannot pad rows of a fixed capacity, which came as {options.capacity!r}"
+    else:
+        return
+    raise ValueError(
+        f"experts with {' and '.join(needs)} read blocks of rows, and Megatron {why}: call "
+        "fusible.integrations.transformer_engine.install() before the model is built, with "
+        "use_transformer_engine_op_fuser, or leave moe_flex_dispatcher_backend and the capacity as they are by default"
+    )
 
 
 def _with_capacity(options: ExchangeOptions, config: Any) -> ExchangeOptions:

@@ -2,7 +2,8 @@
 
     --override.imports fusible.integrations.torchtitan_dispatcher.token_dispatcher
 
-It goes with torchtitan's experts and with those of ``fusible.integrations.torchtitan``.
+``symmetric_token_dispatcher`` overrides its HybridEP dispatcher, and goes into torchtitan's CUDA graphs. Both go
+with torchtitan's experts and with those of ``fusible.integrations.torchtitan``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
     BaseEPTokenDispatcher,
+    HybridEPTokenDispatcher,
     LocalTokenDispatcher,
 )
 
@@ -109,5 +111,40 @@ def token_dispatcher(cfg: AllToAllTokenDispatcher.Config, **options: Any) -> Fus
     """
     ours: FusibleTokenDispatcher.Config = derive(
         cfg, FusibleTokenDispatcher.Config, exchange=ExchangeOptions(**options)
+    )
+    return ours
+
+
+class FusibleSymmetricTokenDispatcher(FusibleTokenDispatcher):
+    """:class:`FusibleTokenDispatcher` in the place of a HybridEP dispatcher that does not wait for the host.
+
+    Its configuration is one of HybridEP, by which torchtitan knows that a CUDA graph may capture it.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HybridEPTokenDispatcher.Config):  # type: ignore[misc]
+        exchange: ExchangeOptions = field(default_factory=ExchangeOptions)
+
+
+@override(  # type: ignore[untyped-decorator]
+    target=HybridEPTokenDispatcher.Config, exact=True, description="Token dispatch by fusible.ep, in CUDA graphs too."
+)
+def symmetric_token_dispatcher(
+    cfg: HybridEPTokenDispatcher.Config, **options: Any
+) -> FusibleSymmetricTokenDispatcher.Config:
+    """The HybridEP dispatcher of a configuration as :class:`FusibleSymmetricTokenDispatcher`.
+
+    Args:
+        options: of :class:`ExchangeOptions`, by name. The transport is ``"symmetric"`` by default, the capacity
+            ``"worst"``, and ``max_tokens`` what torchtitan has found for the run.
+
+    Raises:
+        ValueError: the configuration pads the tokens of experts.
+    """
+    if cfg.pad_multiple is not None:
+        raise ValueError(f"fusible's token dispatcher pads no expert's tokens: pad_multiple={cfg.pad_multiple} must go")
+    asked = {"transport": "symmetric", "capacity": "worst", "max_tokens": cfg.num_max_tokens_per_rank, **options}
+    ours: FusibleSymmetricTokenDispatcher.Config = derive(
+        cfg, FusibleSymmetricTokenDispatcher.Config, exchange=ExchangeOptions(**asked)
     )
     return ours

@@ -4,22 +4,34 @@
 
     transformer_engine.install()    # before the first forward of a model
 
-Then ``TEGroupedMLP`` with ``use_transformer_engine_op_fuser`` builds its container from this module. All else in
-Megatron keeps the ops of TransformerEngine. Parameters, their checkpoints and their ``main_grad`` stay Megatron's.
+Then ``TEGroupedMLP`` with ``use_transformer_engine_op_fuser`` builds its container from this module, and gives it the
+rows without padding. All else in Megatron keeps the ops of TransformerEngine. Parameters, their checkpoints and their
+``main_grad`` stay Megatron's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from ..fuser import Sequential
+from .. import fuser
+from ..fuser.compiler.binding import OpKwargs
+from ..fuser.contract.config import config
+from ..fuser.contract.torch_private import current_saved_tensors_hooks
 from ..ops import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, ScaledActivation, interleaved
 from ..ops.basic import composites as scaled
+from ..ops.formats.recipe import Recipe
 from ..ops.grouped import grouped_linear
+from ..ops.quantized.linear import dtype_refusal, refusal
+from .transformer_engine_recipes import in_force
 
 __all__ = [
     "GRAD_INPUT_BUFFER_KEY",
@@ -34,6 +46,62 @@ __all__ = [
 ]
 
 EXPERTS = "megatron.core.transformer.moe.experts"
+STASH_MARK = "grouped_tensor_scale_inv"  # by which Megatron's paged stash knows saved rows; False: no scales
+
+
+class Sequential(fuser.Sequential):
+    """Ours, under TransformerEngine's ``autocast`` and with the marks that Megatron's paged stash looks for.
+
+    Saved tensors with a row for each row of ``x`` are marked where hooks on saved tensors are active.
+    """
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **shared: Any
+    ) -> Any:
+        """As of any container, by the recipe that ``autocast`` has switched on.
+
+        Raises:
+            NotImplementedError: none of our recipes equals it, or a linear or the dtype of ``x`` does not go with it.
+        """
+        recipe = in_force()
+        if recipe is None:
+            with _rows_marked(x):
+                return super().forward(x, *extra_inputs, op_kwargs=op_kwargs, **shared)
+        self._refuse_16_bits(recipe, x)
+        with config(recipe=recipe), _rows_marked(x):
+            return super().forward(x, *extra_inputs, op_kwargs=op_kwargs, **shared)
+
+    def _refuse_16_bits(self, recipe: Recipe, x: Tensor) -> None:
+        """Raises where a linear would not follow the recipe."""
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        for linear in self.modules():
+            if isinstance(linear, grouped_linear.GroupedLinear):
+                why = dtype_refusal(recipe, dtype) or refusal(linear, recipe)
+                if why is not None:
+                    raise NotImplementedError(f"experts under TransformerEngine's autocast: {why}")
+
+
+@contextmanager
+def _rows_marked(x: Tensor) -> Iterator[None]:
+    """For the body: hooks that are active see a mark on what is saved with a row for each row of ``x``.
+
+    Weights have three dimensions, or are parameters. Copies in 8 bits, which lie in blocks, have no mark.
+    """
+    hooks = current_saved_tensors_hooks()
+    if hooks is None:
+        yield
+        return
+    pack, unpack = hooks
+    rows, dtypes = x.numel() // max(1, x.shape[-1]), (x.dtype, torch.float32)
+
+    def marked(tensor: Tensor) -> Any:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        if tensor.dim() in (1, 2) and len(tensor) == rows and tensor.dtype in dtypes and not is_parameter:
+            setattr(tensor, STASH_MARK, False)
+        return pack(tensor)
+
+    with saved_tensors_hooks(marked, unpack):
+        yield
 
 
 class GroupedLinear(grouped_linear.GroupedLinear):
@@ -141,9 +209,9 @@ class _Instead:
 
 
 def install(experts: ModuleType | None = None) -> None:
-    """Lets Megatron's experts find the ops here instead of in ``transformer_engine``.
+    """Lets Megatron's experts find the ops here instead of in ``transformer_engine``, and pad no rows for them.
 
-    Experts that have been called before keep the container that they have built.
+    Experts that have been called before build their container again.
 
     Args:
         experts: the module of ``TEGroupedMLP``; that of the installed Megatron-Core by default.
@@ -152,21 +220,51 @@ def install(experts: ModuleType | None = None) -> None:
         ImportError: there is no Megatron-Core, or one whose experts are not built from ops.
     """
     module: Any = experts if experts is not None else import_module(EXPERTS)
-    engine = getattr(module, "te", None)
-    if not hasattr(getattr(module, "TEGroupedMLP", None), "_make_fused_ops") or engine is None:
+    engine: Any = getattr(module, "te", None)
+    mlp: Any = getattr(module, "TEGroupedMLP", None)
+    if not hasattr(mlp, "_make_fused_ops") or not hasattr(module, "skip_routed_expert_padding") or engine is None:
         raise ImportError(
             f"{module.__name__} builds no experts from TransformerEngine's ops: that takes a Megatron-Core whose "
-            "TEGroupedMLP has _make_fused_ops, and transformer_engine"
+            "TEGroupedMLP has _make_fused_ops and skip_routed_expert_padding, from 0.18 on, and transformer_engine"
         )
-    if not isinstance(engine, _Instead):
+    if not is_installed(module):
         module.te = _Instead(engine, pytorch=_Instead(engine.pytorch, ops=import_module(__name__)))
+        module.skip_routed_expert_padding = _skipping(module.skip_routed_expert_padding)
+        mlp._fused_forward = _building_ours(mlp._fused_forward)
 
 
 def uninstall(experts: ModuleType | None = None) -> None:
     """Undoes :func:`install`, for containers that are built from then on."""
     module: Any = experts if experts is not None else import_module(EXPERTS)
-    if isinstance(module.te, _Instead):
+    if is_installed(module):
         module.te = module.te._original
+        module.skip_routed_expert_padding = module.skip_routed_expert_padding.__wrapped__
+        module.TEGroupedMLP._fused_forward = module.TEGroupedMLP._fused_forward.__wrapped__
+
+
+def is_installed(experts: Any) -> bool:
+    """Whether the experts of a module are built from the ops here."""
+    return isinstance(getattr(experts, "te", None), _Instead)
+
+
+def _skipping(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    @wraps(original)
+    def skip_routed_expert_padding(config: Any) -> bool:
+        return config.use_transformer_engine_op_fuser or original(config)
+
+    return skip_routed_expert_padding
+
+
+def _building_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, which builds a container of TransformerEngine's ops again: they would get rows without padding."""
+
+    @wraps(original)
+    def _fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._fused_ops is not None and not isinstance(self._fused_ops[0], Sequential):
+            self._fused_ops = None
+        return original(self, *args, **kwargs)
+
+    return _fused_forward
 
 
 def _layout(glu_interleave_size: int | None) -> Any:

@@ -25,6 +25,7 @@ from .grouped.pointwise import Pointwise
 from .kernels.doors.device_errors import check_device_errors
 from .modules.quantize import quantize_
 from .modules.shard import gather_quantized
+from .quantized import products as quantized_products
 from .quantized.tensor import QuantizedGroupedTensor
 from .quantized.weights import same_weights
 from .routed.moe import Combine, Dispatch
@@ -80,5 +81,6 @@ __all__ = [
     "grouped_gemm",
     "interleaved",
     "quantize_",
+    "quantized_products",
     "same_weights",
 ]

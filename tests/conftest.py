@@ -56,6 +56,7 @@ SLOW = {
     "test_jax_transforms": "compiles with jax",
     "test_library": "compiles with torch.compile",
     "test_lifetimes": "collects garbage after every call",
+    "test_megatron": "starts processes",
     "test_megatron_dispatcher": "starts processes, compiles csrc with g++",
     "test_nvrtc": "compiles functions of users with NVRTC",
     "test_on_import": "starts processes",

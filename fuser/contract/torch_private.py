@@ -136,6 +136,15 @@ Else: 0, so that every tensor is asked for its tangent.
 """
 
 
+_top_saved_tensors_hooks: Callable[[bool], Any] = private("_C._autograd._top_saved_tensors_default_hooks") or _never
+
+
+def current_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+    """The hooks of the innermost ``saved_tensors_hooks``, to pack and to unpack. Else: None, as if there were none."""
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = _top_saved_tensors_hooks(True) or None
+    return hooks
+
+
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., tuple[Tensor, ...]]:
     """Its ``apply`` without the look at every argument for remains of transforms, which :mod:`runtime` refuses.
 

@@ -20,6 +20,7 @@ from ..formats.packed import PackedWeight
 from ..formats.recipe import MXFP4, NVFP4, Recipe
 from ..formats.schemes import Copy
 from ..kernels import Independent, Layout, Matrices
+from ..kernels.problems.gemm import stacked
 from ..parameters.weight_grads import WeightGrads
 from ..parameters.wide_buffers import WideBuffers
 from ..quantized import delayed_scales
@@ -294,12 +295,12 @@ class GroupedLinear(WideBuffers, WeightGrads):
     ) -> tuple[WeightOperand | PackedWeight, BackwardWeight | Copy | None]:
         """What the product reads, and, if ``back``, what the gradient of ``x`` will read."""
         if self.is_quantized:
-            data = kernels.problems.gemm.stacked(self.matrices("weight"))
+            data = stacked(self.matrices("weight"))
             copy = Copy(data, *self.quantized_buffers())
             return operands.of_staying(recipe, copy), copy if back else None
         matrices = self.matrices("weight")
         if delayed_scales.is_delayed(recipe):
-            weight = kernels.problems.gemm.stacked(matrices)
+            weight = stacked(matrices)
             encode = delayed_scales.encode_of_weight(self, recipe, weight)
             return quantized.weight_operands(recipe, weight, back, encode)
         if self.gathers_bytes and trace.active():

@@ -51,7 +51,7 @@ class Operations(NamedTuple):
         return list(_run(self.derivatives, arguments, constants, (dy.to(arguments[0].dtype),)))
 
 
-class Kept(NamedTuple):
+class KeptFunction(NamedTuple):
     """A function that is called each time, with autograd in the backward. It is pickled as it is, if it can be."""
 
     function: Function
@@ -99,7 +99,7 @@ def _read(function: Function, inputs: tuple[str, ...], constants: int) -> OnPyTo
         raise NotPointwiseError(f"{name_of(function)}: {error}") from None
     except Exception as error:  # whatever it is: PyTorch cannot follow the function, which has run on numbers before
         why = f"{name_of(function)} is not made of PyTorch's operations alone ({type(error).__name__}: {error})"
-        return Kept(function, why.partition("\n")[0])
+        return KeptFunction(function, why.partition("\n")[0])
 
 
 def _gradients(function: Function, arguments: Sequence[Tensor], constants: Sequence[Any], dy: Tensor) -> list[Tensor]:
@@ -135,8 +135,8 @@ def _number(graph: Any, tensor: Tensor, device: Any) -> Any:
             f"reads a tensor of shape {list(tensor.shape)} that is none of its arguments; make it an argument"
         )
     full = torch.ops.aten.full.default
-    how = {"dtype": tensor.dtype, "device": device}
-    return graph.call_function(full, (list(tensor.shape), tensor.item()), how)
+    options = {"dtype": tensor.dtype, "device": device}
+    return graph.call_function(full, (list(tensor.shape), tensor.item()), options)
 
 
 def _run(

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
+from fusible import Pointwise
 from fusible.fuser.contract import torch_private
 from fusible.fuser.contract.spec import TensorSpec
 from fusible.fuser.contract.tracing import NoDataError, Outline, contiguous_strides
 from fusible.fuser.replay import calls
 from fusible.ops.parameters import group
 from fusible.ops.parameters.group import ExpertGroup
+from fusible.ops.programs import operations
 
 
 @pytest.fixture
@@ -193,6 +195,20 @@ def test_constants_are_marked_in_the_public_way_too(monkeypatch):
 def test_kernels_know_fewer_functions_without_decompositions(without):
     assert torch_private.core_decompositions()
     assert without("torch._decomp.core_aten_decompositions").core_decompositions() == {}
+
+
+def test_named_tuples_stay_what_they_are_where_they_cannot_be_written(without):
+    module = without("torch.utils._pytree._register_namedtuple")
+    assert module.serialized_as("fusible.TensorSpec")(TensorSpec) is TensorSpec
+    assert "torch.utils._pytree._register_namedtuple" in module.missing
+
+
+def test_functions_are_kept_where_torch_makes_no_graphs(without, monkeypatch):
+    module = without("torch.fx.experimental.proxy_tensor.make_fx")
+    with pytest.raises(RuntimeError, match=r"does not have torch\.fx\.experimental\.proxy_tensor\.make_fx"):
+        module.symbolic_graph(torch.relu, [torch.ones(2)])
+    monkeypatch.setattr(operations, "symbolic_graph", module.symbolic_graph)
+    assert "does not have" in Pointwise(torch.special.i0).eager_only
 
 
 def test_memory_is_not_shared_where_torch_has_no_functions_for_it(without):

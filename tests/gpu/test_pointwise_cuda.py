@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.test_pointwise import FUNCTIONS, by_autograd
+from test_pointwise import FUNCTIONS, by_autograd
 
 import fusible
 from fusible import Pointwise, interleaved

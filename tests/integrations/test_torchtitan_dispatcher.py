@@ -6,6 +6,7 @@ import warnings
 
 import ep_world
 import pytest
+import torch
 from absent import triton_if_missing
 
 try:
@@ -25,3 +26,16 @@ def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.parametrize("case", [case.__name__ for case in ep_torchtitan_cases.CASES])
 def test_on_all_ranks(case: str, said: dict[str, list[str]]) -> None:
     ep_world.assert_passed(case, said)
+
+
+@pytest.fixture(scope="module")
+def said_of_graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """What the ranks say, on GPUs."""
+    ranks, folder = min(torch.cuda.device_count(), 2), tmp_path_factory.mktemp("graphs")
+    return ep_world.start("ep_torchtitan_graph_cases", ranks, folder, transport="symmetric", device="cuda")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", ["steps_are_captured"])
+def test_in_cuda_graphs(case: str, said_of_graphs: dict[str, list[str]]) -> None:
+    ep_world.assert_passed(case, said_of_graphs)

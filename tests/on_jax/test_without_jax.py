@@ -53,7 +53,7 @@ def test_the_benchmark_says_what_to_install(tmp_path: Path) -> None:
 
 
 def test_tests_of_it_are_skipped(tmp_path: Path) -> None:
-    files = [str(path) for path in sorted((ROOT / "tests").glob("test_jax*.py"))]
+    files = [str(path) for path in sorted((ROOT / "tests").rglob("test_jax*.py"))]
     done = run(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rs", *files)
 
     assert done.returncode in (0, 5), done.stdout + done.stderr

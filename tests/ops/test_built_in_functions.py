@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from emulation import build
 from torch import Tensor
 
 from fusible import GLU, Activation, Pointwise, Scale, Sequential, interleaved
@@ -16,7 +17,6 @@ from fusible.ops.programs.activations import ACTIVATIONS, CURVES
 from fusible.ops.programs.generate import source
 from fusible.ops.programs.halves import join, split
 from fusible.ops.values.activation_spec import ActivationSpec
-from tests.emulation import build
 
 ROOT = Path(__file__).parents[2]
 INF, NAN = torch.inf, torch.nan

@@ -5,13 +5,13 @@ import subprocess
 
 import pytest
 import torch
-from tests.test_pointwise import FUNCTIONS
-from tests.test_uncommon_functions import UNCOMMON
+from checks.functions import PUBLISHED, random_function
+from emulation import build
+from test_pointwise import FUNCTIONS
+from test_uncommon_functions import UNCOMMON
 
 from fusible import Pointwise
 from fusible.ops.programs.cpp import boolean, function_type, number
-from tests.checks.functions import PUBLISHED, random_function
-from tests.emulation import build
 
 COUNT = 1 << 14
 SPECIAL = [0.0, -0.0, 1e-30, -1e-8, 1e-3, 7.0, -7.0, 88.0, -104.0, 1e4, -1e4, torch.inf, -torch.inf, torch.nan]

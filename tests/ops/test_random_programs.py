@@ -1,8 +1,8 @@
 """Random programs inside the emulated kernels, both directions, against float64 autograd.
 
-The kernels are those of one function for all (tests/emulation/programs.py); tests/ops/test_function_epilogue.py has them
-compiled whole, and tests/gpu/test_function_epilogue_cuda.py has NVRTC compile 200 of these programs into its kernels. As
-many run here with ``--random-programs 200``.
+The kernels are those of one function for all (tests/emulation/programs.py). They are compiled whole in
+tests/ops/test_function_epilogue.py. In tests/gpu/test_function_epilogue_cuda.py NVRTC compiles 200 of these programs
+into its kernels. As many run here with ``--random-programs 200``.
 """
 
 from __future__ import annotations

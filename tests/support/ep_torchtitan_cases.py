@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import itertools
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -23,11 +26,16 @@ with triton_if_missing(), warnings.catch_warnings():
     from torchtitan.config.override import OverrideConfig, apply_overrides
     from torchtitan.distributed.utils import set_spmd_backend
     from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
-    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
+    from torchtitan.models.common.token_dispatcher import (
+        AllToAllTokenDispatcher,
+        HybridEPTokenDispatcher,
+        LocalTokenDispatcher,
+        MinimalAsyncEPTokenDispatcher,
+    )
     from torchtitan.overrides import fused_swiglu  # noqa: F401
 
     from fusible.integrations import torchtitan_dispatcher as integration
-    from fusible.integrations.shared_exchange import exchange_ops
+    from fusible.integrations.shared_exchange import ExchangeOptions, exchange_ops
 
 set_spmd_backend("default")  # that of types sends lists of unequal tensors, which gloo does not
 
@@ -35,6 +43,7 @@ CASES: list[Callable[[World], None]] = []
 OWNED, TOP_K, TOKENS, D, HIDDEN = 3, 2, 14, 16, 32
 NAMES = ("w1_EFD", "w2_EDF", "w3_EFD")
 OVERRIDE = "fusible.integrations.torchtitan_dispatcher.token_dispatcher"
+SYMMETRIC = "fusible.integrations.torchtitan_dispatcher.symmetric_token_dispatcher"
 OUR_EXPERTS = "fusible.integrations.torchtitan.grouped_experts"
 
 
@@ -56,22 +65,29 @@ def draw(tensor: Tensor) -> None:
     nn.init.normal_(tensor, std=tensor.shape[-1] ** -0.5)
 
 
-def layer_on(world: World, overrides: list[Any], seed: int = 0, wired: bool = True) -> Any:
-    """Their layer, with the experts of this rank; what is in it is decided by overrides."""
-    experts = OWNED * (world.size if wired else 1)
+def configuration(experts: int, overrides: list[Any]) -> RoutedExperts.Config:
+    """Of a layer with a dispatcher of the kind that the overrides replace, once they are applied."""
+    kind, how = AllToAllTokenDispatcher, {}
+    if any(SYMMETRIC in entry for entry in overrides):
+        kind, how = HybridEPTokenDispatcher, {"non_blocking_capacity_factor": 1.0, "num_max_tokens_per_rank": TOKENS}
     config = RoutedExperts.Config(
         inner_experts=GroupedExperts.Config(
             dim=D, hidden_dim=HIDDEN, num_experts=OWNED, param_init=dict.fromkeys(NAMES, draw)
         ),
-        token_dispatcher=AllToAllTokenDispatcher.Config(num_experts=experts, top_k=TOP_K),
+        token_dispatcher=kind.Config(num_experts=experts, top_k=TOP_K, **how),
     )
     apply_overrides(OverrideConfig(imports=overrides), config)
-    layer = config.build()
+    return config
+
+
+def layer_on(world: World, overrides: list[Any], seed: int = 0, wired: bool = True) -> Any:
+    """Their layer, with the experts of this rank; what is in it is decided by overrides."""
+    layer = configuration(OWNED * (world.size if wired else 1), overrides).build()
     torch.manual_seed(100 * seed + world.rank)
     layer.init_states()
     if OUR_EXPERTS in overrides:  # which draw theirs at once: the numbers are those of the stock layer
         layer.inner_experts.load_state_dict(layer_on(world, [], seed).inner_experts.state_dict())
-    mesh = init_device_mesh("cpu", (world.size,), mesh_dim_names=("ep",)) if wired else None
+    mesh = init_device_mesh(torch.get_default_device().type, (world.size,), mesh_dim_names=("ep",)) if wired else None
     layer.token_dispatcher.wire_meshes(ep_mesh=mesh)
     return layer
 
@@ -215,3 +231,58 @@ def results_are_those_of_the_experts(world: World) -> None:
         row = x[token].bfloat16().double()
         expected[token] += scores[token, slot].double() * (w2 @ (F.silu(w1 @ row) * (w3 @ row)))
     torch.testing.assert_close(trained(ours, world).y.double(), expected, rtol=0.02, atol=0.02)
+
+
+# ----------------------------------------------------------------------------------------------------- CUDA graphs
+
+
+def check_of_cuda_graphs() -> Callable[[Any], None]:
+    """The method of torchtitan's trainer, which is read, not imported: it would need all that a trainer needs."""
+    import torchtitan
+
+    source = Path(torchtitan.__path__[0], "trainer.py").read_text()
+    name = "_validate_cuda_graphs"
+    found = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef) and n.name == name]
+    kinds = (LocalTokenDispatcher, HybridEPTokenDispatcher, MinimalAsyncEPTokenDispatcher)
+    names: dict[str, Any] = {kind.__name__: kind for kind in kinds}
+    exec(compile(ast.Module(found, []), "torchtitan", "exec"), names)
+    return names[name]
+
+
+@case
+def cuda_graphs_take_the_symmetric_dispatcher_alone(world: World) -> None:
+    """As the launches in the documentation say."""
+
+    def checked(overrides: list[Any], disabled: bool = False) -> None:
+        check_of_cuda_graphs()(
+            SimpleNamespace(
+                training=SimpleNamespace(disable_cuda_graphs=disabled),
+                parallelism=SimpleNamespace(pipeline_parallel_degree=1, expert_parallel_degree=world.size),
+                model_spec=SimpleNamespace(model=configuration(OWNED * world.size, overrides)),
+            )
+        )
+
+    checked([SYMMETRIC])
+    checked([OUR_EXPERTS, SYMMETRIC])
+    checked([OVERRIDE], disabled=True)
+    for refused in ([], [OVERRIDE]):
+        with pytest.raises(ValueError, match=r"CUDA graphs support only .*--training.disable_cuda_graphs"):
+            checked(refused)
+
+
+@case
+def the_symmetric_dispatcher_gives_a_step_of_theirs(world: World) -> None:
+    """Its settings by default, but for the transport, which needs GPUs."""
+    ours = layer_on(world, [(SYMMETRIC, {"transport": "collective"})])
+    assert type(ours.token_dispatcher) is integration.FusibleSymmetricTokenDispatcher
+    assert ours.token_dispatcher._options == ExchangeOptions(max_tokens=TOKENS, capacity="worst")
+    near(trained(ours, world), trained(layer_on(world, []), world))
+    by_default = configuration(OWNED * world.size, [SYMMETRIC]).token_dispatcher
+    assert by_default.exchange == ExchangeOptions(max_tokens=TOKENS, capacity="worst", transport="symmetric")
+
+
+@case
+def padding_is_refused(world: World) -> None:
+    padded = HybridEPTokenDispatcher.Config(num_experts=OWNED, top_k=TOP_K, pad_multiple=32)
+    with pytest.raises(ValueError, match="pads no expert's tokens: pad_multiple=32 must go"):
+        integration.symmetric_token_dispatcher(padded)

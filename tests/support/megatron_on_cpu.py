@@ -24,12 +24,21 @@ HIDDEN, FFN, OWNED, TOP_K = 16, 32, 3, 2
 
 
 class _Stream:
-    """Of a device that does everything at once."""
+    """A stream, or an event, of a device that does everything at once."""
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
     def wait_stream(self, other: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record(self, *streams: Any) -> None:
+        pass
+
+    def wait(self, *streams: Any) -> None:
         pass
 
     def record_event(self) -> _Stream:
@@ -57,6 +66,7 @@ def on_cpu() -> Iterator[None]:
         patch("torch.cuda.current_stream", _Stream),
         patch("torch.cuda.stream", _Stream),
         patch("torch.cuda.Stream", _Stream),
+        patch("torch.cuda.Event", _Stream),
         patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _on_the_host),
         patch.object(moe_utils, "te_general_gemm", None, create=True),  # missing in 0.16 without TransformerEngine
         warnings.catch_warnings(),
@@ -70,16 +80,16 @@ def _parallel(ranks: int) -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ranks)
 
 
-def moe_layer(ranks: int, dispatcher: str, seed: int = 0, **settings: Any) -> Any:
-    """Their layer of ``OWNED`` experts a rank, with their unfused experts."""
+def moe_layer(ranks: int, dispatcher: str, seed: int = 0, use_te: bool = False, **settings: Any) -> Any:
+    """Their layer of ``OWNED`` experts a rank; with those of TransformerEngine, or else one after the other."""
     _parallel(ranks)
     common: dict[str, Any] = {"num_layers": 1, "num_attention_heads": 4, "hidden_size": HIDDEN}
     common |= {"ffn_hidden_size": FFN, "moe_ffn_hidden_size": FFN, "gated_linear_unit": True}
     common |= {"activation_func": nn.functional.silu, "add_bias_linear": False, "bias_activation_fusion": False}
     common |= {"num_moe_experts": OWNED * ranks, "expert_model_parallel_size": ranks, "moe_router_topk": TOP_K}
     common |= {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0, "use_cpu_initialization": True}
-    config = TransformerConfig(moe_token_dispatcher_type=dispatcher, **common, **settings)
-    spec = get_moe_module_spec(use_te=False, num_experts=OWNED * ranks, moe_grouped_gemm=False)
+    config = TransformerConfig(**{**common, "moe_token_dispatcher_type": dispatcher, **settings})
+    spec = get_moe_module_spec(use_te=use_te, num_experts=OWNED * ranks, moe_grouped_gemm=use_te)
     layer = spec(config) if callable(spec) else spec.module(config, spec.submodules)
     draw(layer, seed)
     return layer

@@ -19,7 +19,7 @@ CODE += "t = threading.Thread(target=lambda: print(c())); t.start(); t.join()"
 
 def start(**environment: str) -> subprocess.CompletedProcess[str]:
     """Prints the switches of two threads of a fresh process."""
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment}
     return subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=variables, check=False)
 
 

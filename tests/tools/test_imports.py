@@ -13,38 +13,69 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-DOORS = ("inference.py", "ep/symmetric.py")  # besides the files that declare kernels: theirs are no custom ops
+DOORS = (
+    "ops/kernels/doors/inference.py",
+    "ops/ep/symmetric.py",
+)  # besides the files that declare kernels: theirs are no custom ops
 SHARED = (
     "ops.kernels.problems.gemm",
     "ops.kernels.operators.outputs",
     "ops.kernels.operators.custom_ops",
 )  # values, and what only has to be loaded
 
-CONTRACT = {
-    "config",
-    "edits",
-    "errors",
-    "module_state",
-    "op",
-    "overrides",
-    "parametrized",
-    "spec",
-    "stored_values",
-    "torch_private",
-    "tracing",
-}
-ARROWS = {  # part of fuser -> what it may import besides the files of the op contract; nothing stands above its row
-    "runtime": set(),
-    "composite": {"runtime"},
-    "compiler": {"composite", "runtime"},
-    "replay": {"compiler", "runtime"},
-    "dynamo": {"compiler", "runtime"},
-    "explain": {"compiler", "runtime"},
-    "repeated_call": {"compiler", "replay", "runtime"},
-    "call_cache": {"compiler", "replay", "explain", "repeated_call", "runtime"},
-    "standalone": {"call_cache", "compiler", "dynamo", "explain", "runtime"},
-    "sequential": {"call_cache", "standalone", "compiler", "dynamo", "explain", "runtime"},
-    "testing": {"compiler", "runtime", "sequential"},
+ARROWS = {  # package -> its parts, and which parts each may import; nothing stands above its row
+    "fuser": {
+        "contract": (),
+        "runtime": ("contract",),
+        "composite": ("contract", "runtime"),
+        "compiler": ("contract", "runtime", "composite"),
+        "replay": ("contract", "runtime", "compiler"),
+        "dynamo": ("contract", "runtime", "compiler"),
+        "explain": ("contract", "runtime", "compiler"),
+        "container": ("contract", "runtime", "compiler", "replay", "dynamo", "explain"),
+        "testing": ("contract", "runtime", "compiler", "container"),
+    },
+    "ops": {
+        "formats": (),
+        "programs": (),
+        "values": ("programs",),
+        "kernels": ("formats", "programs", "values"),
+        "quantized": ("formats", "values", "kernels"),
+        "parameters": ("formats", "values", "kernels", "quantized"),
+        "basic": ("programs", "values", "kernels", "parameters"),
+        "grouped": ("formats", "programs", "values", "kernels", "quantized", "parameters", "basic"),
+        "modules": ("formats", "kernels", "quantized", "grouped"),
+        "routed": ("values", "kernels", "basic", "grouped"),
+        "layers": ("values", "parameters", "basic", "grouped", "routed"),
+        "ep": ("formats", "values", "kernels", "routed"),
+        "fused": ("formats", "programs", "values", "kernels", "quantized", "basic", "grouped", "routed", "ep"),
+    },
+    "ops/kernels": {
+        "architecture": (),
+        "problems": (),
+        "operators": ("problems",),
+        "extension": ("architecture",),
+        "tensor_lists": ("extension",),
+        "jit": ("problems", "extension"),
+        "hopper": ("architecture", "problems", "extension", "jit"),
+        "pytorch": ("architecture", "problems", "operators", "hopper"),
+        "dispatch": ("problems", "hopper", "pytorch"),
+        "unfused": ("problems", "dispatch"),
+        "recording": ("problems", "hopper", "pytorch", "dispatch", "unfused"),
+        "__init__": (
+            "problems",
+            "operators",
+            "extension",
+            "tensor_lists",
+            "jit",
+            "hopper",
+            "pytorch",
+            "dispatch",
+            "unfused",
+            "recording",
+        ),
+        "doors": ("problems", "operators", "extension", "hopper", "pytorch", "dispatch", "__init__"),
+    },
 }
 
 
@@ -73,29 +104,56 @@ def test_the_compiler_imports_no_op(path):
     assert not [name for name in imports(path) if name.split(".")[0] in forbidden]
 
 
-def parts_of_fuser(path):
-    """The packages and single files of fuser that a file imports."""
-    return {modules(name)[1] for name in imports(path) if name.startswith("fuser.")}
+def module(path):
+    """The dotted name of a file: "fuser.contract.op"; that of a package for its ``__init__``."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("path", files("fuser"), ids=lambda p: str(p.relative_to(ROOT)))
-def test_parts_of_fuser_import_only_what_is_below_them(path):
-    part = path.relative_to(ROOT / "fuser").with_suffix("").parts[0]
-    allowed = CONTRACT | ARROWS.get(part, set()) | {part}
+def part_of(name, package):
+    """The part of a package that a module is in; "__init__" for the package itself, None for what is elsewhere."""
+    parts, above = name.split("."), package.split("/")
+    if parts[: len(above)] != above:
+        return None
+    return parts[len(above)] if len(parts) > len(above) else "__init__"
 
-    assert part == "__init__" or parts_of_fuser(path) <= allowed
+
+PARTS = [(package, path) for package in ARROWS for path in files(package)]
 
 
-def test_every_arrow_points_to_an_earlier_row():
-    rows = list(ARROWS)
-    assert all(rows.index(target) < rows.index(part) for part, targets in ARROWS.items() for target in targets)
+@pytest.mark.parametrize(
+    ("package", "path"), PARTS, ids=lambda p: str(p.relative_to(ROOT)) if isinstance(p, Path) else p
+)
+def test_parts_import_only_what_is_below_them(package, path):
+    part = part_of(module(path), package)
+    imported = {part_of(".".join(modules(name)), package) for name in imports(path) if name != "ops._C"} - {None, part}
+
+    assert part == "__init__" or part in ARROWS[package], "a new part: say what it may import"
+    assert imported <= set(ARROWS[package].get(part, ARROWS[package]))  # a package may import all of its parts
+
+
+@pytest.mark.parametrize("package", ARROWS)
+def test_every_arrow_points_to_an_earlier_row(package):
+    rows = list(ARROWS[package])
+    assert all(rows.index(target) < rows.index(part) for part, targets in ARROWS[package].items() for target in targets)
+
+
+@pytest.mark.parametrize("package", ARROWS)
+def test_every_arrow_is_drawn(package):
+    """What is stated is there: an arrow that nothing needs any more is taken out."""
+    drawn = {
+        (part_of(module(path), package), part_of(".".join(modules(name)), package))
+        for path in files(package)
+        for name in imports(path)
+    }
+    stated = {(part, target) for part, targets in ARROWS[package].items() for target in targets}
+
+    assert stated - drawn == set()
 
 
 def test_no_files_import_each_other():
     """Imports inside functions count."""
     paths = files("fuser", "ops", "integrations")
-    name_of = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in paths}
-    graph = {name: {".".join(modules(i)) for i in imports(path) if i != "ops._C"} for path, name in name_of.items()}
+    graph = {module(path): {".".join(modules(i)) for i in imports(path) if i != "ops._C"} for path in paths}
 
     TopologicalSorter(graph).prepare()  # raises CycleError, which lists the files
 
@@ -106,7 +164,9 @@ def test_ops_import_no_integration(path):
 
 
 def is_door(path):
-    """Whether a file declares kernels: it is then the door to what runs them, for itself or for others."""
+    """Whether a file is a door to kernels: it stands among the doors, or declares kernels, for itself or for others."""
+    if path.parent.name == "doors":
+        return True
     functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
     decorators = [ast.unparse(decorator) for function in functions for decorator in function.decorator_list]
     return any(decorator.startswith("kernel(") for decorator in decorators)
@@ -132,12 +192,12 @@ def is_module(parts):
 
 @pytest.mark.parametrize("name", DOORS)
 def test_a_door_imports_kernels(name):
-    assert inside_kernels(ROOT / "ops" / name)
+    assert inside_kernels(ROOT / name)
 
 
 def is_outside(path):
-    parts = path.relative_to(ROOT).parts
-    return "kernels" not in parts and "/".join(parts[1:]) not in DOORS and not is_door(path)
+    name = path.relative_to(ROOT)
+    return "kernels" not in name.parts and name.as_posix() not in DOORS and not is_door(path)
 
 
 OUTSIDE = [path for path in files("ops", "integrations") if is_outside(path)]

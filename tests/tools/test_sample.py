@@ -10,13 +10,14 @@ from typing import Any
 
 from conftest import PARTS, TOOLS, WHOLE, sample
 
-TESTS = Path(__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[2]
+FILES = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 def items(file: str, cases: int) -> list[Any]:
     """Two tests of so many cases, in a file."""
     return [
-        SimpleNamespace(path=TESTS / f"{file}.py", function=test, name=f"{test}[{case}]")
+        SimpleNamespace(path=FILES[file], function=test, name=f"{test}[{case}]")
         for test in ("test_one", "test_two")
         for case in range(cases)
     ]
@@ -35,26 +36,24 @@ def test_parts_have_a_case_of_every_test_and_together_all() -> None:
 
 def test_files_whose_cases_are_no_grid_are_whole() -> None:
     for file in WHOLE:
-        assert (TESTS / f"{file}.py").exists()
         assert sample(items(file, 10), 1)[1] == []
 
 
 def test_tests_of_tools_are_each_in_one_part() -> None:
     for file in TOOLS:
-        assert (TESTS / f"{file}.py").exists()
         whole = items(file, 3)
         kept = [item.name for part in range(PARTS) for item in sample(whole, part)[0]]
         assert sorted(kept) == sorted(item.name for item in whole)
 
 
 def test_ci_knows_how_many_parts_there_are() -> None:
-    assert f"% {PARTS}))" in (TESTS.parent / ".ci" / "run").read_text()
+    assert f"% {PARTS}))" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_the_option_leaves_out_cases() -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "--sample", "2"]
     printed = subprocess.run(
-        [*command, str(TESTS / "test_quantisers.py")], cwd=TESTS.parent, capture_output=True, text=True, check=True
+        [*command, str(FILES["test_quantisers"])], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
 
     assert "deselected" in printed

@@ -21,8 +21,24 @@ SHARED_NAMES = {
     "Config": "torchtitan asks for the class of this name inside of its experts",
     "GroupedLinear": "Megatron-Core asks for the op by the name that TransformerEngine has given it",
     "ScaledSwiGLU": "as GroupedLinear",
+    "Sequential": "as GroupedLinear",
 }
 """Types of the package that share their name with another one, and why."""
+
+
+LARGEST = {  # what must not grow unnoticed
+    "files flat in ops": 12,
+    "files flat in ops/kernels": 12,
+    "files flat in tests": 12,
+    "arrows between rooms of fuser": 30,
+    "arrows between rooms of ops": 60,
+    "arrows between rooms of ops.kernels": 40,
+    "arrows with a way back in fuser": 0,
+    "arrows with a way back in ops": 0,
+    "arrows with a way back in ops.kernels": 0,
+    "functions with 10 parameters or more": 28,
+    "`Any`": 1342,
+}
 
 
 @pytest.fixture
@@ -76,6 +92,29 @@ def test_imports_are_edges(entangled: Path) -> None:
     }
 
 
+def test_the_tree_keeps_its_size() -> None:
+    sizes = structure.sizes(structure.ROOT)
+
+    assert {name: sizes[name] for name, most in LARGEST.items() if sizes[name] > most} == {}
+
+
+def test_rooms_are_files_and_subpackages(entangled: Path) -> None:
+    files = structure.Imports.of(entangled).files
+    graph = structure.rooms(files, "ops")
+
+    assert set(graph) == {"ops", "ops.glu", "ops.kernels", "ops.checks"}
+    assert (graph.number_of_edges(), structure.arrows_in_circles(graph)) == (4, 3)
+    assert set(structure.rooms(files, "ops.kernels")) == {"ops.kernels", "ops.kernels.door"}
+
+
+def test_parameters_are_counted_without_self(tmp_path: Path) -> None:
+    nine = ", ".join("abcdefghi")
+    file = tmp_path / "wide.py"
+    file.write_text(f"def few({nine}, *rest, **others): ...\nclass C:\n    def many(self, {nine}, *, j): ...\n")
+
+    assert structure.wide_functions([file]) == 1
+
+
 def test_layers_have_the_deepest_below(entangled: Path) -> None:
     imports = structure.Imports.of(entangled)
 
@@ -100,7 +139,7 @@ def test_a_hop_is_a_call_in_another_file_than_the_last_one(monkeypatch: pytest.M
 
 def test_it_prints_calls_imports_and_lines(capsys: pytest.CaptureFixture[str]) -> None:
     structure.main([])
-    calls, imports, layers, lines = capsys.readouterr().out.strip().split("\n\n")
+    calls, imports, layers, lines, sizes = capsys.readouterr().out.strip().split("\n\n")
     functions = {name: row[0] for name, row in numbers(calls).items()}
     boxes = numbers(imports)["fuser"][2]
 
@@ -110,6 +149,7 @@ def test_it_prints_calls_imports_and_lines(capsys: pytest.CaptureFixture[str]) -
     assert len(re.findall(r"- fuser, layer .*", layers)) == numbers(imports)["fuser"][4]
     assert boxes == sum(line.count(",") for line in layers.splitlines() if line.startswith("- fuser"))
     assert all(lines > 0 for _, lines in numbers(lines).values())
+    assert numbers(sizes)["rooms of ops"][0] > 1
 
 
 def test_it_describes_another_tree(entangled: Path) -> None:
@@ -118,7 +158,7 @@ def test_it_describes_another_tree(entangled: Path) -> None:
 
 
 def test_it_counts_the_calls_of_another_tree(tmp_path: Path) -> None:
-    for package in (*structure.PACKAGES, "fusible", "benchmarks", "examples"):
+    for package in (*structure.PACKAGES, "src", "benchmarks", "examples"):
         (tmp_path / package).symlink_to(structure.ROOT / package)
 
     assert set(structure.count_calls(tmp_path)) == {"CPU, cold forward", "CPU, hot forward", "CPU, hot backward"}

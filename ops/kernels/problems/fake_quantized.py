@@ -24,9 +24,9 @@ class FakeQuantizeRows:
         columns: in blocks of a group's tokens: bfloat16 [T, K]; under NVFP4 [16 * (T // 16 + E), K], where the last
             block of a group is filled up. None: nobody wants them.
         row_amax, column_amax: float32 [E] under NVFP4, of what is quantised: where they go.
-        is_transformed: columns are multiplied by :func:`~..quantized.nvfp4.hadamard` first, under NVFP4.
+        is_transformed: columns are multiplied by :func:`~fusible.ops.formats.nvfp4.hadamard` first, under NVFP4.
         seed: int64 [1], of random numbers that values are rounded by under NVFP4; None: to the nearest.
-        slot_of_row, top_k: as of :class:`~.quantized_problem.QuantizeRows`.
+        slot_of_row, top_k: as of :class:`~.quantized.QuantizeRows`.
     """
 
     x: Tensor

@@ -1,4 +1,4 @@
-"""The fake quantisers in PyTorch, on any device: the definitions in ``ops/quantized``, into given memory."""
+"""The fake quantisers in PyTorch, on any device: the definitions in ``ops/formats``, into given memory."""
 
 from __future__ import annotations
 

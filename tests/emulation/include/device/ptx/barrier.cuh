@@ -1,6 +1,6 @@
 // The interface of csrc/device/ptx/barrier.cuh, emulated.
 #pragma once
-#include "../../barrier.h"
+#include "barrier.h"
 #include "device/ptx/ptx.cuh"
 #include "device/ptx/pipeline.cuh"
 

@@ -1,6 +1,6 @@
 // The interface of csrc/device/ptx/bulk_copy.cuh, emulated.
 #pragma once
-#include "../../barrier.h"
+#include "barrier.h"
 #include "device/ptx/ptx.cuh"
 
 namespace fusible::bulk {

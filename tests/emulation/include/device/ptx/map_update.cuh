@@ -1,6 +1,6 @@
 // The interface of csrc/device/ptx/map_update.cuh, emulated.
 #pragma once
-#include "../../tensor_map.h"
+#include "tensor_map.h"
 #include "device/ptx/ptx.cuh"
 
 namespace fusible::map_update {

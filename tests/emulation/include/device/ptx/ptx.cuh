@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "../../fibers.h"
+#include "fibers.h"
 
 #define DEVICE inline
 #define INLINE

@@ -2,7 +2,7 @@
 #pragma once
 #include <type_traits>
 
-#include "../../wgmma.h"
+#include "wgmma.h"
 #include "device/ptx/ptx.cuh"
 
 namespace fusible {
