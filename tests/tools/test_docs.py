@@ -312,7 +312,7 @@ def test_the_docs_are_read_in_an_afternoon() -> None:
 @pytest.mark.parametrize("page", ["docs/architecture.md", "docs/adding.md", "docs/kernels.md"])
 def test_files_that_inside_pages_name_exist(page: str) -> None:
     tops = "benchmarks|csrc|docs|fuser|integrations|ops|src|tests"
-    named = re.findall(rf"`((?:{tops})/[\w/.]*)`", (ROOT / page).read_text())
+    named = re.findall(rf"(?<![\w/.])((?:{tops})/[\w/]+\.\w+)", (ROOT / page).read_text())
 
     assert len(named) > 10
     assert [path for path in named if not (ROOT / path).exists()] == []
