@@ -292,7 +292,7 @@ def test_anchors_lead_somewhere(page: str) -> None:
     assert broken == []
 
 
-GUIDES = re.findall(r"^ {6}- .+: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text().split("- API:")[0], re.MULTILINE)
+GUIDES = re.findall(r"^ {2,6}- .+: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text().split("- API:")[0], re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}" for name in GUIDES)])
