@@ -22,6 +22,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # else inductor asks g++ whether it knows the instructions of this CPU, which takes ten seconds
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
+# workers share a GPU, of which each jax would take three quarters at its first array
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 # four CPUs for shard_map: read once jax is asked for a device, by whichever file asks first
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 

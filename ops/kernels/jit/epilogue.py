@@ -127,7 +127,7 @@ using Kernel = GroupedGemmKernel<Pair::A, {_weights(form)}, T, {boolean(form.sca
 def gemm_source(header: str, definitions: str, parameters: int) -> str:
     """The CUDA source of a grouped GEMM, from its epilogue's header, its type ``Kernel`` and its parameters' bytes."""
     return f"""#define TENSOR_MAP_ALIGNMENT {library().TENSOR_MAP_ALIGNMENT}
-#include "device/{header}.cuh"
+#include "device/epilogue/{header}.cuh"
 #include "kernels/gemm/operand_types.cuh"
 namespace fusible {{
 {definitions}static_assert(sizeof(Kernel::Params) == {parameters}, "the headers of the extension");
