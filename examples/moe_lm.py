@@ -40,6 +40,10 @@ BALANCE = 0.01
 HELD_OUT_BYTES = 50_000
 PEAK_RATE = 3e-3
 COMPARED = ("fused", "unfused", "grouped_mm", "loop")
+ON_A_GPU = (
+    "On an H200 the demo trains 340 M parameters in bfloat16. There fused experts are 1.40 x as fast as unfused, "
+    "1.69 x as fast as grouped_mm, and 3.54 x as fast as loop."
+)  # docs/measured.md
 
 
 class Size(NamedTuple):
@@ -55,7 +59,7 @@ class Size(NamedTuple):
     rate: float  # of learning, at its peak
 
 
-SMALL = Size(128, 4, 256, experts=8, top_k=2, layers=2, batch=BATCH, rate=PEAK_RATE)
+SMALL = Size(128, 4, 64, experts=32, top_k=4, layers=2, batch=8, rate=PEAK_RATE)  # many experts: a loop takes long
 LARGE = Size(2048, 16, 768, experts=32, top_k=8, layers=2, batch=64, rate=6e-4)
 
 
@@ -323,22 +327,14 @@ def comparison(results: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def verdict(results: Mapping[str, Mapping[str, float]], device: str) -> str:
-    """A sentence that interprets :func:`comparison`."""
+    """What :func:`comparison` shows; on a CPU also what a GPU would show."""
     fused, unfused = results["fused"], results["unfused"]
-    if device == "cpu":
-        return (
-            "Look at the memory: fused experts keep "
-            f"{fused['kept_bytes'] / 1e6:.1f} MB for the backward, unfused ones {unfused['kept_bytes'] / 1e6:.1f} MB; "
-            "the times say little, because the fast kernels need a Hopper GPU."
-        )
     speeds = [
-        f"{f['seconds'] / fused['seconds']:.2f} x that of {name}" for name, f in results.items() if f is not fused
+        f"{f['seconds'] / fused['seconds']:.2f} x as fast as {name}" for name, f in results.items() if f is not fused
     ]
-    kept = fused["kept_bytes"] / unfused["kept_bytes"]
-    return (
-        f"The speed of the fused experts is {', '.join(speeds)}; "
-        f"they keep {kept:.2f} of the bytes that unfused ones keep for the backward."
-    )
+    kept = f"{fused['kept_bytes'] / unfused['kept_bytes']:.0%} of the memory that unfused ones keep for the backward"
+    said = f"Fused experts are {', '.join(speeds)}. They keep {kept}."
+    return f"{said}\n{ON_A_GPU}" if device == "cpu" else said
 
 
 def difference(contestant: Contestant, truth: Result) -> float:
@@ -376,8 +372,8 @@ def run(args: Namespace) -> dict[str, Any]:
     print(explanation, "\n")
     results, where = compared(problem, args.rounds), describe(problem)
     print(f"Experts of layer 0: {where}\n\n{comparison(results)}")
-    print(f"\n{verdict(results, problem.x.device.type)}")
-    print("Times and memory are of this run; the difference is to the loop, in parts of the largest element.")
+    print("\nTimes and memory are of this run; the difference is to the loop, relative to the largest element.")
+    print(verdict(results, problem.x.device.type))
     return {**data, "problem": where, "explanation": explanation.to_dict(), "comparison": results}
 
 

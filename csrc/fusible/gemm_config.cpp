@@ -7,7 +7,7 @@
 namespace fusible {
 namespace {
 
-// Positions in kTileVariants, and what each was best at when all were timed on one H200 (docs/experiments.md).
+// Positions in kTileVariants, and what each was best at when all were timed on one H200 (docs/lab/experiments.md).
 enum Variant : int {
   kTall = 1,         // weight gradients: of long groups, fewest bytes; fp32 of short groups, most room for old values
   kPadding = 2,      // where 192 divides the columns better than 256, weight gradients: most work per tile
