@@ -327,7 +327,7 @@ def comparison(results: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def verdict(results: Mapping[str, Mapping[str, float]], device: str) -> str:
-    """What :func:`comparison` shows; on a CPU also what a GPU would show."""
+    """Says in a sentence what :func:`comparison` shows, and on a CPU also what a GPU would show."""
     fused, unfused = results["fused"], results["unfused"]
     speeds = [
         f"{f['seconds'] / fused['seconds']:.2f} x as fast as {name}" for name, f in results.items() if f is not fused
