@@ -14,7 +14,7 @@ enum class Scores : int { kSoftmax = 0, kSigmoid = 1, kSqrtSoftplus = 2 };
 
 inline constexpr int kMaxChoices = 32, kMaxLimitedGroups = 32, kMaxChoiceExperts = 4096;
 
-// What both passes know of a choice.
+// The sizes and the rule of a choice, for both passes.
 struct ChoiceRule {
   const void* logits;  // [tokens, experts], dense
   DType type;          // of the logits, and of their gradient

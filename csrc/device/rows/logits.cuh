@@ -59,7 +59,7 @@ DEVICE void store_four(void* to, DType type, int64_t i, const float (&from)[4], 
   }
 }
 
-// Of all logits of a token; NaN if one is.
+// The highest logit of a token; NaN if one is.
 template <int kCount, int kParts>
 DEVICE float highest_of(const float (&x)[kCount], const Team<kParts>& team) {
   uint32_t most = 0;

@@ -22,7 +22,7 @@ DEVICE float softplus(float x) { return fmaxf(x, 0.f) + log1pf(expf(-fabsf(x)));
 DEVICE float log_sigmoid(float x) { return -softplus(-x); }
 DEVICE float log_softplus(float x) { return x < -15.f ? x : logf(softplus(x)); }
 
-// Of a score; of softmax without the constant of a row.
+// The logarithm of a score; softmax without the constant of a row.
 template <Scores kScores>
 DEVICE float log_score(float x) {
   if constexpr (kScores == Scores::kSoftmax) return x;

@@ -10,7 +10,7 @@
 namespace fusible {
 namespace {
 
-// What a block leaves: `counts` and, if sums are wanted, the same of tokens that are in none, their number, and sums.
+// The numbers that a block leaves: `counts` and, if sums are wanted, the same of tokens that are in none, their number, and sums.
 struct BlockSums {
   int experts;
   bool tallied;
@@ -83,7 +83,7 @@ DEVICE int take_best(uint32_t (&keys)[kCount], const Team<kParts>& team) {
   return static_cast<int>(expert);
 }
 
-// Of this lane's slot the expert, chosen; -1 in lanes without a slot.
+// The chosen expert of this lane's slot; -1 in lanes without a slot.
 template <Scores kScores, int kCount, int kParts>
 DEVICE int chosen(const float (&x)[kCount], const Choice& c, float log_total, float* row, const Team<kParts>& team) {
   uint32_t keys[kCount];

@@ -11,7 +11,7 @@
 namespace fusible {
 namespace {
 
-// What the whole row of a token sees of it.
+// Numbers of a token that its whole row reads.
 struct DenseTerms {
   float log_total = 0.f;         // what softmax divides by
   float top = 0.f, total = 1.f;  // of the scores
