@@ -10,7 +10,8 @@
 namespace fusible {
 namespace {
 
-// The numbers that a block leaves: `counts` and, if sums are wanted, the same of tokens that are in none, their number, and sums.
+// The numbers that a block leaves: `counts` and, if sums are wanted, the same of tokens that are in none, their number,
+// and sums.
 struct BlockSums {
   int experts;
   bool tallied;
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 1)
     load_logits(x, r, token, vectors, team);
     const float highest = highest_of(x, team);
     const bool regular = is_finite(highest), tallied = block.tallied && regular, by_scores = c.bias || c.groups > 1;
-    float log_total = 0.f;  // what softmax divides by
+    float log_total = 0.f;  // the logarithm that softmax divides by
     if (tallied || (kScores == Scores::kSoftmax && (by_scores || !r.normalize))) {
       const float top = log_score<kScores>(highest), total = total_of<kScores>(x, highest, team);
       if (kScores == Scores::kSoftmax) log_total = top + logf(total);

@@ -13,10 +13,10 @@ namespace {
 
 // Numbers of a token that its whole row reads.
 struct DenseTerms {
-  float log_total = 0.f;         // what softmax divides by
-  float top = 0.f, total = 1.f;  // of the scores
-  float lse = 0.f, pull = 0.f;   // of the logits; the mean of d_sums by the probabilities
-  float of_weights = 0.f;        // of unnormalised softmax weights
+  float log_total = 0.f;         // the logarithm that softmax divides by
+  float top = 0.f, total = 1.f;  // the highest logarithm of a score, and the sum of scores by it
+  float lse = 0.f, pull = 0.f;   // the logsumexp of the logits; the mean of d_sums by the probabilities
+  float of_weights = 0.f;        // the gradient that unnormalised softmax weights share
   bool sums = false, squares = false;
 };
 
