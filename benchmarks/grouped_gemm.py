@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import fusible
-from fusible.fuser.contract.config import BACKENDS
 from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout, stacked
+from fusible.ops.values.switches import BACKENDS
 
 from .arguments import command, duration
 from .gemm_contestants import CONTESTANTS, Function, backend_of, products, refusal, tiles, under_recipe

@@ -8,7 +8,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 from unittest.mock import patch
 
@@ -19,8 +19,6 @@ from fusible.fuser import replay
 from fusible.fuser.replay.capture import Allocation
 from fusible.ops import kernels
 
-_form = attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
-
 
 class NothingLaunched:
     """Takes every launch, and does nothing."""
@@ -30,10 +28,6 @@ class NothingLaunched:
 
     def has_objects(self, values: dict[str, Any], names: tuple[str, ...], objects: tuple[Any, ...]) -> bool:
         return all(map(is_, map(values.get, names), objects))
-
-    def are_alike(self, tensors: Sequence[torch.Tensor], functions: tuple[int, ...]) -> bool:
-        forms = zip(map(_form, tensors), map(torch.Tensor.stride, tensors), strict=True)
-        return len(set(forms)) == 1
 
     def tensor_addresses(self, tensors: Sequence[torch.Tensor], function: int) -> bytes:
         return array("Q", map(torch.Tensor.data_ptr, tensors)).tobytes()

@@ -158,9 +158,6 @@ PYBIND11_MODULE(_C, module) {
   def_capture(module);
   module.def("has_objects", &fusible::python::has_objects, "values"_a, "names"_a, "objects"_a,
              "Whether a dictionary has these objects under these names.");
-  module.def(
-      "are_alike", &fusible::python::are_alike, "tensors"_a, "functions"_a,
-      "Whether tensors have the type and the form of the first one; functions of torch at these addresses tell.");
   module.def("tensor_addresses", &fusible::python::tensor_addresses, "tensors"_a, "function"_a,
              "The addresses of tensors, told by a function of torch at this address, one after the other.");
   def<fusible::GroupedGemmLaunch>(

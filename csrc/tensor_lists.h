@@ -5,7 +5,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <array>
 #include <utility>
 
 #include "fusible/launches.h"
@@ -28,58 +27,6 @@ inline bool has_objects(const py::dict& values, const py::tuple& names, const py
     if (value != PyTuple_GET_ITEM(objects.ptr(), i)) return false;
   }
   return true;
-}
-
-// Tells of a tensor what torch's guards see of its form, by functions of torch: those of its C interface for compiled
-// code take the address of a tensor inside of its Python object, as do `is_neg` and `is_inference`.
-class TensorForm {
- public:
-  // The offset of that address, then ten functions in the order in which they are asked.
-  using Functions = std::array<Address, 11>;
-
-  TensorForm(PyObject* object, const Functions& functions) {
-    void* tensor = reinterpret_cast<char*>(object) + functions[0];
-    const auto says = [&](size_t i, const void* of) {
-      return reinterpret_cast<bool (*)(const void*)>(functions[i])(of);
-    };
-    is_known_ = ask(functions[1], tensor, layout_) && ask(functions[2], tensor, dtype_) &&
-                ask(functions[3], tensor, device_type_) && ask(functions[4], tensor, device_index_) &&
-                ask(functions[5], tensor, dims_) && ask(functions[6], tensor, sizes_) &&
-                ask(functions[7], tensor, strides_);
-    requires_grad_ = says(8, *static_cast<void**>(tensor));
-    is_neg_ = says(9, tensor), is_inference_ = says(10, tensor);
-  }
-
-  bool operator==(const TensorForm& other) const {
-    return is_known_ && other.is_known_ && layout_ == other.layout_ && dtype_ == other.dtype_ &&
-           device_type_ == other.device_type_ && device_index_ == other.device_index_ && dims_ == other.dims_ &&
-           requires_grad_ == other.requires_grad_ && is_neg_ == other.is_neg_ && is_inference_ == other.is_inference_ &&
-           std::equal(sizes_, sizes_ + dims_, other.sizes_) && std::equal(strides_, strides_ + dims_, other.strides_);
-  }
-
- private:
-  template <class T>
-  static bool ask(Address function, void* tensor, T& answer) {
-    return !reinterpret_cast<int32_t (*)(void*, T*)>(function)(tensor, &answer);
-  }
-
-  int32_t layout_, dtype_, device_type_, device_index_;
-  int64_t dims_;
-  int64_t *sizes_, *strides_;
-  bool is_known_, requires_grad_, is_neg_, is_inference_;
-};
-
-// Whether tensors have the type and the form of the first one, which is a tensor of torch's own type.
-inline bool are_alike(const py::sequence& tensors, const TensorForm::Functions& functions) {
-  const auto fast = py::reinterpret_steal<py::object>(PySequence_Fast(tensors.ptr(), "tensors: expected a sequence"));
-  if (!fast) throw py::error_already_set();
-  PyObject** items = PySequence_Fast_ITEMS(fast.ptr());
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(fast.ptr());
-  if (!count) return true;
-  const TensorForm first(items[0], functions);
-  return std::all_of(items + 1, items + count, [&](PyObject* item) {
-    return Py_TYPE(item) == Py_TYPE(items[0]) && TensorForm(item, functions) == first;
-  });
 }
 
 // The addresses of the data of tensors; `function` is that of torch which tells one.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .compiler.registry import registry
 from .container.sequential import Sequential
-from .contract.config import active_config, config
+from .contract.config import active_config, changed
 from .contract.errors import ArgumentError
 from .contract.op import Op
 from .contract.spec import TensorSpec
@@ -109,7 +109,7 @@ def check_fusion(name: str, container: Sequential, x: Tensor, *, exact: bool = F
             versions = [tensor._version for tensor in leaves.values()]
             fused = _results(run, wanted)
             assert versions == [t._version for t in leaves.values()], f"{name}: the fused op writes into its arguments"
-            with config(disable_fusions={*active_config().disable_fusions, name}):
+            with changed(disable_fusions=active_config().disable_fusions | {name}):
                 unfused = _results(run, wanted)
         _compare(f"{name}: fused, where gradients of {', '.join(wanted)} are wanted,", fused, unfused, exact)
 

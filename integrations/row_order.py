@@ -86,7 +86,7 @@ def _of_op(module: nn.Module, name: str, default: Any) -> Any:
 def _keeps_columns(module: nn.Module) -> bool:
     """Whether each column that comes out is computed from the one that goes in."""
     if isinstance(module, Op):
-        return module.passes_x_on or hasattr(type(module), "link")
+        return module.promises.passes_x_on or hasattr(type(module), "link")
     return isinstance(module, _KEEP_COLUMNS)
 
 

@@ -24,13 +24,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .. import fuser
 from ..fuser.compiler.binding import OpKwargs
-from ..fuser.contract.config import config
 from ..fuser.contract.torch_private import current_saved_tensors_hooks
 from ..ops import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, ScaledActivation, interleaved
 from ..ops.basic import composites as scaled
 from ..ops.formats.recipe import Recipe
 from ..ops.grouped import grouped_linear
 from ..ops.quantized.linear import dtype_refusal, refusal
+from ..ops.values.switches import config
 from .transformer_engine_recipes import in_force
 
 __all__ = [
@@ -114,7 +114,7 @@ class GroupedLinear(grouped_linear.GroupedLinear):
         NotImplementedError: tokens or gradients shall come as MXFP8 data in the memory of a tensor.
     """
 
-    replayable = True
+    promises = grouped_linear.GroupedLinear.promises
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ from .quantized.weights import same_weights
 from .routed.moe import Combine, Dispatch
 from .values.activation_spec import interleaved
 from .values.grouped_tensor import GroupedTensor
+from .values.switches import config
 
 __all__ = [
     "GEGLU",
@@ -77,6 +78,7 @@ __all__ = [
     "ScaledSwiGLU",
     "SwiGLU",
     "check_device_errors",
+    "config",
     "gather_quantized",
     "grouped_gemm",
     "interleaved",

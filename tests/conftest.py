@@ -179,8 +179,9 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _restored_registry() -> Iterator[None]:
-    with registry.restored():
-        yield
+    before = tuple(registry)
+    yield
+    registry._set(before)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..contract.parametrized import computes_parameters, foreseen
 from ..contract.spec import TensorSpec, check_layout
 from ..contract.stored_values import check_stores_values
 from ..contract.torch_private import profiler_enabled
-from ..runtime.autograd import RepeatedStep, Runtime, StepCapture, refuse_transforms
+from ..runtime.autograd import Runtime, StepCapture, refuse_transforms
 from ..runtime.buffers import NamedValue, check_overlaps
 from ..runtime.devices import current_stream
 from . import legality
@@ -45,13 +45,10 @@ class Plan:
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
     replay_refusal: str | None
 
-    def __call__(
-        self, values: list[Any], runtime: Runtime, session: StepCapture | None = None, checked: int | None = None
-    ) -> Any:
-        """Checks everything that can be checked beforehand, then runs; ``checked``: what :meth:`check` has said."""
-        if checked is None:
-            passed = self.passed
-            checked = self.check(values, runtime) if passed is None else self._checked(passed, values, runtime)
+    def __call__(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> Any:
+        """Checks everything that can be checked beforehand, then runs."""
+        passed = self.passed
+        checked = self.check(values, runtime) if passed is None else self._checked(passed, values, runtime)
         profiled = profiler_enabled()
         for i, step in enumerate(self.steps):
             if i >= checked:
@@ -112,29 +109,6 @@ class Plan:
                 break
         return end
 
-    def value_checks(self, values: list[Any]) -> set[tuple[int, Callable[[Tensor], bool]]] | None:
-        """What its checks ask of values beyond forms, each with the slot of the tensor that is asked about.
-
-        None where only :meth:`check` knows. The values are those of a call that has passed it.
-        """
-        if self.passed is not None:
-            return set()
-        if self.buffers or self.config.debug or len(self.steps) != 1:
-            return None
-        return self.steps[0].value_checks(values)
-
-    def repeated_step(
-        self, tensors: Sequence[Tensor], positions: Sequence[int], runtime: Runtime
-    ) -> RepeatedStep | None:
-        """What gives the results for tensors of the forms of these; None: more than one step does.
-
-        Args:
-            positions: of each of the call's values, among the tensors.
-        """
-        if len(self.steps) != 1 or self.results != self.steps[0].outputs:
-            return None
-        return self.steps[0].repeated(tensors, positions, runtime.grad_enabled)
-
     def _parameters(self) -> Iterator[Tensor]:
         for step in self.steps:
             yield from step.module.parameters()
@@ -184,7 +158,7 @@ def _check_layouts(graph: OpGraph) -> None:
 
 def checks_values(graph: OpGraph, config: Config) -> bool:
     """Whether a check may look at values: on the host they are there, with ``debug`` they are waited for."""
-    if config.debug or any(op.checks_values for node in graph.entries() if (op := graph.op(node))):
+    if config.debug or any(op.promises.values_checked is None for node in graph.entries() if (op := graph.op(node))):
         return True
     specs = graph.inputs()
     if all([spec is not None and spec.device.type in current_stream for spec in specs]):
@@ -197,11 +171,12 @@ def _checks_values_on_host(graph: OpGraph, node: str) -> bool:
     op = graph.op(node)
     if op is None:
         return False
-    if op.values_checked_on_host is None:
+    checked = op.promises.values_checked
+    if checked is None:
         return True
     sources = graph.sources(node)
     ports_of_ops = {port for port, (source, _) in sources.items() if graph.entry(source) is not None}
-    return not op.values_checked_on_host <= ports_of_ops
+    return not checked <= ports_of_ops
 
 
 def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
@@ -273,7 +248,7 @@ class _Builder:
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
         x, inner = self.slots[source], source not in self.outer
         direct = op if op is not None and (entry.stands_alone or not is_called_whole(op)) else None
-        if not inner and direct is not None and direct.passes_x_on:
+        if not inner and direct is not None and direct.promises.passes_x_on:
             self.outer.add((node, "y"))
         outputs = self._allocate_slots([(node, "y"), *((node, name) for name in (op.extra_outputs if op else ()))])
         names = None if direct is None else foreseen(direct).input_names()

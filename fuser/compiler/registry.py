@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TypeVar
@@ -87,15 +86,6 @@ class Registry:
             names = ", ".join(f.name for f in self._fusions) or "none"
             raise KeyError(f"no fusion is named {name!r}; there are {names}")
         self._set(tuple(f for f in self._fusions if f.name != name))
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Undoes at the end whatever the body registers or unregisters."""
-        before = self._fusions
-        try:
-            yield
-        finally:
-            self._set(before)
 
     def decide(self, graph: OpGraph, config: Config) -> Iterator[Decision]:
         """Tries every fusion, in order. The first to take an op has it."""

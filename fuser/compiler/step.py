@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..contract import tracing as trace
 from ..contract.errors import ArgumentError
@@ -16,7 +16,6 @@ from ..contract.overrides import input_may_change, outputs_of, patched_half
 from ..contract.parametrized import computed
 from ..contract.spec import Specs, TensorSpec
 from ..runtime.autograd import (
-    RepeatedStep,
     Runtime,
     StepCapture,
     calling,
@@ -30,7 +29,6 @@ from ..runtime.in_place import run_beside
 from .flatten import OpEntry
 
 KeywordSlots = tuple[tuple[str, int], ...]  # (keyword, slot)
-_NOT_RECORDING = Runtime(False, None)
 PartSlots = tuple[tuple[str, int | None], ...]  # None where it is made inside the step
 
 
@@ -89,45 +87,15 @@ class Step:
             extras.pop(name, None)
         return None  # hooks may give out something else
 
-    def value_checks(self, values: list[Any]) -> set[tuple[int, Callable[[Tensor], bool]]] | None:
-        """Of its ops: see :meth:`Op.value_check`; None where one has none, or more than forms has to be known."""
-        looks, x, extras = set(), TensorSpec.of(values[self.x]), dict[str, TensorSpec]()
-        for op, reads in zip(self.ops, self.entry_reads, strict=True):
-            if op is None or op.values_checked_on_host is None or any(slot is None for _, slot in reads):
-                return None
-            keywords = {name: values[slot] for name, slot in reads if slot is not None}
-            for name, slot in reads:
-                if name in op.values_checked_on_host:
-                    look = op.value_check(name, x)
-                    if look is None or slot is None:
-                        return None
-                    looks.add((slot, look))
-            spec = _noted(op, check(op, x, keywords, _NOT_RECORDING), extras)
-            if spec is None:
-                return None
-            x = spec
-        return looks
-
-    def repeated(self, tensors: Sequence[Tensor], positions: Sequence[int], records: bool) -> RepeatedStep | None:
-        """What runs it for tensors of the forms of these; None: :meth:`run` alone does.
-
-        Args:
-            positions: of each slot, among the tensors.
-        """
-        if self.input_names is None or self.has_parametrized_inputs or not isinstance(self.module, Op):
-            return None
-        reads = tuple([(name, positions[slot]) for name, slot in self.reads])
-        return RepeatedStep.of(self.module, positions[self.x], reads, tensors, records)
-
     @property
     def replay_refusal(self) -> str | None:
         """Why it cannot be replayed; None: all ops that it stands for promise that they can be."""
         if self.input_names is None:
             return f"{self.entries[0]} is called as a module"
-        if isinstance(self.module, Op) and self.module.passes_x_on:
+        if isinstance(self.module, Op) and self.module.promises.passes_x_on:
             return f"{self.entries[0]} passes x on"
         for op in self.module.modules():
-            if isinstance(op, Op) and not op.replayable:
+            if isinstance(op, Op) and not op.promises.replayable:
                 return f"{self._label(op)} does not promise to be replayable"
             if isinstance(op, Op) and (method := patched_half(op)) is not None:
                 return f"the {method} of {self._label(op)} is set on the object"

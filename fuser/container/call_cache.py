@@ -27,7 +27,7 @@ from ..replay.calls import CaptureSession, call_key
 from ..replay.guards import REPLAYED, GuardedCache, Refusal, described
 from ..runtime.autograd import Runtime
 from ..runtime.devices import current_stream
-from .repeated_call import Repeated, RepeatedCall, RepeatedReplay
+from .repeated_call import RepeatedReplay
 
 _MANY_PLANS = 64
 
@@ -44,11 +44,11 @@ class CallCache:
         self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
         self.decision_version = 0  # the sum of the ops' when the plans were made
         self.calls = GuardedCache()
-        self.repeated: Repeated | None = None
+        self.repeated: RepeatedReplay | None = None
         self.replayed: tuple[int, int] | None = None  # which capture was replayed last, for how many rows
 
     def call(self, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]) -> Any:
-        """Binds the arguments, finds the plan, and runs it; on the host, a call like the last one runs at once."""
+        """Binds the arguments, finds the plan, and runs it; a replay like the last one runs at once."""
         repeated, is_simple = self.repeated, op_kwargs is None
         if repeated is not None and is_simple:
             values = repeated.values(x, extra, shared)
@@ -59,14 +59,9 @@ class CallCache:
         runtime, call = Runtime.of(x), bind(self.layout, x, extra, op_kwargs, shared)
         if x.device.type in current_stream:
             return self.run(call, runtime, [x, *extra, *shared.values()], [*shared] if is_simple else None)
-        if not is_simple or has_no_data(x):
-            return self.run(call, runtime)
-        before, plan, values = self.last, self.plan(call, runtime), [*call.values]
-        last = self.last = LastCall.of(plan, call, runtime, "")
-        result = plan(call.values, runtime)
-        if before is not None and before.plan is plan and before.shapes == last.shapes:
-            self.repeated = RepeatedCall.of(self.layout, [*shared], [x, *extra, *shared.values()], values, last)
-        return result
+        plan = self.plan(call, runtime)
+        self.last = LastCall.of(plan, call, runtime, "")
+        return plan(call.values, runtime)
 
     def run(
         self, call: BoundArguments, runtime: Runtime, arguments: Sequence[Any] = (), names: list[str] | None = None

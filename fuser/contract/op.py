@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -78,6 +79,41 @@ class Delivery(NamedTuple):
     side_effects: Callable[[], SideEffects]
 
 
+@dataclass(frozen=True)
+class Promises:
+    """What the runner may take for granted of an op. A subclass that states none has those that its own code keeps.
+
+    Attributes:
+        replayable: calls of a form may be replayed (``replay``): all that ``fwd`` and ``bwd`` do is launched by the
+            kernels' library, returned, or declared by :meth:`Op.deliveries`, and depends on nothing but what
+            :meth:`Op.device_inputs` and the calls give, by form, and on attributes that are assigned (``training``
+            aside). Lost by a subclass with code of its own, beyond ``__init__``.
+        passes_x_on: all outputs are ``x`` itself. It is then handed on as it is, as by ``torch.nn.Identity``: autograd
+            sees nothing of the op, and code that works in place behaves as without it. Lost with another ``fwd`` or
+            ``bwd``.
+        values_checked: the keywords of whose tensors :meth:`Op.check` may look at the values, on the host alone, where
+            reading them waits for nothing; of all others, and of parameters, it looks at shapes, dtypes and devices. A
+            call of shapes that have passed is then not checked again. None: it may look at any value. Lost with
+            another ``check``.
+        eager_only: why ``torch.compile`` runs the op eagerly, between graphs; None: it compiles it.
+    """
+
+    replayable: bool = False
+    passes_x_on: bool = False
+    values_checked: frozenset[str] | None = None
+    eager_only: str | None = None
+
+    def of_subclass(self, defined: Collection[str]) -> Promises:
+        """Those that hold for a subclass that defines these attributes."""
+        code = set(defined) - _CHANGE_NOTHING
+        return Promises(
+            replayable=self.replayable and not code,
+            passes_x_on=self.passes_x_on and code.isdisjoint(("fwd", "bwd")),
+            values_checked=None if "check" in code else self.values_checked,
+            eager_only=self.eager_only,
+        )
+
+
 class _Uninitialised:
     """Stands in the class for what ``nn.Module.__init__`` gives an object, which hides it from then on."""
 
@@ -115,43 +151,28 @@ class Op(nn.Module, ABC):
             sets its own in ``__init__``.
         extra_outputs: names of the outputs besides ``y``.
         output_to_caller: of an extra output whether a container returns it; None: if no later op reads it.
-        passes_x_on: whether all outputs are ``x`` itself. It is then handed on as it is, as by ``torch.nn.Identity``:
-            autograd sees nothing of the op, and code that works in place behaves as without it. A subclass that
-            defines ``fwd`` or ``bwd`` must declare it again.
+        promises: what the runner may take for granted; see :class:`Promises`.
         untraced: names of attributes that hold what was kept from calls, on which no result depends: ``torch.compile``
             runs on a copy in which they are empty.
         reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
-        replayable: whether calls of a form may be replayed (``replay``): all that ``fwd`` and ``bwd`` do is launched
-            by the kernels' library, returned, or declared by :meth:`deliveries`, and depends on nothing but what
-            :meth:`device_inputs` and the calls give, by form, and on attributes that are assigned (``training`` aside).
-            A subclass with code of its own, beyond ``__init__``, must promise it again.
         caches: names of attributes that hold what was found of the parameters; a view (:mod:`parametrized`) has others.
         attribute_version: how often an attribute has been assigned.
         decision_version: how often one that is no tensor has been, other than by ``fwd`` and ``bwd``: fusions are then
             decided anew.
         layouts: of the tensors that a call may give; a nested tensor counts as ``torch.jagged``.
-        checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of
-            those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
-        eager_only: why ``torch.compile`` runs the op eagerly, between graphs; None: it compiles it.
-        values_checked_on_host: the keywords of whose tensors :meth:`check` may look at the values on the host, where
-            nobody waits for them; None: of any. What an op before gives has no values yet.
     """
 
     __slots__ = ("_container_of_one",)
     _backward_hooks: Any = _Uninitialised()  # what a call reads first
     _modules: dict[str, nn.Module | None] = _Uninitialised()  # type: ignore[assignment]  # what a container reads first
     keywords: Mapping[str, Keyword] = {}
+    promises: Promises = Promises()
     untraced: frozenset[str] = frozenset()
     caches: frozenset[str] = frozenset()
     extra_outputs: tuple[str, ...] = ()
     output_to_caller: Mapping[str, bool] = {}
-    passes_x_on: bool = False
     layouts: frozenset[torch.layout] = frozenset({torch.strided})
     reserved: Mapping[str, frozenset[str]] = {"check": frozenset()}
-    checks_values: bool = True
-    values_checked_on_host: frozenset[str] | None = None
-    replayable: bool = False
-    eager_only: str | None = None
     attribute_version: int = 0
     decision_version: int = 0
     _standalone: ClassVar[StandaloneRunner]
@@ -163,16 +184,8 @@ class Op(nn.Module, ABC):
         super().__init_subclass__(**kwargs)
         if "fwd" in cls.__dict__ and "keywords" not in cls.__dict__:
             cls.keywords = _declared_keywords(cls)
-        if "replayable" not in cls.__dict__ and not cls.__dict__.keys() <= _CHANGE_NOTHING:
-            cls.replayable = False  # what a base class promises of its own code does not hold for other code
-        if "passes_x_on" not in cls.__dict__ and not cls.__dict__.keys().isdisjoint(("fwd", "bwd")):
-            cls.passes_x_on = False
-        if "check" in cls.__dict__ and "checks_values" not in cls.__dict__:
-            cls.checks_values = True  # what a base class promises of its own check does not hold for this one
-        if "check" in cls.__dict__ and "values_checked_on_host" not in cls.__dict__:
-            cls.values_checked_on_host = None
-        if "check" in cls.__dict__ and "value_check" not in cls.__dict__:
-            cls.value_check = Op.value_check  # type: ignore[method-assign]
+        if "promises" not in cls.__dict__:
+            cls.promises = cls.promises.of_subclass(cls.__dict__.keys())
         if "reserved" not in cls.__dict__:
             defined = {name: cls.__dict__[name] for name in ("fwd", "bwd", "check") if name in cls.__dict__}
             cls.reserved = {**cls.reserved, **{name: _declared_reserved(cls, name, f) for name, f in defined.items()}}
@@ -190,14 +203,6 @@ class Op(nn.Module, ABC):
 
         A keyword that reads an earlier op's extra output is a tensor without data here. Returns what ``fwd`` will
         return for the call, by name where there are extra outputs, or None if that is not known beforehand.
-        """
-        return None
-
-    def value_check(self, name: str, x: TensorSpec) -> Callable[[Tensor], bool] | None:
-        """What :meth:`check` asks of the values of a keyword on the host, besides all that its form says.
-
-        Once :meth:`check` has passed, a call of the same forms is asked this alone, with the tensor that it gives. What
-        compares equal is asked once, for all ops. None: :meth:`check` must be asked again.
         """
         return None
 

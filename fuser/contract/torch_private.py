@@ -6,7 +6,6 @@ What a hot call asks is bound as it is found, so that it costs no function in Py
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -244,38 +243,6 @@ storage_id = _storage_by_address if hasattr(torch.UntypedStorage, "_cdata") else
 
 address_function: int = private("_C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr") or 0
 """That of a C function that tells the address of a tensor's data. Else: 0, and each tensor is asked in Python."""
-
-
-_FORM_FUNCTIONS = [f"aoti_torch_get_{fact}" for fact in ("layout", "dtype", "device_type", "device_index", "dim")]
-_FORM_FUNCTIONS += ["aoti_torch_get_sizes", "aoti_torch_get_strides", "_ZNK3c1010TensorImpl13requires_gradEv"]
-_FORM_FUNCTIONS += ["_ZN2at6native6is_negERKNS_6TensorE", "_ZN2at6native12is_inferenceERKNS_6TensorE"]
-
-
-def _form_functions() -> tuple[int, ...]:
-    offset, library = _tensor_offset(torch.empty(0)), ctypes.CDLL(torch._C.__file__)
-    numbers = offset, *[_noted(name, _address_of(library, name)) for name in _FORM_FUNCTIONS]
-    return () if None in numbers else numbers
-
-
-def _tensor_offset(tensor: Tensor) -> int | None:
-    """Where the Python object of a tensor points to the tensor itself, whose address torch tells as well."""
-    address, size = getattr(tensor, "_cdata", None), ctypes.sizeof(ctypes.c_void_p)
-    words = (ctypes.c_void_p * (type(tensor).__basicsize__ // size)).from_address(id(tensor))
-    places = [i * size for i, word in enumerate(words) if word == address]
-    offset: int | None = _noted("torch.Tensor._cdata", places[0] if len(places) == 1 and address else None)
-    return offset
-
-
-def _address_of(library: ctypes.CDLL, name: str) -> int | None:
-    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value if hasattr(library, name) else None
-
-
-form_functions: tuple[int, ...] = _form_functions()
-"""The offset of a tensor in its Python object, and the addresses of functions in C and C++ that tell its form.
-
-These are layout, dtype, device, dims, sizes, strides; whether it requires a gradient, is negated when read, is one of
-inference mode. Else: none, and torch's guards are asked about each tensor.
-"""
 
 
 class _WithoutTorchFunction:

@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ..compiler import registry as fusion
 from ..compiler.flatten import opens, refuse_itself
-from ..contract.config import Config, thread_config
+from ..contract.config import thread_config
 from ..contract.errors import ArgumentError
 from ..contract.module_state import field_names, is_record
 from ..contract.op import Op
@@ -31,6 +31,7 @@ graph_break = graph_break_of_torch()
 mark_constants_again()
 
 Modules = list[tuple[str, nn.Module]]
+_CONSTANT_TYPES = (type(None), bool, str, frozenset)  # values of switches that Dynamo need not be asked the type of
 
 
 class ModuleState(NamedTuple):
@@ -134,12 +135,11 @@ def _find(root: Any, states: Mapping[str, ModuleState], values: Values, call: An
 def active_flags() -> tuple[tuple[str, Any], ...]:
     """Those in force, by name; a record as its type and its fields, from which :func:`steps.switches_of` builds it."""
     config = thread_config.config
-    flags = [(name, constant_value(getattr(config, name))) for name in field_names(Config) if name != "recipe"]
-    return (*flags, ("recipe", _in_parts(config.recipe)))
+    return tuple([(name, _in_parts(getattr(config, name))) for name in field_names(type(config))])
 
 
 def _in_parts(value: Any) -> Any:
-    if value is None or not is_record(type(value)):
+    if isinstance(value, _CONSTANT_TYPES) or not is_record(type(value)):
         return constant_value(value)
     return (type(value), *[_in_parts(getattr(value, name)) for name in field_names(type(value))])
 

@@ -183,7 +183,7 @@ def _check_traceable(step: Step, runtime: Runtime) -> None:
     for entry, op in zip(step.entries, step.ops, strict=True):
         if op and (method := patched_half(op)):
             raise _Refused(f"{entry}: its {method} was set on the object, whose tensors compiled code does not see")
-        why = op.eager_only if op else None
+        why = op.promises.eager_only if op else None
         if op and why is None and runtime.grad_enabled:
             why = foreseen(op).trace_refusal()
         if why:

@@ -153,7 +153,7 @@ def _explain_backward(
     Raises:
         RefusedError: a kernel of it is refused, under ``config(strict=True)``.
     """
-    if not wanted or (op.passes_x_on and patched_half(op) is None):
+    if not wanted or (op.promises.passes_x_on and patched_half(op) is None):
         return None, []
     kept, lent, apart, rest = pack(saved)
     try:

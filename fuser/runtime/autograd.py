@@ -107,60 +107,18 @@ def run(
         refuse_transforms([op])
     if forward_ad_state._current_level >= 0:
         _refuse_tangents(op, [x, *keywords.values(), *op.input_tensors()])
-    if op.passes_x_on and patched_half(op) is None:
+    if op.promises.passes_x_on and patched_half(op) is None:
         return (x, *[x.view_as(x) if runtime.grad_enabled else x.detach() for _ in op.extra_outputs])
     if runtime.grad_enabled:
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
             if tensor.requires_grad:
-                shapes = () if op.replayable else tuple([t.shape for t in tensors])
+                shapes = () if op.promises.replayable else tuple([t.shape for t in tensors])
                 step = EagerStep(op, keywords, runtime.autocast_dtype, names, x_is_inner, shapes)
                 return apply(partial(_forward, step, tensors, session), *tensors)
     if session is None:  # nobody asks for what a backward would need
         return call_fwd(op, x, keywords, _NOTHING, runtime.autocast_dtype, x_is_inner)[0]
     return _forward(EagerStep(op, keywords, runtime.autocast_dtype, (), x_is_inner), [x], session, None).outputs
-
-
-class RepeatedStep(NamedTuple):
-    """:func:`run` of an op, for tensors of the forms that it has run with: what it found out then holds.
-
-    Attributes:
-        x: where x stands among the tensors of a call, the parameters included; ``keywords``: where those do.
-        inputs: where those stand that autograd may want the gradient of, with their names; None: it records nothing.
-    """
-
-    op: Op
-    x: int
-    keywords: tuple[tuple[str, int], ...]
-    names: tuple[str, ...]
-    inputs: tuple[int, ...] | None
-
-    @classmethod
-    def of(
-        cls, op: Op, x: int, keywords: tuple[tuple[str, int], ...], tensors: Sequence[Tensor], records: bool
-    ) -> RepeatedStep | None:
-        """None where autograd is given something else than these tensors, each of which is there once."""
-        if not records:
-            return cls(op, x, keywords, (), None)
-        names, inputs = _differentiable(op, tensors[x], {name: tensors[position] for name, position in keywords}, None)
-        positions = {id(tensor): position for position, tensor in enumerate(tensors)}
-        if len(positions) < len(tensors) or not all(id(tensor) in positions for tensor in inputs):
-            return None
-        wanted = any(tensor.requires_grad for tensor in inputs)
-        return cls(op, x, keywords, names, tuple([positions[id(tensor)] for tensor in inputs]) if wanted else None)
-
-    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The outputs, as of :func:`run`."""
-        op, x, reads, names, inputs = self
-        keywords = {}
-        for name, position in reads:  # a comprehension would be a call more
-            keywords[name] = tensors[position]
-        if transforms_active() or forward_ad_state._current_level >= 0:
-            return run(op, tensors[x], keywords, _NOT_RECORDING if inputs is None else _RECORDING)
-        if inputs is None:
-            return call_fwd(op, tensors[x], keywords, _NOTHING, None)[0]
-        recorded = [tensors[position] for position in inputs]
-        return apply(partial(_forward, EagerStep(op, keywords, None, names), recorded, None), *recorded)
 
 
 def _forward(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...fuser import Grads, Op, TensorSpec
+from ...fuser import Grads, Op, Promises, TensorSpec
 from .. import kernels
 from ..programs.compose import unscaled
 from ..values.activation_spec import ActivationSpec, Interleaved, gated
@@ -17,9 +17,7 @@ from .link import Link
 class Activated(Op):
     """The op of an :class:`ActivationSpec`: what fusions look for."""
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     class Saved(NamedTuple):
         preact: Tensor | None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...fuser import ArgumentError, Grads, Keyword, Op, Outputs, TensorSpec
+from ...fuser import ArgumentError, Grads, Keyword, Op, Outputs, Promises, TensorSpec
 from ...fuser.contract.op import RESERVED
 from ...fuser.contract.spec import layout_of, not_dense
 from ..values.checks import is_dense, is_narrow_float
@@ -20,7 +20,7 @@ _TAKEN = ("x", "y", "dy", "self", "saved", "op_kwargs", *sorted(RESERVED))
 class Identity(Op):
     """``y = x``, the tensor itself."""
 
-    passes_x_on = True
+    promises = Promises(passes_x_on=True)
 
     def check(self, x: TensorSpec) -> TensorSpec:
         return x
@@ -48,7 +48,7 @@ class MakeExtraOutput(Op):
         TypeError: ``output_to_caller`` is neither a bool nor None.
     """
 
-    passes_x_on = True
+    promises = Promises(passes_x_on=True)
 
     def __init__(self, name: str = "extra", *, output_to_caller: bool | None = None) -> None:
         super().__init__()
@@ -79,9 +79,7 @@ class AddExtraInput(Op):
     It has the shape of ``x``, and a dtype that can be cast to that of ``x``, which ``y`` has.
     """
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     def __init__(self, name: str = "extra") -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import Gradient, Grads, Op, TensorSpec
+from ...fuser import Gradient, Grads, Op, Promises, TensorSpec
 from ..values.checks import check_floats, check_rows
 from .link import Link, linear_program
 
@@ -23,9 +23,7 @@ class Scale(Op):
             ``sum(dy * x)`` over the columns.
     """
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     class Saved(NamedTuple):
         x: Tensor | None
@@ -60,9 +58,7 @@ class Scale(Op):
 class ConstantScale(Op):
     """``y = x * scale`` for a constant number."""
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     def __init__(self, scale: float) -> None:
         super().__init__()

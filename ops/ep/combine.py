@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...fuser import ArgumentError, Grads, Op, TensorSpec
+from ...fuser import ArgumentError, Grads, Op, Promises, TensorSpec
 from ...fuser.contract import tracing as trace
 from .dispatch import TableForeseen, check_lane, check_rows_of, pulled, start_sum
 from .group import Group
@@ -34,9 +34,7 @@ class EPCombine(Op):
         RuntimeError: the :class:`EPDispatch` is missing, or of another group or lane.
     """
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    eager_only = "it waits for other ranks"
+    promises = Promises(values_checked=frozenset(), eager_only="it waits for other ranks")
 
     class Saved(NamedTuple):
         table: Any

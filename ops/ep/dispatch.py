@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, TensorSpec
+from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, Promises, TensorSpec
 from ...fuser.contract import tracing as trace
 from ..formats.recipe import Float8Block
 from ..routed.moe import check_choices, index_dtype
@@ -59,9 +59,7 @@ class EPDispatch(Op):
 
     extra_outputs = ("split_sizes", "scales", "row_of_slot")
     output_to_caller = dict.fromkeys(extra_outputs, False)
-    checks_values = False
-    values_checked_on_host = frozenset()
-    eager_only = "it waits for other ranks"
+    promises = Promises(values_checked=frozenset(), eager_only="it waits for other ranks")
 
     class Saved(NamedTuple):
         table: Any

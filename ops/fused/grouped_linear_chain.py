@@ -12,7 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import Buffer, FusedOp, Gradient, Grads, Keyword, Match, Op, Pattern, Run, one_or_run, register_fusion
+from ...fuser import (
+    Buffer,
+    FusedOp,
+    Gradient,
+    Grads,
+    Keyword,
+    Match,
+    Op,
+    Pattern,
+    Promises,
+    Run,
+    one_or_run,
+    register_fusion,
+)
 from ...fuser.compiler.legality import last
 from ..basic.bias import Bias
 from ..basic.link import Link
@@ -77,7 +90,7 @@ def _pattern(run: Run) -> Pattern:
 class GroupedLinearChain(FusedOp):
     """The product and the chain as one kernel, the chain's gradients as another; keeps x and what gradients read."""
 
-    replayable = True
+    promises = Promises(replayable=True)
     fc1: GroupedLinear
     act: PointwiseChain
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...fuser import FusedOp, Grads, Keyword, Match, Op, Pattern, Run, register_fusion
+from ...fuser import FusedOp, Grads, Keyword, Match, Op, Pattern, Promises, Run, register_fusion
 from ...fuser.contract.tracing import note
 from .. import kernels
 from ..basic.bias import Bias
@@ -32,7 +32,7 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 class PointwiseChain(FusedOp):
     """What its parts compute, in one kernel forward and one backward; where there is none, the parts one by one."""
 
-    replayable = True
+    promises = Promises(replayable=True)
 
     def __init__(self, **roles: Any) -> None:
         super().__init__(**roles)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import FusedOp, Gradient, Grads, Pattern, register_fusion
+from ...fuser import FusedOp, Gradient, Grads, Pattern, Promises, register_fusion
 from ...fuser.runtime.call import evaluate
 from .. import kernels
 from ..basic.glu import Activated
@@ -59,7 +59,7 @@ class RoutedLoRA(FusedOp):
     fc2: GroupedLoRA
     scale: Scale
     combine: Combine
-    replayable = True
+    promises = Promises(replayable=True)
 
     class Saved(NamedTuple):
         fc1: GroupedLoRA.Saved

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...fuser import ArgumentError, Buffer, Gradient, Grads, TensorSpec
+from ...fuser import ArgumentError, Buffer, Gradient, Grads, Promises, TensorSpec
 from ...fuser.contract import tracing as trace
 from ...fuser.runtime.buffers import CallerBuffer
 from .. import kernels
@@ -29,7 +29,6 @@ from ..quantized.gathered_weights import expected_operands, is_gathered
 from ..quantized.linear import TokenCopies
 from ..quantized.weights import match_state, operands_of
 from ..values.checks import (
-    SplitSizesFit,
     check_buffer,
     check_buffer_columns,
     check_matrix_input,
@@ -84,9 +83,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
         RuntimeError: in a backward that accumulates into ``main_grad``, if that is missing or does not fit.
     """
 
-    checks_values = False  # those of split sizes on the host
-    values_checked_on_host = frozenset({"split_sizes"})
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset({"split_sizes"}))
     recipe: Recipe | None = None
     wide_buffers = delayed_scales.BUFFERS  # in which they are computed
     gathers_bytes = False  # whether FSDP2 gathers the weight in e4m3
@@ -162,9 +159,6 @@ class GroupedLinear(WideBuffers, WeightGrads):
             p = self.one_parameter(name) if group is None else group.tensors[0]
             key += (type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape, group is None or group.is_uniform())
         return tuple(key)
-
-    def value_check(self, name: str, x: TensorSpec) -> Callable[[Tensor], bool]:
-        return SplitSizesFit.of(x)
 
     def check_without_x(
         self,

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...fuser import Gradient, Grads, TensorSpec
+from ...fuser import Gradient, Grads, Promises, TensorSpec
 from .. import kernels
 from ..kernels import Layout, Matrices, OperandPair
 from ..kernels.doors.low_rank import LowRank, low_rank_pass
 from ..kernels.doors.routing import Routing
 from ..parameters.grouped import ExpertParameters
-from ..values.checks import SplitSizesFit, check_matrix_input, check_sizes, check_split_sizes, product_dtype
+from ..values.checks import check_matrix_input, check_sizes, check_split_sizes, product_dtype
 from .grouped_linear import as_rows, with_rows_of
 
 
@@ -43,9 +43,7 @@ class GroupedLoRA(ExpertParameters):
             in a call, arguments that do not fit.
     """
 
-    checks_values = False
-    replayable = True
-    values_checked_on_host = frozenset({"split_sizes"})
+    promises = Promises(replayable=True, values_checked=frozenset({"split_sizes"}))
 
     class Saved(NamedTuple):
         x: Tensor | None
@@ -99,9 +97,6 @@ class GroupedLoRA(ExpertParameters):
     def decision_key(self) -> tuple[Any, ...]:
         parameters = (self.one_parameter(name) for name in self.per_group)
         return (type(self), *[(p.dtype, p.device, p.requires_grad, p.shape) for p in parameters])
-
-    def value_check(self, name: str, x: TensorSpec) -> Callable[[Tensor], bool]:
-        return SplitSizesFit.of(x)
 
     def check_without_x(self, *, split_sizes: Any = None) -> None:
         self.check_parameters(None, **self._shapes())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...fuser import Grads, Keyword, Op, TensorSpec
+from ...fuser import Grads, Keyword, Op, Promises, TensorSpec
 from ...fuser.contract.op import RESERVED
 from ...fuser.contract.tracing import note
 from .. import kernels
@@ -48,7 +49,7 @@ class Pointwise(Op):
 
     A function with operations that kernels do not know is read as operations of PyTorch, which runs them;
     :attr:`refusal` says why. One that computes outside of PyTorch, or with constants as numbers of Python, is kept and
-    called each time; :attr:`eager_only` says so.
+    called each time; :class:`Promises` says so.
 
     Args:
         function: takes x [..., C], or with ``halves`` gate and up [..., C / 2]; then the numbers of the rows [..., 1]
@@ -81,9 +82,7 @@ class Pointwise(Op):
         ArgumentError: in a call, an x or a keyword of another shape, dtype or device.
     """
 
-    checks_values = False
-    replayable = True
-    values_checked_on_host = frozenset()
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     Saved = link_rows.Saved
 
@@ -122,7 +121,7 @@ class Pointwise(Op):
             check_pointwise(function, self._program_inputs, self._constants)
             self.refusal = str(error)
             self._on_pytorch = on_pytorch(function, self._program_inputs, len(self._constants))
-            self.eager_only = self._on_pytorch.eager_only
+            self.promises = replace(self.promises, eager_only=self._on_pytorch.eager_only)
 
     def _add_columns(self, columns: Mapping[str, Sequence[int] | Tensor]) -> tuple[int, ...]:
         """Adds the parameters, and returns their shape."""

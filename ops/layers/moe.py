@@ -159,9 +159,8 @@ class MoE(nn.Module):
     def update_bias(self, group: Any = None) -> None:
         """Moves the selection bias towards an even load. Call it once per optimiser step.
 
-        It looks at ``load``, and resets it: the tokens that were trained since the last update. Those of a call in
-        training mode are counted when a backward reaches its output: once under activation checkpointing, and not at
-        all under ``no_grad`` or without a backward.
+        It looks at ``load``, the tokens since the last update, and resets it. Calls in training mode that record
+        gradients count, once each under activation checkpointing.
 
         Args:
             group: the ranks whose tokens count, as ``torch.distributed`` takes it. None: this process alone.

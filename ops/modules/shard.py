@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from ...fuser import ArgumentError
@@ -38,7 +40,8 @@ def gather_quantized(module: nn.Module) -> nn.Module:
         if not isinstance(weight, MasterWeight):
             master = nn.Parameter(MasterWeight(weight), requires_grad=weight.requires_grad)
             linear.register_parameter("weight", masters.setdefault(id(weight), master))
-        linear.gathers_bytes, linear.replayable = True, False  # a replay cannot see into the parameter
+        linear.gathers_bytes = True
+        linear.promises = replace(linear.promises, replayable=False)  # a replay cannot see into the parameter
     return module
 
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...fuser.contract.torch_private import run_when_ready
+from ...fuser.contract.torch_private import run_when_ready, tensor_guards
 from ...fuser.contract.tracing import active, has_no_data, is_traced
 from ...fuser.runtime.devices import stream_of
-from ..kernels import addresses_of, form_guards
+from ..kernels import addresses_of
 from ..kernels.problems.gemm import Matrices
 
 _MANY_FORMS = 8  # a step has three or four: recording or not, with autocast or without
@@ -66,7 +66,7 @@ class _Form:
         self.values: _Values | None = None
         self.matches: Callable[..., bool] = _unknown
         if all([_is_seen_by_torch(cls) for cls in set(map(type, tensors))]):
-            self.matches = form_guards(tensors)
+            self.matches = tensor_guards(tensors)
 
 
 class _Whole(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, TensorSpec
+from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, Promises, TensorSpec
 from ..kernels.doors import routing as permutation
 from ..kernels.doors.routing import Routing
 from ..values.checks import check_floats
@@ -55,9 +55,7 @@ class Dispatch(Op):
 
     extra_outputs = ("split_sizes", "scales", *ROUTING)
     output_to_caller = dict.fromkeys(extra_outputs, False)
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     class Saved(NamedTuple):
         routing: Routing
@@ -123,9 +121,7 @@ class Combine(Op):
         ArgumentError: in a call, rows that are not those of the :class:`Dispatch`.
     """
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     class Saved(NamedTuple):
         routing: Routing

@@ -112,7 +112,7 @@ class _PoolKey(NamedTuple):
 class LentLinear(GroupedLinear):
     """A grouped linear on tensors that a call lends it. Between calls it has parameters without data."""
 
-    replayable = True
+    promises = GroupedLinear.promises
 
     def reset_parameters(self) -> None:
         """Does nothing, as there are no data."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
 from numbers import Real
 from typing import Any, SupportsIndex
 
@@ -57,22 +55,6 @@ def check_split_sizes(split_sizes: Any, groups: int, x: TensorSpec | None) -> No
         raise ArgumentError(
             f"split_sizes: expected an int32 or int64 tensor or a list of ints, got {_listed(split_sizes)}"
         )
-
-
-@dataclass(frozen=True)
-class SplitSizesFit:
-    """What :func:`check_split_sizes` asks of the values of a tensor on the host."""
-
-    rows: int
-
-    def __call__(self, split_sizes: Tensor) -> bool:
-        sizes = split_sizes.tolist()
-        return sum(sizes) <= self.rows and (not sizes or min(sizes) >= 0)
-
-    @classmethod
-    def of(cls, x: TensorSpec) -> SplitSizesFit:
-        """Of the rows of ``x``."""
-        return cls(prod(x.shape[:-1]))
 
 
 def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
         Op,
         OpGraph,
         Pattern,
+        Promises,
         RefusedError,
         Sequential,
         TensorSpec,
-        config,
         explain,
         optional,
         register_fusion,
@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         SReGLU,
         SwiGLU,
         check_device_errors,
+        config,
         gather_quantized,
         grouped_gemm,
         interleaved,
@@ -135,6 +136,7 @@ __all__ = [
     "Pattern",
     "Pointwise",
     "PointwiseChain",
+    "Promises",
     "QuantizedGroupedTensor",
     "ReGLU",
     "RefusedError",
@@ -180,7 +182,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     packages = [import_module(f"{__name__}.{package}") for package in _PACKAGES]
-    value = next(vars(package)[name] for package in packages if name in vars(package))
+    value = next(vars(package)[name] for package in packages if name in package.__all__)
     return globals().setdefault(name, value)
 
 

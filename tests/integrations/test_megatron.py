@@ -123,7 +123,7 @@ def test_ops_of_these_names_fuse_and_may_be_replayed() -> None:
     call(model)
 
     assert steps(model) == ["GroupedMLP"]
-    assert model[0].replayable
+    assert model[0].promises.replayable
     assert model._compiled.last.plan.steps[0].replay_refusal is None
 
 

@@ -390,10 +390,9 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
 def test_updates_see_all_calls_of_training_since_the_last() -> None:
     moe, x = layer(bias_update_rate=0.1), tokens()
     counts = moe(x).tokens_per_expert
-    for _ in range(2):
-        moe(x).y.sum().backward()
+    moe(x)
     moe.eval()
-    moe(x).y.sum().backward()
+    moe(x)
     before = moe.router.selection_bias.clone()
     assert torch.equal(moe.load, 2 * counts)
     moe.update_bias()

@@ -96,18 +96,6 @@ def forward(
     _multiply_into(out, _wide_postact(preact, spec), None if scales is None else scales.unsqueeze(-1))
 
 
-def postact(preact: Tensor, spec: ActivationSpec, scales: Tensor | None = None) -> Tensor:
-    """:func:`forward` in memory of its own."""
-    if spec.program is None:
-        wide = _wide_postact(preact, spec)
-        if scales is not None:
-            wide.mul_(scales.unsqueeze(-1))
-        return wide if wide.dtype == preact.dtype else wide.to(preact.dtype)
-    out = preact.new_empty(preact.shape[0], spec.out_features(preact.shape[1]))
-    forward(preact, spec, scales, out)
-    return out
-
-
 def _wide_postact(preact: Tensor, spec: ActivationSpec) -> Tensor:
     curve, (gate, up) = _curve(spec), _inputs(*_wide_columns(preact, spec), spec)
     value = curve.value(gate if curve.alpha is None else gate * curve.alpha)

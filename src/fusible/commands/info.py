@@ -13,7 +13,7 @@ from .. import GroupedLinear, Sequential, __version__, config, installation
 from ..benchmarks.arguments import command
 from ..fuser import RefusedError, registry
 from ..fuser.contract import torch_private
-from ..fuser.contract.config import BACKENDS
+from ..ops.values.switches import BACKENDS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TESTED_TORCH = ("2.11", "2.13")  # docs/support.md tells where
