@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// fusible.ops._C: converts Python's integers and calls the C++ core, nothing else.
+// fusible.ops._C: converts Python's integers and calls the C++ core.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

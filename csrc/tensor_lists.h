@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What is asked of hundreds of tensors at every call: in Python, calling a function for each costs most of the time.
+// Queries on hundreds of tensors at every call: in Python, a function call for each would take most of the time.
 #pragma once
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -29,7 +29,7 @@ inline bool has_objects(const py::dict& values, const py::tuple& names, const py
   return true;
 }
 
-// The addresses of the data of tensors; `function` is that of torch which tells one.
+// The data addresses of tensors; `function` is torch's function that returns one.
 inline Addresses addresses_of(const py::sequence& tensors, Address function) {
   const auto address_of = reinterpret_cast<void* (*)(PyObject*)>(function);
   const auto fast = py::reinterpret_steal<py::object>(PySequence_Fast(tensors.ptr(), "tensors: expected a sequence"));
@@ -40,7 +40,7 @@ inline Addresses addresses_of(const py::sequence& tensors, Address function) {
   return addresses;
 }
 
-// The tensors of a replay: a list of those that are given, to which it adds what it allocates.
+// The tensors of a replay: a list of given ones, to which allocations are appended.
 class ReplayTensors {
  public:
   // `memory` says of each result, and then of bytes, what allocates it and its sizes but the first.

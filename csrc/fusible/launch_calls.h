@@ -38,7 +38,7 @@ inline ColumnVectors column_vectors(const Addresses& addresses) {
   return vectors;
 }
 
-// Where the gradients of numbers of columns go; none: nowhere.
+// The destinations of the gradients of column numbers; empty if they are not wanted.
 struct DVectorFields {
   Addresses dvectors;
   Numbers types, of_both, of_all_rows;  // one for each of the dvectors
@@ -134,7 +134,7 @@ struct GroupedGemmLaunch : GemmLaunch {
   void run() const { grouped_gemm(gemm, device, stream); }
 };
 
-// What products of e4m3 operands share.
+// The common fields of products of e4m3 operands.
 struct ScaledLaunch : OnStream {
   GroupedGemm gemm{};
   Addresses out_addresses, bias_addresses;
@@ -148,7 +148,7 @@ struct ScaledLaunch : OnStream {
     visit_sizes(v, gemm.sizes), v.field("output", p.output), v.field("out", gemm.out.data);
     v.field("out_pitch", gemm.out.pitch), v.field("workspace", gemm.workspace), v.field("variant", gemm.variant);
   }
-  // Of products of rows.
+  // Visits the operands of products of rows.
   template <class Visitor>
   void visit_row_operands(Visitor& v) {
     visit_operands(v), v.field("k", gemm.problem.k), v.field("a_pitch", gemm.a.pitch);
@@ -175,7 +175,7 @@ struct ScaledLaunch : OnStream {
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
 };
 
-// Of those whose rows are tokens.
+// The fields of products whose rows are tokens.
 struct ScaledRowsLaunch : ScaledLaunch {
   int64_t b_scales_group = 0, b_scales_row = 0, b_scales_column = 0;
   bool halves = false;
@@ -206,7 +206,7 @@ struct ScaledGemmLaunch : ScaledRowsLaunch {
   void run() const { scaled_gemm(product(), device, stream); }
 };
 
-// With `out` 0, the product is not kept.
+// With `out` 0, the product is not stored.
 struct ScaledActivationLaunch : ScaledRowsLaunch {
   static constexpr const char* kName = "scaled_activation";
   Activation activation{};
@@ -260,7 +260,7 @@ struct ScaledWgradLaunch : ScaledLaunch {
   void run() const { scaled_wgrad({gemm, a_scales, b_scales}, device, stream); }
 };
 
-// With `preact` 0, the product is not kept.
+// With `preact` 0, the product is not stored.
 struct LinearActivationLaunch : GemmLaunch {
   static constexpr const char* kName = "linear_activation";
   Activation activation{};

@@ -1,4 +1,4 @@
-"""Plans: the straight-line program for one call signature."""
+"""Plans: straight-line programs, one per call signature."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _MANY_SHAPES = 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps in order, the slots to return, and what was decided on the way.
+    """Steps in order, the slots to return, and the decisions on fusions.
 
-    Steps put their outputs into slots one after the other, from the number of the call's values on.
+    Outputs of steps get consecutive slots, after those of the call's values.
     """
 
     steps: tuple[Step, ...]
@@ -63,7 +63,7 @@ class Plan:
         return values[self.results[0]] if len(self.results) == 1 else tuple(values[slot] for slot in self.results)
 
     def _checked(self, passed: dict[tuple[torch.Size, ...], int], values: list[Any], runtime: Runtime) -> int:
-        """:meth:`check`, or what it said of these shapes before."""
+        """The result of :meth:`check`, cached by the shapes of the values."""
         try:
             shapes = tuple([value.shape for value in values])
             checked = passed.get(shapes)
@@ -77,7 +77,7 @@ class Plan:
         return checked
 
     def check(self, values: list[Any], runtime: Runtime) -> int:
-        """Checks all that can be checked before anything runs; returns how many steps that settles."""
+        """Checks everything that can be checked before anything runs; returns the number of steps that are settled."""
         refuse_transforms([step.module for step in self.steps])
         if self.buffers:
             check_overlaps(self.buffers, self.inputs, values, self._parameters())
@@ -89,9 +89,9 @@ class Plan:
         return checked
 
     def _check_run(self, first: int, values: list[Any], runtime: Runtime) -> int:
-        """Checks the steps from ``first`` on, whose input is there, as far as it says what theirs are; where to go on.
+        """Checks the steps from ``first`` on, as far as specs are known; returns the index of the next step to check.
 
-        So nothing of a run of ops between other modules has run when one of them refuses its arguments.
+        If an op between other modules refuses its arguments, no op of its run has run yet.
         """
         entry, x = self.steps[first].entries[0], values[self.steps[first].x]
         if self.steps[first].ops[0] is None:
@@ -118,7 +118,7 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     """Chooses the fusions and lays out the steps.
 
     Raises:
-        ArgumentError: an op is given a tensor of a layout that it does not take.
+        ArgumentError: an op gets a tensor of an unsupported layout.
         RefusedError: under ``config(strict=True)``, if a fusion whose shape fits was refused.
     """
     _check_layouts(graph)
@@ -140,14 +140,14 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
 
 
 def _replay_refusal(steps: Sequence[Step], by_values: bool) -> str | None:
-    """Why calls of a plan cannot be replayed; None: they may be."""
+    """The reason why calls of a plan cannot be replayed, or None."""
     if by_values:
         return "its checks look at values of tensors"
     return next((step.replay_refusal for step in steps if step.replay_refusal is not None), None)
 
 
 def _check_layouts(graph: OpGraph) -> None:
-    """Of the tensors that a call gives to ops: what depends on no shape is the same for all calls of a plan."""
+    """Checks the layouts of tensors that a call gives to ops; they are the same for all calls of a plan."""
     for node in graph.entries():
         entry, op = graph.entry(node), graph.op(node)
         for port, (source, _) in graph.sources(node).items() if op else ():
@@ -157,7 +157,7 @@ def _check_layouts(graph: OpGraph) -> None:
 
 
 def checks_values(graph: OpGraph, config: Config) -> bool:
-    """Whether a check may look at values: on the host they are there, with ``debug`` they are waited for."""
+    """Whether a check may read values: those on the host, or with ``debug`` all, with a wait."""
     if config.debug or any(op.promises.values_checked is None for node in graph.entries() if (op := graph.op(node))):
         return True
     specs = graph.inputs()
@@ -167,7 +167,7 @@ def checks_values(graph: OpGraph, config: Config) -> bool:
 
 
 def _checks_values_on_host(graph: OpGraph, node: str) -> bool:
-    """Whether its op may look at values of what the call gives, rather than an op before it."""
+    """Whether the op may check values of a call's arguments, rather than those of an earlier op's outputs."""
     op = graph.op(node)
     if op is None:
         return False
@@ -180,7 +180,9 @@ def _checks_values_on_host(graph: OpGraph, node: str) -> bool:
 
 
 def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
-    """Notes after which step an output is read no more, so that it need not live on, and which live beside modules."""
+    """Notes the last step that reads each output, so that it is freed there, and the extra outputs alive beside
+    modules.
+    """
     last = {slot: i for i, step in enumerate(steps) for slot in (*step.outputs, step.x, *(s for _, s in step.reads))}
     last |= dict.fromkeys(results, len(steps))
     outputs: list[int] = []
@@ -197,7 +199,7 @@ def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[
 
 
 def _keywords(steps: tuple[Step, ...]) -> Iterator[tuple[str, int, Keyword]]:
-    """What errors call it, the slot, and the declaration of everything that a call gives."""
+    """The name in errors, the slot and the declaration of everything that a call gives."""
     outputs = {slot for step in steps for slot in step.outputs}
     for entry, op, reads in (each for s in steps for each in zip(s.entries, s.ops, s.entry_reads, strict=True)):
         for name, slot in reads:
@@ -232,7 +234,7 @@ class _Builder:
         return tuple(results)
 
     def _order(self) -> list[list[str]]:
-        """The nodes of each step, in execution order: what a fusion took is one run of ops, as its legality says."""
+        """The nodes of each step, in execution order; legality guarantees that a fusion's ops are consecutive."""
         steps: dict[Any, list[str]] = {}
         for node in self.graph.entries():
             steps.setdefault(id(self.decision_of[node]) if node in self.decision_of else node, []).append(node)
@@ -278,7 +280,7 @@ class _Builder:
         return any(slot >= self.input_count for _, slot in reads)
 
     def _reads_of(self, node: str) -> PartSlots:
-        """What an op inside a fused one reads."""
+        """The slots that an op inside a fused op reads."""
         sources = self.graph.sources(node).items()
         return tuple((port, self.slots.get(source)) for port, source in sources if port != "x")
 

@@ -1,4 +1,4 @@
-"""The last replay of a container, to be repeated: calls like it are neither bound nor looked up."""
+"""The last replay of a container, for repetition: an equal call needs no binding and no look-up."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..runtime.devices import current_stream
 
 
 class Circumstances:
-    """All but tensors that a call depends on, which has to be what it was."""
+    """Everything besides tensors that a call depends on, and that must be unchanged."""
 
     def __init__(self, layout: FlatContainer, names: list[str], runtime: Runtime, config: Config) -> None:
         self._names, self._grad_enabled, self._config = names, runtime.grad_enabled, config
@@ -27,7 +27,7 @@ class Circumstances:
         self._version = sum([op.attribute_version for op in layout.ops])
 
     def hold(self, shared: Mapping[str, Any]) -> bool:
-        """Whether a call with these keywords has the circumstances."""
+        """Whether the circumstances of a call with these keywords are unchanged."""
         if [*shared] != self._names or thread_config.config is not self._config or any(self._hooks):
             return False
         if torch.is_grad_enabled() is not self._grad_enabled:
@@ -39,10 +39,10 @@ class Circumstances:
 
 
 class RepeatedReplay:
-    """A call that is replayed for as many rows again: guards on its tensors, without a key to look a form up by.
+    """A replayed call with the same number of rows: only its tensors are guarded, without the look-up of a form.
 
     Attributes:
-        last: what ``explain()`` needs of the call.
+        last: the state of the call for ``explain()``.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class RepeatedReplay:
         captured: Any,
         last: Any,
     ) -> RepeatedReplay | None:
-        """None where something else may count, or the values are not the arguments, each once."""
+        """The repetition of a replay; None if something else may matter, or the values are not each argument once."""
         ids, of_values = [*map(id, arguments)], [*map(id, values)]
         if sorted(ids) != sorted(of_values) or last.runtime.autocast_dtype or any([op._modules for op in layout.ops]):
             return None
         return cls(layout, names, [*map(ids.index, of_values)], key, captured, last)
 
     def values(self, x: Tensor, extra: tuple[Any, ...], shared: Mapping[str, Any]) -> list[Any] | None:
-        """The pool of the call, where all guards pass; else None."""
+        """The pool of the call if all guards pass, else None."""
         if observer() or not self._circumstances.hold(shared):
             return None
         arguments, pool = [x, *extra, *shared.values()], list[Any]()
@@ -88,5 +88,5 @@ class RepeatedReplay:
 
 
 def _order(positions: list[int]) -> Callable[[Sequence[Tensor]], tuple[Tensor, ...]] | None:
-    """Takes tensors into the order of the plan; None: they are in it."""
+    """A function that reorders tensors to the plan's order; None if they are already in it."""
     return None if positions == [*range(len(positions))] else itemgetter(*positions)

@@ -1,6 +1,6 @@
-"""The switches: values in force for a thread, and for the backward of what ran in it.
+"""The switches: values in force for a thread, and for the backward of calls made in it.
 
-The compiler has three. What runs beneath it adds its own in a subclass of :class:`Config`: see :func:`extend`.
+The compiler has three. Other packages add theirs in a subclass of :class:`Config`: see :func:`extend`.
 """
 
 from __future__ import annotations

@@ -29,12 +29,12 @@ Buffer: TypeAlias = Annotated[Tensor, "written by the op"]
 """A tensor that the caller provides for the op to write into; never differentiated, never read."""
 
 Outputs: TypeAlias = Tensor | Mapping[str, Tensor]
-"""What ``fwd`` computes: ``y``, or by name ``{"y": y, "residual": r}`` where the op has extra outputs."""
+"""The outputs of ``fwd``: ``y``, or by name ``{"y": y, "residual": r}`` if the op has extra outputs."""
 
 Gradient: TypeAlias = Tensor | None | Callable[[], Tensor | None]
 Grads: TypeAlias = Mapping[str, Gradient]
-"""Gradients by the name of the input: ``"x"``, a keyword, or a parameter. What costs a kernel is a thunk.
-None says that there is nothing to hand to autograd (it has been accumulated elsewhere, or will be later)."""
+"""Gradients by the name of the input: ``"x"``, a keyword, or a parameter; thunks for those that cost a kernel.
+None: autograd gets no gradient, as it was accumulated elsewhere or will be later."""
 
 RESERVED = frozenset({"needs_grad", "autocast_dtype", "x_is_inner"})
 _CHANGE_NOTHING = frozenset(
@@ -51,13 +51,13 @@ class Keyword(NamedTuple):
 
 
 class SideEffects(NamedTuple):
-    """Where a gradient goes that ``bwd`` does not return.
+    """The destination of a gradient that ``bwd`` does not return.
 
     Attributes:
-        tensors: that it writes, or returns aliases of.
-        facts: what else decides how.
-        written: those of the tensors that it writes.
-        done: to be called once others have written them: says so to whoever wants to know.
+        tensors: the tensors that it writes, or returns aliases of.
+        facts: other values that the result depends on.
+        written: the tensors that it writes.
+        done: called after others have written them, to notify their owners.
     """
 
     tensors: Sequence[Tensor]
@@ -81,7 +81,7 @@ class Delivery(NamedTuple):
 
 @dataclass(frozen=True)
 class Promises:
-    """What the runner may take for granted of an op. A subclass that states none has those that its own code keeps.
+    """The promises of an op to the runner. A subclass that states none keeps those that its own code cannot break.
 
     Attributes:
         replayable: calls of a form may be replayed (``replay``): all that ``fwd`` and ``bwd`` do is launched by the
@@ -104,7 +104,7 @@ class Promises:
     eager_only: str | None = None
 
     def of_subclass(self, defined: Collection[str]) -> Promises:
-        """Those that hold for a subclass that defines these attributes."""
+        """The promises that remain for a subclass that defines these attributes."""
         code = set(defined) - _CHANGE_NOTHING
         return Promises(
             replayable=self.replayable and not code,
@@ -115,7 +115,7 @@ class Promises:
 
 
 class _Uninitialised:
-    """Stands in the class for what ``nn.Module.__init__`` gives an object, which hides it from then on."""
+    """Stands in the class for an attribute that ``nn.Module.__init__`` sets on the object, which then hides it."""
 
     def __get__(self, op: Op | None, kind: type[Op]) -> Any:
         if op is None:
@@ -163,7 +163,7 @@ class Op(nn.Module, ABC):
     """
 
     __slots__ = ("_container_of_one",)
-    _backward_hooks: Any = _Uninitialised()  # what a call reads first
+    _backward_hooks: Any = _Uninitialised()  # read first by every call
     _modules: dict[str, nn.Module | None] = _Uninitialised()  # type: ignore[assignment]  # what a container reads first
     keywords: Mapping[str, Keyword] = {}
     promises: Promises = Promises()
@@ -176,8 +176,8 @@ class Op(nn.Module, ABC):
     attribute_version: int = 0
     decision_version: int = 0
     _standalone: ClassVar[StandaloneRunner]
-    _container_of_one: Any  # what is kept between its calls where it stands alone
-    _computed: tuple[str, ...] = ()  # of a view: what a parametrization has computed
+    _container_of_one: Any  # the state between its calls, if it is called alone
+    _computed: tuple[str, ...] = ()  # of a view: the names of computed parameters
     _outline: Op | None = None  # of a view for a run: one for its backward, without values
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -209,8 +209,8 @@ class Op(nn.Module, ABC):
     def check_without_x(self, *args: Any, **keywords: Any) -> None:
         """Raises :class:`ArgumentError` for keywords, or parameters, that fit no ``x``.
 
-        Asked before anything runs, where ``x`` is what a module gives that is no op. A keyword that is not there may
-        still come. :meth:`check` follows once ``x`` is there, and has to find all of this as well.
+        Called before anything runs, if ``x`` is the output of a module that is not an op. A missing keyword may still
+        arrive. :meth:`check` follows when ``x`` exists, and must find all of these errors too.
         """
 
     def returns(self, name: str, is_read: bool) -> bool:
@@ -218,7 +218,7 @@ class Op(nn.Module, ABC):
         return self.output_to_caller.get(name, not is_read)
 
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters by name, as they are now: a replaced parameter is seen at the next call.
+        """The current parameters by name; a replaced parameter is seen at the next call.
 
         In a run, one that is parametrized is what its parametrization gives, which autograd then passes through.
         """
@@ -245,7 +245,7 @@ class Op(nn.Module, ABC):
         return ()
 
     def decision_key(self) -> tuple[Any, ...]:
-        """What fusions may read of the parameters; part of the key of the plan cache."""
+        """The facts on parameters that fusions may read; part of the key of the plan cache."""
         if not (self._parameters or self._modules):
             return ()
         return tuple(
@@ -258,7 +258,7 @@ class Op(nn.Module, ABC):
         return self.named_parameters(remove_duplicate=False)
 
     def inner_ops(self) -> Mapping[str, Op]:
-        """The ops that it stands for, by role."""
+        """The ops inside, by role."""
         return {}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -275,7 +275,7 @@ class Op(nn.Module, ABC):
         children_changed(self)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """As of any module."""
+        """Adds a child module, as any ``nn.Module`` does."""
         super().add_module(name, module)
         children_changed(self)
 
@@ -285,11 +285,11 @@ class Op(nn.Module, ABC):
             self.__dict__["decision_version"] = self.decision_version + 1
 
     def restore_decision_version(self, decision_version: int) -> None:
-        """What an op assigns to itself while it runs is its own affair: conditions are not to read that."""
+        """Restores the version after a run: conditions must not depend on attributes that an op sets while it runs."""
         self.__dict__["decision_version"] = decision_version
 
     def trace_refusal(self) -> str | None:
-        """Why a backward of the op cannot be compiled by ``torch.compile``; None: it can."""
+        """The reason why ``torch.compile`` cannot compile a backward of the op, or None."""
         return None
 
     @constant
@@ -336,7 +336,9 @@ def _declared_keywords(cls: type[Op]) -> dict[str, Keyword]:
 
 
 def _declared_reserved(cls: type[Op], name: str, function: Callable[..., Any]) -> frozenset[str]:
-    """Those that the function declares; one with ``**keywords`` also takes what it overrides declares."""
+    """The reserved names that the function declares; one with ``**keywords`` also takes those of the method it
+    overrides.
+    """
     parameters = inspect.signature(function).parameters
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return (RESERVED & parameters.keys()) | (cls.reserved.get(name, frozenset()) if passes_on else frozenset())

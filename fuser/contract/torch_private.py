@@ -1,7 +1,7 @@
-"""What is used of torch that torch does not promise, and what is done on a torch that does not have it.
+"""Private parts of torch, and the replacements on a torch that lacks them.
 
-Every private name is looked up here, once, when the module is imported. So nothing else breaks when torch renames one.
-What a hot call asks is bound as it is found, so that it costs no function in Python. Torch 2.11 and 2.13 have them all.
+Every private name is looked up here, once, when the module is imported, so nothing else breaks if torch renames one.
+Functions used by hot calls are bound directly, so that they cost no Python call. Torch 2.11 and 2.13 have all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ try:
 except ImportError:
 
     class FakeTensor(Tensor):  # type: ignore[no-redef]
-        """Of which there are none; tensors of torch's compiler then count as tensors with data."""
+        """A class without instances; tensors of torch's compiler then count as tensors with data."""
 
     class FakeTensorMode:  # type: ignore[no-redef]
         """Cannot be made, so ``explain`` says why it cannot run."""
@@ -40,10 +40,10 @@ try:
 except ImportError:
 
     class DataDependentOutputException(RuntimeError):  # type: ignore[no-redef]
-        """Is never raised; ``explain`` then says of a step what torch raises in its place."""
+        """Never raised; ``explain`` then shows the error that torch raises in its place."""
 
     class DynamicOutputShapeException(RuntimeError):  # type: ignore[no-redef]
-        """Is never raised either."""
+        """Never raised either."""
 
 
 try:
@@ -51,7 +51,7 @@ try:
 except ImportError:
 
     class FunctionalTensor(Tensor):  # type: ignore[no-redef]
-        """Of which there are none."""
+        """A class without instances."""
 
 
 __all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode"]
@@ -63,7 +63,7 @@ missing: dict[str, None] = {}
 
 
 def private(path: str) -> Any:
-    """What torch has under a dotted name behind ``torch.``; None if it has nothing there. Imports no module."""
+    """The attribute of torch under a dotted name after ``torch.``, or None. Imports no module."""
     value: Any = torch
     for name in path.split("."):
         value = getattr(value, name, None)
@@ -71,7 +71,7 @@ def private(path: str) -> Any:
 
 
 def private_of_module(module: str, name: str) -> Any:
-    """What a module has under a name; None if there is no such module, or nothing in it. Imports the module."""
+    """The attribute of a module, or None if either does not exist. Imports the module."""
     try:
         value = getattr(import_module(module), name, None)
     except ImportError:
@@ -242,7 +242,7 @@ storage_id = _storage_by_address if hasattr(torch.UntypedStorage, "_cdata") else
 
 
 address_function: int = private("_C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr") or 0
-"""That of a C function that tells the address of a tensor's data. Else: 0, and each tensor is asked in Python."""
+"""The address of a C function that returns the address of a tensor's data. Else: 0, and Python asks each tensor."""
 
 
 class _WithoutTorchFunction:
@@ -301,7 +301,7 @@ def symmetric_memory_refusal() -> str | None:
 
 
 def symmetric_memory(nbytes: int, device: torch.device, group_name: str) -> tuple[Tensor, list[int], Any]:
-    """Memory of this rank, uint8 [nbytes]; the addresses of that of all ranks; and what keeps those mapped.
+    """Memory of this rank, uint8 [nbytes]; the addresses of all ranks' memory; and the handle that keeps those mapped.
 
     Collective over the process group of that name. Else: :func:`symmetric_memory_refusal` says why it cannot be called.
     """
@@ -384,4 +384,4 @@ def core_decompositions() -> dict[Any, Any]:
 
 
 current_graph_task: Callable[[], int] = private("_C._current_graph_task_id") or (lambda: -1)
-"""Which backward runs in this thread; -1: none. Where torch does not say, none ever does."""
+"""The id of the backward that runs in this thread; -1: none. Where torch does not say, none ever does."""

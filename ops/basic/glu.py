@@ -15,7 +15,7 @@ from .link import Link
 
 
 class Activated(Op):
-    """The op of an :class:`ActivationSpec`: what fusions look for."""
+    """The op of an :class:`ActivationSpec`; fusions look for it."""
 
     promises = Promises(replayable=True, values_checked=frozenset())
 
@@ -28,7 +28,7 @@ class Activated(Op):
 
     @property
     def gate_block(self) -> int | None:
-        """In blocks of how many columns gate and up alternate, 0 for gate before up; None: there is no gate."""
+        """The block size in which columns of gate and up alternate, 0 for gate before up; None if there is no gate."""
         return self.spec.block or 0 if self.spec.gated else None
 
     @property

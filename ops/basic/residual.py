@@ -1,4 +1,4 @@
-"""Branches: an extra output that a later op reads, and the op that adds it; and the op that does nothing."""
+"""Branches: an extra output that a later op reads, the op that adds it, and the identity."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ class Identity(Op):
 class MakeExtraOutput(Op):
     """Passes ``x`` on, and also as an extra output with a name. A later op's keyword of that name reads it.
 
-    The extra output shares the memory of ``x``. As long as it is still needed, a module with ``inplace=True`` gets a
-    copy of that memory. Any other module that writes into its input there raises, except under
-    ``torch.inference_mode()``, where that cannot be noticed.
+    The extra output shares the memory of ``x``. While it is still needed, a module with ``inplace=True`` gets a copy of
+    that memory. Any other module that writes into its input then raises, except under ``torch.inference_mode()``, where
+    this cannot be detected.
 
     Args:
         name: an identifier.
-        output_to_caller: whether a container returns the extra output, after the main output. None: if no op reads it.
+        output_to_caller: whether a container returns the extra output, after the main output. None: only if no op reads
+        it.
 
     Raises:
         ValueError: a name that is not an identifier, or that is reserved.
@@ -76,7 +77,7 @@ class MakeExtraOutput(Op):
 class AddExtraInput(Op):
     """``y = x + extra``. The extra tensor, like ``x``, is the keyword ``name``: the caller's, or an earlier op's.
 
-    It has the shape of ``x``, and a dtype that can be cast to that of ``x``, which ``y`` has.
+    It has the shape of ``x``, and a dtype that can be cast to the dtype of ``x``, which is also that of ``y``.
     """
 
     promises = Promises(replayable=True, values_checked=frozenset())
@@ -88,7 +89,7 @@ class AddExtraInput(Op):
 
     @property
     def name(self) -> str:
-        """The keyword's name."""
+        """The name of the keyword."""
         return next(iter(self.keywords))
 
     @property
@@ -120,7 +121,7 @@ class AddExtraInput(Op):
         return (x + extra[self.name]).to(x.dtype), None
 
     def bwd(self, saved: Any, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        return dict.fromkeys(needs_grad, dy)  # numbers that are no floats have no gradient
+        return dict.fromkeys(needs_grad, dy)  # integers have no gradient
 
     def extra_repr(self) -> str:
         return repr(self.name)

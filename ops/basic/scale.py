@@ -1,4 +1,4 @@
-"""Row scales, which router probabilities come in by, and constant ones."""
+"""Row scales, such as router probabilities, and constant scales."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .link import Link, linear_program
 class Scale(Op):
     """``y = x * scales[:, None]``, computed in the wider of the two dtypes and rounded once to that of ``x``.
 
-    It stands before the second linear of an expert (TransformerEngine, Megatron) or after it (Hugging Face,
-    torchtitan). With a bias in that linear, the two differ.
+    It comes before the second linear of an expert (TransformerEngine, Megatron) or after it (Hugging Face, torchtitan).
+    The two differ if that linear has a bias.
 
     Keywords of a call:
         scales: a number for every row of ``x``, shape ``x.shape[:-1]``, any floating-point dtype. Its gradient is

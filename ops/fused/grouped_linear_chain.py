@@ -1,6 +1,6 @@
 """A grouped linear and a chain whose gradients are a kernel of their own.
 
-There are two such: a chain that adds a matrix, which the epilogue of a backward does not read, and one that only adds
+There are two kinds: a chain that adds a matrix, which the epilogue of a backward does not read, and one that only adds
 and multiplies. The second keeps no pre-activation where no gradient reads one.
 """
 
@@ -58,9 +58,9 @@ def _is_unquantized(match: Match) -> bool:
 
 
 def _ends_in_zeros(match: Match) -> bool:
-    """Whether what nobody multiplies is as without the fusion: zero, or read by nobody.
+    """Whether rows outside of all groups agree with the unfused ops: they are zero, or no op reads them.
 
-    A chain with a function has its value at zero there. That of one that adds is what a caller expects to see.
+    A chain with a function has the value of zero there. For a chain that adds, a caller expects the added term.
     """
     ops = [match.part(name) for name in match.nodes if name != "fc1"]
     if has_function(ops) or not any(isinstance(op, Bias | AddExtraInput) for op in ops):

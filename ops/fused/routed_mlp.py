@@ -36,7 +36,7 @@ _WEIGHT = frozenset({"weight"})
 
 @register_fusion(with_as_many_groups(tokens_to_tokens(Dispatch, Combine)), priority=40)
 class RoutedMLP(InnerMLP):
-    """Keeps the tokens, the permutation, and what :class:`GroupedMLP` keeps except its input."""
+    """Keeps the tokens, the permutation, and the state of :class:`GroupedMLP` except its input."""
 
     dispatch: Dispatch
     combine: Combine
@@ -110,7 +110,7 @@ class RoutedMLP(InnerMLP):
         return Experts(*weights, up_bias, down_bias, spec_of(self.act), fc1.transposed_weight)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        """Computes at once what reads the rows of ``dy``; the rest is left to thunks, which hold what they read."""
+        """Computes the parts that read the rows of ``dy`` at once; the rest are thunks, which hold their inputs."""
         needs, dy = self.needs_of_experts(needs_grad), dy if dy.stride(-1) == 1 else dy.contiguous()
         experts, routing, mlp = self.experts, saved.routing, _with_split_sizes(saved.mlp, saved.routing.split_sizes)
         if mlp.fc1.recipe is not None:
@@ -143,7 +143,9 @@ class RoutedMLP(InnerMLP):
         needs: frozenset[str],
         needs_grad: frozenset[str],
     ) -> Grads:
-        """Of a call that followed a recipe: the experts keep copies of their rows, so none of x is gathered again."""
+        """The backward of a call under a recipe: the experts keep quantised operands, so no rows of x are gathered
+        again.
+        """
         routing = saved.routing
         reads_values = self.experts.reads_values(recipe, mlp, needs)
         rows = permutation.permute(dy, routing, fill=False) if reads_values else gathered(dy, routing)
@@ -158,7 +160,7 @@ class RoutedMLP(InnerMLP):
 
 
 def _with_split_sizes(saved: GroupedMLP.Saved, split_sizes: Any) -> GroupedMLP.Saved:
-    """None for what is kept: they are a part of the routing, which is kept as a whole."""
+    """Replaces the split sizes; None in the saved state, as they are part of the routing, which is kept."""
     fc1, fc2 = (part._replace(split_sizes=split_sizes) for part in (saved.fc1, saved.fc2))
     return saved._replace(fc1=fc1, fc2=fc2)
 
@@ -174,7 +176,7 @@ def _of_tokens(rows: Tensor | None, routing: Routing, dtype: torch.dtype) -> Ten
 
 
 def _weight_grads(dscales: Sequence[Gradient], routing: Routing, dtype: torch.dtype) -> Tensor:
-    """[T, k], from those of the rows [S] at each place where they are scaled."""
+    """The gradient [T, k] of the routing weights, from those of the rows [S] at each place where they are scaled."""
     if not dscales:
         return torch.zeros_like(routing.row_of_slot, dtype=dtype)
     first, *others = [gradient for gradient in map(evaluate, dscales) if gradient is not None]

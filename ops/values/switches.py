@@ -14,11 +14,12 @@ BACKENDS = ("auto", "hopper", "grouped_mm", "loop")
 
 @dataclass(frozen=True)
 class OpConfig(Config):
-    """What :func:`config` sets; see there.
+    """The switches that :func:`config` sets; described there.
 
     Attributes:
         recompute: fused experts keep their input in place of the pre-activation.
-        same_weights: what ops make of their weights may be kept between calls; set by ``fusible.same_weights()``.
+        same_weights: values that ops derive from their weights may be kept between calls; set by
+        ``fusible.same_weights()``.
     """
 
     backend: str = "auto"

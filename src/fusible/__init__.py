@@ -172,11 +172,11 @@ __all__ = [
 
 _PACKAGES = ("fuser", "ops", "ops.layers")  # where the other names are
 _MODULES = frozenset(("ep", "functional", "fuser", "jax", "ops", "testing"))
-after_import(f"{__name__}.fuser", f"{__name__}.ops")  # whoever has the compiler has the fusions
+after_import(f"{__name__}.fuser", f"{__name__}.ops")  # importing the compiler brings the fusions
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for, so that ``import fusible.jax`` imports no torch."""
+    """Imports a public name on first access, so ``import fusible.jax`` does not import torch."""
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     if name not in __all__:

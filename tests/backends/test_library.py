@@ -187,7 +187,7 @@ WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dis
 
 
 def is_narrow(value: Any) -> bool:
-    """Of 8 bits, which torch does not compare: whether an op changes such an argument, opcheck cannot say."""
+    """Whether values have 8 bits, which torch does not compare: opcheck cannot tell whether an op changes them."""
     return isinstance(value, Tensor) and value.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 

@@ -1,4 +1,4 @@
-"""What is asked of hundreds of tensors at once: the extension says what each tensor says by itself."""
+"""Queries on hundreds of tensors at once: the extension agrees with each tensor."""
 
 from __future__ import annotations
 

@@ -750,7 +750,7 @@ def test_a_replica_runs_its_own_ops():
 
 
 def replica_of(model):
-    """What ``nn.DataParallel`` makes on another device, and its parameters by the original's."""
+    """A replica as ``nn.DataParallel`` makes it on another device, and its parameters by the original's."""
     modules, values = [*model.modules()], {p: p.detach().clone().requires_grad_() for p in model.parameters()}
     replicas = {module: module._replicate_for_data_parallel() for module in modules}
     for module, replica in replicas.items():

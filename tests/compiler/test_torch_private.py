@@ -1,4 +1,4 @@
-"""What is done on a torch that lacks a private name: the module is loaded again without it."""
+"""The behaviour on a torch that lacks a private name: the module is loaded again without it."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_constants_may_change() -> None:
 def test_a_tensor_that_is_no_argument_is_refused() -> None:
     table = torch.randn(48)
 
-    with pytest.raises(ValueError, match=r"<lambda>: reads a tensor of shape \[48\] that is none of its arguments"):
+    with pytest.raises(ValueError, match=r"<lambda>: reads a tensor of shape \[48\] that is not one of its arguments"):
         Pointwise(lambda x: i0(x) + table.sum())
 
 

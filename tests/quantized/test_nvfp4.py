@@ -33,7 +33,7 @@ def varied(tokens: int, features: int) -> Tensor:
 
 
 def value_of(code: int) -> float:
-    """Of e4m3."""
+    """The value of an e4m3 code."""
     return scalar.FINITE["e4m3"][code]
 
 

@@ -248,7 +248,7 @@ def test_a_layer_in_bf16_trains_as_one_in_float64() -> None:
 
 
 def test_the_bias_and_the_router_keep_their_bits() -> None:
-    """What decides is computed in float32, whatever the experts are."""
+    """The choice of experts is computed in float32, whatever the dtype of the experts."""
     moe = layer(torch.bfloat16, **LAYERS["DeepSeek-V3"])
     routes = moe.router(tokens(4, HIDDEN, dtype=torch.bfloat16))
 

@@ -1,4 +1,4 @@
-"""What ``MoE.update_bias`` counts: each token that trains, once, however often its forward runs."""
+"""The counts of ``MoE.update_bias``: each trained token once, however often its forward runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the documentation shows, runs: code blocks, drawings, examples, docstrings, and links."""
+"""Everything that the documentation shows runs: code blocks, drawings, examples, docstrings, and links."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def builds_from_ops() -> bool:
 
 
 def missing(block: str) -> list[str]:
-    """What a block imports, or its calls import, and is not there."""
+    """The modules that a block imports, or that its calls import, and that are not installed."""
     found = {name: rf"^ *(import|from) (fusible\.integrations(\.| import ))?{name}(_\w+)?\b" for name in absent()}
     imported = [name for name, pattern in found.items() if re.search(pattern, block, re.M)]
     unbuilt = "transformer_engine.install(" in block and not builds_from_ops()

@@ -139,7 +139,7 @@ def test_every_arrow_points_to_an_earlier_row(package):
 
 @pytest.mark.parametrize("package", ARROWS)
 def test_every_arrow_is_drawn(package):
-    """What is stated is there: an arrow that nothing needs any more is taken out."""
+    """Every stated arrow is used: an arrow that nothing needs any more is removed."""
     drawn = {
         (part_of(module(path), package), part_of(".".join(modules(name)), package))
         for path in files(package)

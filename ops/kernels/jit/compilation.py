@@ -38,7 +38,7 @@ def compiled(texts: Sequence[str], architecture: str) -> bytes:
 
 @cache
 def compiler() -> Compiler:
-    """The first NVRTC that is found: as a Python package, or in a CUDA toolkit. Without one, nvcc.
+    """The first NVRTC found as a Python package or in a CUDA toolkit; nvcc if there is none.
 
     Raises:
         CompileError: there is neither.

@@ -36,7 +36,7 @@ class Nvcc:
 
 
 def find() -> Nvcc | None:
-    """That of CUDA_HOME, else of PATH, if it runs."""
+    """The nvcc of CUDA_HOME, else of PATH, if it runs."""
     home = os.environ.get("CUDA_HOME")
     path = shutil.which(os.path.join(home, "bin", "nvcc") if home else "nvcc")
     if path is None:

@@ -90,7 +90,7 @@ def kernel(
 
 
 def _in_order(codecs: dict[str, Codec], obeys_switches: bool, added: Collection[str]) -> dict[str, Codec]:
-    """Those of a schema: the switches after what it has always had, then what has a default."""
+    """The codecs in the order of the schema: the switches after the original parameters, then those with a default."""
     codecs = codecs | {p: codecs[p].with_default() for p in added}
     if obeys_switches:
         codecs["switches"] = codec_of(str).named("switches")
@@ -148,7 +148,7 @@ def _register(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def switches() -> str:
-    """Those of the switches in force that a kernel obeys, as the compiled code shall, whatever is in force then."""
+    """The switches in force that a kernel obeys, as text: compiled code keeps them."""
     active = active_switches()
     return f"{active.backend} strict" if active.strict else active.backend
 

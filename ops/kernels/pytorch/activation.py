@@ -111,7 +111,7 @@ def backward(
     out: ActivationGrads,
     of_groups: FunctionOperands | None = None,
 ) -> None:
-    """From ``dpostact`` [rows, F] what ``out`` holds tensors for; the activation is computed again from ``preact``.
+    """Computes the tensors in ``out`` from ``dpostact`` [rows, F]; the activation is recomputed from ``preact``.
 
     With v the curve's value: ``postact = v up s``, ``dgate = slope(d up s)``, ``dup = d v s``, ``ds = sum(d v up)``.
     Products are made in place where they can be: on a CPU fresh memory costs more than the arithmetic.
@@ -162,7 +162,7 @@ def _column(scales: Tensor, gate: Tensor) -> Tensor:
 
 
 def _product(up: Tensor | None, column: Tensor | None) -> Tensor | None:
-    """What the curve's value is multiplied by; in the dtype of ``up``."""
+    """The factor of the curve's value, in the dtype of ``up``."""
     if up is None or column is None:
         return column if up is None else up
     return (up * column).to(up.dtype)
@@ -192,7 +192,7 @@ def _wide_columns(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor 
 
 
 def _inputs(gate: Tensor, up: Tensor | None, spec: ActivationSpec) -> tuple[Tensor, Tensor | None]:
-    """What the curve is applied to, and what its value is multiplied by, clamped and offset."""
+    """The argument of the curve and the factor of its value, clamped and offset."""
     if up is None:
         return gate, None
     if spec.limit is not None:
