@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fusible.benchmarks import (
     arguments,
+    bits,
     chains,
     compare,
     few_rows,
@@ -713,3 +714,18 @@ def test_errors_of_recipes_are_printed(capsys: pytest.CaptureFixture[str]) -> No
     assert all(0.001 < error < 0.003 for error in errors["bfloat16"])
     assert all(0.02 < error < 0.05 for error in errors["Float8Block()"])
     assert all(0.05 < error < 0.2 for error in errors["NVFP4()"])
+
+
+def test_bits_that_differ_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    assert bits.main([str(first), "--only", "gemm.NT"]) == 0
+    assert bits.main([str(second), "--only", "gemm.NT"]) == 0
+    assert bits.main(["compare", str(first), str(second)]) == 0
+    digests = json.loads(second.read_text())
+    del digests["gemm.NT.torch.float32.loop/alpha"]
+    second.write_text(json.dumps(digests | {"gemm.NT.torch.bfloat16.loop/y": "another"}))
+    capsys.readouterr()
+
+    assert bits.main(["compare", str(first), str(second)]) == 1
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[:-1]]
+    assert names == ["gemm.NT.torch.bfloat16.loop/y", "gemm.NT.torch.float32.loop/alpha"]
