@@ -30,7 +30,7 @@ from fusible import GroupedLinear, Pointwise, QuantizedGroupedTensor, Sequential
 EXPERTS, HIDDEN, FFN, ROWS, TOKENS, TOP_K = 4, 256, 128, 208, 80, 2
 SIZES = (130, 0, 37, 32)  # 9 rows are in the tail
 CALLS = 3 if torch.cuda.is_available() else 2  # on a GPU the later ones are replayed
-HALF = torch.bfloat16
+DTYPE = torch.bfloat16
 BACKENDS = ("auto", "hopper", "grouped_mm", "loop")
 RECIPES: dict[str, Any] = {
     "none": None,
@@ -81,7 +81,7 @@ ACTIVATIONS: dict[str, Callable[[], Sequence[nn.Module]]] = {
         Pointwise(lambda x, beta: x * torch.sigmoid(beta * x), columns={"beta": torch.ones(EXPERTS, FFN)})
     ],
     "function-constant": lambda: [Pointwise(_capped, constants={"cap": 3.0})],
-    "chain": lambda: [fusible.Bias(FFN, dtype=HALF), fusible.Activation("silu"), fusible.ConstantScale(0.5)],
+    "chain": lambda: [fusible.Bias(FFN, dtype=DTYPE), fusible.Activation("silu"), fusible.ConstantScale(0.5)],
 }
 GATED = ("swiglu", "interleaved", "blocks", "clamped", "scaled", "function", "function-rows")
 SCALED = ("scaled", "relu2-scaled", "function-rows")
@@ -102,7 +102,7 @@ class Bench(NamedTuple):
 
     device: torch.device
 
-    def tensor(self, *shape: int, seed: int = 0, dtype: torch.dtype = HALF) -> Tensor:
+    def tensor(self, *shape: int, seed: int = 0, dtype: torch.dtype = DTYPE) -> Tensor:
         """Normal numbers of the seed."""
         numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
         return numbers.to(dtype).to(self.device)
@@ -126,11 +126,13 @@ class Bench(NamedTuple):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5)
         return model.to(self.device)
 
-    def linear(self, recipe: Any = None, dtype: torch.dtype = HALF, **options: Any) -> Sequential:
+    def linear(self, recipe: Any = None, dtype: torch.dtype = DTYPE, **options: Any) -> Sequential:
         """One grouped linear."""
         return self.layer(GroupedLinear(EXPERTS, HIDDEN, FFN, recipe=recipe, dtype=dtype, **options))
 
-    def experts(self, act: str = "swiglu", recipe: Any = None, dtype: torch.dtype = HALF, **options: Any) -> Sequential:
+    def experts(
+        self, act: str = "swiglu", recipe: Any = None, dtype: torch.dtype = DTYPE, **options: Any
+    ) -> Sequential:
         """Linear, activation, linear."""
         width = 2 * FFN if act in GATED else FFN
         options = {"recipe": recipe, "dtype": dtype, **options}
@@ -145,8 +147,8 @@ class Bench(NamedTuple):
 
     def lora(self, frozen: bool = False) -> Sequential:
         """The experts with adapters, whose weights may be frozen."""
-        first = fusible.GroupedLoRA(EXPERTS, HIDDEN, 2 * FFN, 8, dtype=HALF)
-        second = fusible.GroupedLoRA(EXPERTS, FFN, HIDDEN, 8, dtype=HALF)
+        first = fusible.GroupedLoRA(EXPERTS, HIDDEN, 2 * FFN, 8, dtype=DTYPE)
+        second = fusible.GroupedLoRA(EXPERTS, FFN, HIDDEN, 8, dtype=DTYPE)
         ends = fusible.Scale(), fusible.Combine()
         model = self.layer(fusible.Dispatch(EXPERTS), first, fusible.SwiGLU(), second, *ends)
         for name, parameter in model.named_parameters():
@@ -226,14 +228,14 @@ def inference(build: Build, x: Tensor, keywords: Mapping[str, Tensor], **switche
 # ---- cases
 
 
-class Case(NamedTuple):
+class Trial(NamedTuple):
     """A name, and what computes results."""
 
     name: str
     run: Callable[[], Results]
 
 
-def linears(bench: Bench) -> Iterator[Case]:
+def linears(bench: Bench) -> Iterator[Trial]:
     """A grouped linear: each form of its parameters under each recipe, 16-bit and float32 products by each backend."""
     x, sizes = bench.tensor(ROWS, HIDDEN), bench.sizes()
     few_rows = {"split_sizes": torch.tensor((4, 0, 3, 2), device=bench.device)}
@@ -241,34 +243,34 @@ def linears(bench: Bench) -> Iterator[Case]:
     for name, recipe in RECIPES.items():
         for form, options in LINEARS.items():
             build = partial(bench.linear, recipe=recipe, **options)
-            yield Case(f"linear.{name}.{form}", partial(training, bench, build, x, sizes))
+            yield Trial(f"linear.{name}.{form}", partial(training, bench, build, x, sizes))
         build = partial(bench.linear, recipe=recipe)
-        yield Case(f"linear.{name}.inference", partial(inference, build, x, sizes))
-        yield Case(f"linear.{name}.few-rows", partial(training, bench, build, x[:9], few_rows))
-        yield Case(f"linear.{name}.config", partial(training, bench, bench.linear, x, sizes, recipe=recipe))
+        yield Trial(f"linear.{name}.inference", partial(inference, build, x, sizes))
+        yield Trial(f"linear.{name}.few-rows", partial(training, bench, build, x[:9], few_rows))
+        yield Trial(f"linear.{name}.config", partial(training, bench, bench.linear, x, sizes, recipe=recipe))
     for name in FEW:
         for dtype in (torch.float32, torch.float16):
             build = partial(bench.linear, recipe=RECIPES[name], dtype=dtype)
-            yield Case(f"linear.{name}.{dtype}", partial(training, bench, build, x.to(dtype), sizes))
+            yield Trial(f"linear.{name}.{dtype}", partial(training, bench, build, x.to(dtype), sizes))
         build = partial(bench.linear, recipe=RECIPES[name], scale_bias=True)
-        yield Case(f"linear.{name}.bias-scale", partial(training, bench, build, x, {**sizes, **scale}))
-        yield Case(f"linear.{name}.buffers", partial(_with_buffers, bench, RECIPES[name]))
-        for backend, dtype in itertools.product(BACKENDS, (HALF, torch.float32)):
+        yield Trial(f"linear.{name}.bias-scale", partial(training, bench, build, x, {**sizes, **scale}))
+        yield Trial(f"linear.{name}.buffers", partial(_with_buffers, bench, RECIPES[name]))
+        for backend, dtype in itertools.product(BACKENDS, (DTYPE, torch.float32)):
             build = partial(bench.linear, recipe=RECIPES[name], dtype=dtype)
             run = partial(training, bench, build, x.to(dtype), sizes, backend=backend)
-            yield Case(f"linear.{name}.{backend}.{dtype}", run)
+            yield Trial(f"linear.{name}.{backend}.{dtype}", run)
 
 
 def _with_buffers(bench: Bench, recipe: Any) -> Results:
     """Results that the caller's buffers hold; their tails stay as they are."""
     model = bench.linear(recipe=recipe)
     y, dx = torch.full((ROWS, FFN), 3.0), torch.full((ROWS, HIDDEN), 5.0)
-    lent = {"output": y.to(bench.device, HALF), "grad_input": dx.to(bench.device, HALF)}
+    lent = {"output": y.to(bench.device, DTYPE), "grad_input": dx.to(bench.device, DTYPE)}
     model(_leaf(bench.tensor(ROWS, HIDDEN)), **bench.sizes(), **lent).backward(bench.tensor(ROWS, FFN, seed=7))
     return lent
 
 
-def experts(bench: Bench) -> Iterator[Case]:
+def experts(bench: Bench) -> Iterator[Trial]:
     """Experts of each activation under some recipes, and of one activation under each, fused and op by op."""
     x, sizes = bench.tensor(ROWS, HIDDEN), bench.sizes()
     scale = {"scales": bench.tensor(ROWS, seed=5, dtype=torch.float32).abs()}
@@ -276,39 +278,39 @@ def experts(bench: Bench) -> Iterator[Case]:
     for act, name, bias in itertools.product(ACTIVATIONS, FEW[:4], (False, True)):
         keywords = {**sizes, **scale} if act in SCALED else sizes
         build = partial(bench.experts, act, RECIPES[name], bias=bias)
-        yield Case(f"experts.{name}.{act}.{bias}", partial(training, bench, build, x, keywords))
+        yield Trial(f"experts.{name}.{act}.{bias}", partial(training, bench, build, x, keywords))
     for name, recipe in RECIPES.items():
         for form, options in LINEARS.items():
             build = partial(bench.experts, recipe=recipe, **options)
-            yield Case(f"experts.{name}.{form}", partial(training, bench, build, x, sizes))
+            yield Trial(f"experts.{name}.{form}", partial(training, bench, build, x, sizes))
         build = partial(bench.experts, recipe=recipe)
-        yield Case(f"experts.{name}.apart", partial(training, bench, build, x, sizes, disable_fusions=apart))
-        yield Case(f"experts.{name}.recompute", partial(training, bench, build, x, sizes, recompute=True))
-        yield Case(f"experts.{name}.inference", partial(inference, build, x, sizes))
+        yield Trial(f"experts.{name}.apart", partial(training, bench, build, x, sizes, disable_fusions=apart))
+        yield Trial(f"experts.{name}.recompute", partial(training, bench, build, x, sizes, recompute=True))
+        yield Trial(f"experts.{name}.inference", partial(inference, build, x, sizes))
     for name, backend in itertools.product(FEW, BACKENDS):
         build = partial(bench.experts, recipe=RECIPES[name])
-        yield Case(f"experts.{name}.{backend}", partial(training, bench, build, x, sizes, backend=backend))
+        yield Trial(f"experts.{name}.{backend}", partial(training, bench, build, x, sizes, backend=backend))
 
 
-def routed(bench: Bench) -> Iterator[Case]:
+def routed(bench: Bench) -> Iterator[Trial]:
     """Routed layers, with and without adapters: as ops, as a function, and between ranks, of which there is one."""
     x, choices = bench.tensor(TOKENS, HIDDEN), bench.choices()
     for name, recipe in RECIPES.items():
         build = partial(bench.routed, recipe=recipe)
-        yield Case(f"routed.{name}", partial(training, bench, build, x, choices))
-        yield Case(f"routed.{name}.inference", partial(inference, build, x, choices))
+        yield Trial(f"routed.{name}", partial(training, bench, build, x, choices))
+        yield Trial(f"routed.{name}.inference", partial(inference, build, x, choices))
     for act, name in itertools.product(("interleaved", "scaled", "function", "chain"), FEW[:4]):
         build = partial(bench.routed, act, act not in SCALED, RECIPES[name], bias=False)
-        yield Case(f"routed.{name}.{act}", partial(training, bench, build, x, choices))
+        yield Trial(f"routed.{name}.{act}", partial(training, bench, build, x, choices))
     for backend in BACKENDS:
-        yield Case(f"routed.{backend}", partial(training, bench, bench.routed, x, choices, backend=backend))
-        yield Case(f"routed-lora.{backend}", partial(training, bench, bench.lora, x, choices, backend=backend))
-    yield Case("routed.recompute", partial(training, bench, bench.routed, x, choices, recompute=True))
-    yield Case("routed-lora.frozen", partial(training, bench, partial(bench.lora, frozen=True), x, choices))
-    yield Case("routed-experts", partial(_routed_experts, bench))
-    yield Case("moe", partial(training, bench, partial(_OutputOf, bench), x, {}))
+        yield Trial(f"routed.{backend}", partial(training, bench, bench.routed, x, choices, backend=backend))
+        yield Trial(f"routed-lora.{backend}", partial(training, bench, bench.lora, x, choices, backend=backend))
+    yield Trial("routed.recompute", partial(training, bench, bench.routed, x, choices, recompute=True))
+    yield Trial("routed-lora.frozen", partial(training, bench, partial(bench.lora, frozen=True), x, choices))
+    yield Trial("routed-experts", partial(_routed_experts, bench))
+    yield Trial("moe", partial(training, bench, partial(_OutputOf, bench), x, {}))
     for name in ("none", "block", "tensor"):
-        yield Case(f"ranks.{name}", partial(training, bench, partial(bench.ranks, RECIPES[name]), x, choices))
+        yield Trial(f"ranks.{name}", partial(training, bench, partial(bench.ranks, RECIPES[name]), x, choices))
 
 
 class _OutputOf(nn.Module):
@@ -317,7 +319,7 @@ class _OutputOf(nn.Module):
     def __init__(self, bench: Bench) -> None:
         super().__init__()
         torch.manual_seed(1)
-        moe = fusible.MoE(HIDDEN, FFN, EXPERTS, TOP_K, shared_ffn=FFN, dtype=HALF)
+        moe = fusible.MoE(HIDDEN, FFN, EXPERTS, TOP_K, shared_ffn=FFN, dtype=DTYPE)
         self.layer = moe.to(bench.device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -337,15 +339,15 @@ def _routed_experts(bench: Bench) -> Results:
     return {"y": y, **{f"grad.{name}": leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}}
 
 
-def chains(bench: Bench) -> Iterator[Case]:
+def chains(bench: Bench) -> Iterator[Trial]:
     """Linears with what follows them in one kernel, pointwise ops alone and in chains, adapters, and a plain linear."""
     x, sizes, pairs = bench.tensor(ROWS, HIDDEN), bench.sizes(), bench.tensor(ROWS, 2 * FFN)
     rows = {"scales": bench.tensor(ROWS, seed=5, dtype=torch.float32)}
     residual = {"extra": bench.tensor(ROWS, FFN, seed=6)}
-    biases = fusible.Bias(FFN, dtype=HALF), fusible.Scale(), fusible.ConstantScale(0.5)
+    biases = fusible.Bias(FFN, dtype=DTYPE), fusible.Scale(), fusible.ConstantScale(0.5)
     for name in FEW:
-        narrow = partial(GroupedLinear, EXPERTS, HIDDEN, FFN, dtype=HALF, recipe=RECIPES[name])
-        wide = partial(GroupedLinear, EXPERTS, HIDDEN, 2 * FFN, dtype=HALF, recipe=RECIPES[name])
+        narrow = partial(GroupedLinear, EXPERTS, HIDDEN, FFN, dtype=DTYPE, recipe=RECIPES[name])
+        wide = partial(GroupedLinear, EXPERTS, HIDDEN, 2 * FFN, dtype=DTYPE, recipe=RECIPES[name])
         yield _chain(bench, f"{name}.scaled", [narrow(), *biases], x, {**sizes, **rows})
         yield _chain(bench, f"{name}.glu", [wide(), fusible.SwiGLU()], x, sizes)
         yield _chain(bench, f"{name}.function", [wide(), *ACTIVATIONS["function"]()], x, sizes)
@@ -353,10 +355,10 @@ def chains(bench: Bench) -> Iterator[Case]:
     branch = fusible.MakeExtraOutput("branch", output_to_caller=True)
     yield _chain(bench, "branch", [branch, fusible.Identity(), fusible.AddExtraInput("branch")], x, {})
     yield _chain(bench, "glu-scale", [fusible.SwiGLU(), fusible.Scale()], pairs, rows)
-    yield _chain(bench, "linear", [fusible.Linear(HIDDEN, FFN, dtype=HALF)], x, {})
+    yield _chain(bench, "linear", [fusible.Linear(HIDDEN, FFN, dtype=DTYPE)], x, {})
     for rank in (0, 16):
-        adapted = fusible.GroupedLoRA(EXPERTS, HIDDEN, FFN, rank, dtype=HALF)
-        transposed = fusible.GroupedLoRA(EXPERTS, HIDDEN, FFN, rank, dtype=HALF, bias=False, transposed_weight=True)
+        adapted = fusible.GroupedLoRA(EXPERTS, HIDDEN, FFN, rank, dtype=DTYPE)
+        transposed = fusible.GroupedLoRA(EXPERTS, HIDDEN, FFN, rank, dtype=DTYPE, bias=False, transposed_weight=True)
         yield _chain(bench, f"lora.{rank}", [adapted], x, sizes)
         yield _chain(bench, f"lora.{rank}.transposed", [transposed], x, sizes)
     for act in ACTIVATIONS:
@@ -364,19 +366,19 @@ def chains(bench: Bench) -> Iterator[Case]:
         yield _chain(bench, act, ACTIVATIONS[act](), pairs if act in GATED else pairs[:, :FFN], keywords)
 
 
-def _chain(bench: Bench, name: str, ops: Sequence[nn.Module], x: Tensor, keywords: Mapping[str, Tensor]) -> Case:
-    return Case(f"chain.{name}", partial(training, bench, partial(bench.layer, *ops), x, keywords))
+def _chain(bench: Bench, name: str, ops: Sequence[nn.Module], x: Tensor, keywords: Mapping[str, Tensor]) -> Trial:
+    return Trial(f"chain.{name}", partial(training, bench, partial(bench.layer, *ops), x, keywords))
 
 
-def kept_weights(bench: Bench) -> Iterator[Case]:
+def kept_weights(bench: Bench) -> Iterator[Trial]:
     """Weights that stay quantised: what is stored, results, gradients of x; and those that are quantised in a block."""
     for name in KEPT:
         for form in ("stacked", "transposed"):
             build = partial(bench.experts, recipe=None, **LINEARS[form])
-            yield Case(f"kept.{name}.{form}", partial(_kept, bench, build, RECIPES[name]))
-        yield Case(f"kept.{name}.routed", partial(_kept, bench, bench.routed, RECIPES[name]))
+            yield Trial(f"kept.{name}.{form}", partial(_kept, bench, build, RECIPES[name]))
+        yield Trial(f"kept.{name}.routed", partial(_kept, bench, bench.routed, RECIPES[name]))
     for name in RECIPES:
-        yield Case(f"same-weights.{name}", partial(_same_weights, bench, RECIPES[name]))
+        yield Trial(f"same-weights.{name}", partial(_same_weights, bench, RECIPES[name]))
 
 
 def _kept(bench: Bench, build: Build, recipe: Any) -> Results:
@@ -395,12 +397,12 @@ def _same_weights(bench: Bench, recipe: Any) -> Results:
         return training(bench, lambda: model, bench.tensor(ROWS, HIDDEN), bench.sizes())
 
 
-def tensors(bench: Bench) -> Iterator[Case]:
+def tensors(bench: Bench) -> Iterator[Trial]:
     """Quantised tensors: tokens, gradients and weights, of each dtype; their bytes and values."""
-    for name, dtype in itertools.product(KEPT, (HALF, torch.float16, torch.float32)):
+    for name, dtype in itertools.product(KEPT, (DTYPE, torch.float16, torch.float32)):
         if name != "mxfp4":
-            yield Case(f"tensor.{name}.{dtype}", partial(_quantised_tokens, bench, RECIPES[name], dtype))
-        yield Case(f"tensor.{name}.{dtype}.weights", partial(_quantised_weights, bench, RECIPES[name], dtype))
+            yield Trial(f"tensor.{name}.{dtype}", partial(_quantised_tokens, bench, RECIPES[name], dtype))
+        yield Trial(f"tensor.{name}.{dtype}.weights", partial(_quantised_weights, bench, RECIPES[name], dtype))
 
 
 def _quantised_tokens(bench: Bench, recipe: Any, dtype: torch.dtype) -> Results:
@@ -417,12 +419,12 @@ def _quantised_tokens(bench: Bench, recipe: Any, dtype: torch.dtype) -> Results:
 
 def _quantised_weights(bench: Bench, recipe: Any, dtype: torch.dtype) -> Results:
     results: Results = {}
-    for halves, both in itertools.product((1, 2), (False, True)):
+    for parts, both in itertools.product((1, 2), (False, True)):
         weights = bench.tensor(EXPERTS, 2 * FFN, HIDDEN, dtype=dtype)
         both = both and not isinstance(recipe, fusible.MXFP4)
-        quantised = QuantizedGroupedTensor.quantize(weights, recipe, columnwise=both, halves=halves)
+        quantised = QuantizedGroupedTensor.quantize(weights, recipe, columnwise=both, halves=parts)
         stored = {name: value for name, value in quantised.state().items() if isinstance(value, Tensor)}
-        results |= {f"{halves}.{both}.{name}": v for name, v in {**stored, **_values(quantised)}.items()}
+        results |= {f"{parts}.{both}.{name}": v for name, v in {**stored, **_values(quantised)}.items()}
     return results
 
 
@@ -432,10 +434,10 @@ def _values(quantised: QuantizedGroupedTensor) -> Results:
     return {f"values.{columnwise}": quantised.dequantize(torch.float32, columnwise=columnwise) for columnwise in wanted}
 
 
-def products(bench: Bench) -> Iterator[Case]:
+def products(bench: Bench) -> Iterator[Trial]:
     """``grouped_gemm`` in each layout, by each backend."""
-    for layout, dtype, backend in itertools.product(("NT", "NN", "TN"), (HALF, torch.float32), BACKENDS):
-        yield Case(f"gemm.{layout}.{dtype}.{backend}", partial(_product, bench, layout, dtype, backend))
+    for layout, dtype, backend in itertools.product(("NT", "NN", "TN"), (DTYPE, torch.float32), BACKENDS):
+        yield Trial(f"gemm.{layout}.{dtype}.{backend}", partial(_product, bench, layout, dtype, backend))
 
 
 def _product(bench: Bench, layout: str, dtype: torch.dtype, backend: str) -> Results:
@@ -467,7 +469,7 @@ def digest(tensor: Tensor) -> str:
     return hashlib.sha256(f"{host.dtype} {list(host.shape)} ".encode() + content).hexdigest()
 
 
-def digests(case: Case) -> dict[str, str]:
+def digests(case: Trial) -> dict[str, str]:
     """The digest of each result by its name; the type of the error where there is none, as a backend may refuse."""
     torch.manual_seed(0)
     try:
@@ -483,19 +485,19 @@ def record(path: Path, only: str) -> None:
     """Runs the cases whose names begin with ``only``, and writes their digests."""
     torch.set_num_threads(1)  # sums on the host depend on the number of threads
     bench = Bench(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    found: dict[str, str] = {}
+    recorded: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         backend = "cpu:gloo,cuda:nccl" if bench.device.type == "cuda" else "gloo"
         torch.distributed.init_process_group(backend, init_method=f"file://{folder}/ranks", rank=0, world_size=1)
         for part in PARTS:
             begin = time.perf_counter()
             for case in part(bench):
-                found |= digests(case) if case.name.startswith(only) else {}
+                recorded |= digests(case) if case.name.startswith(only) else {}
             print(f"{part.__name__}: {time.perf_counter() - begin:.1f} s", file=sys.stderr)
         torch.distributed.destroy_process_group()
-    path.write_text(json.dumps(found, indent=0, sort_keys=True))
-    errors = sum(name.endswith("/error") for name in found)
-    print(f"{len(found)} digests, {errors} cases refused")
+    path.write_text(json.dumps(recorded, indent=0, sort_keys=True))
+    errors = sum(name.endswith("/error") for name in recorded)
+    print(f"{len(recorded)} digests, {errors} cases refused")
 
 
 def compare(before: Path, after: Path) -> int:
