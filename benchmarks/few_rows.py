@@ -21,9 +21,9 @@ from fusible import MXFP4, MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor
 from fusible.ops import kernels
 from fusible.ops.kernels import Layout, dispatch
 from fusible.ops.kernels.problem import nbytes
-from fusible.ops.quantized import operands
 from fusible.ops.quantized.recipe import Recipe
-from fusible.ops.quantized_linear import copies_of, product
+from fusible.ops.quantized_linear import product
+from fusible.ops.quantized_operands import copies_of
 
 from .arguments import positive
 from .problem import PRESETS, Preset
@@ -62,13 +62,13 @@ def ways(preset: Preset, tokens: int, device: str) -> tuple[Tensor, dict[str, Wa
 
 def quantised(recipe: Recipe, rows_as_they_lie: int, x: Tensor, weight: Tensor, sizes: Tensor) -> Way:
     """Of a weight that stays quantised, by rows that are quantised already."""
-    copy = operands.rowwise_copy(recipe, weight)
+    copy = recipe.weight(weight)
     rows = copies_of(recipe, x, sizes, rows=True, wgrad=False).rows
     assert rows is not None
 
     def run() -> Tensor:
         with patch.object(dispatch, "FEW_ROWS", rows_as_they_lie):
-            return product(recipe, rows, operands.of_staying(recipe, copy), sizes, torch.bfloat16)
+            return product(recipe, rows, recipe.stored_operand(copy), sizes, torch.bfloat16)
 
     return run, nbytes(copy.data, copy.scales)
 

@@ -19,7 +19,7 @@ from ..fuser.dynamo.steps import TracedPlan, traced_plan_or_reason
 from ..fuser.overrides import is_hooked
 from ..ops import Float8Block, GroupedLinear
 from ..ops.quantized.copies import BLOCK, SCALES
-from ..ops.quantized.recipe import ScaleKind
+from ..ops.quantized.float8 import ScaleKind
 from ..ops.quantized_modules import holding
 from .experts import ModuleParameters, layer_of
 from .gates import activation_with, constants_read, values_of

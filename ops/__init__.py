@@ -23,7 +23,14 @@ from .linear import Linear
 from .lora import GroupedLoRA
 from .moe import Combine, Dispatch
 from .pointwise import Pointwise
-from .quantized.recipe import MXFP4, MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, NoRecipe
+from .quantized.delayed import Delayed
+from .quantized.mxfp4 import MXFP4
+from .quantized.mxfp8 import MXFP8
+from .quantized.nvfp4 import NVFP4
+from .quantized.per_block import Float8Block
+from .quantized.per_row import Float8Row
+from .quantized.per_tensor import Float8Tensor
+from .quantized.recipe import NoRecipe
 from .quantized_modules import quantize_
 from .quantized_tensor import QuantizedGroupedTensor
 from .quantized_weights import same_weights

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..fuser import ArgumentError, Buffer, Gradient, Grads, TensorSpec
 from ..fuser import tracing as trace
 from ..fuser.runtime.buffers import CallerBuffer
-from . import delayed_scales, kernels
+from . import kernels
 from . import quantized_linear as quantized
 from .checks import (
     SplitSizesFit,
@@ -28,13 +28,10 @@ from .checks import (
 from .gathered_weights import expected_operands, is_gathered
 from .kernels import Independent, Layout, Matrices
 from .parameters.weight_grads import WeightGrads
-from .quantized import operands
-from .quantized.copies import AMAX, SCALES, BackwardWeight, Columns, WeightOperand
+from .quantized.copies import AMAX, SCALES, Columns, Transposition, Weight
 from .quantized.forms import form_of, misfit
-from .quantized.packed import PackedWeight
-from .quantized.recipe import MXFP4, NVFP4, Recipe
-from .quantized.schemes import Copy
-from .quantized_linear import TokenCopies
+from .quantized.recipe import Recipe
+from .quantized_operands import TokenCopies, copies_of, weight_operands
 from .quantized_weights import match_state, operands_of
 from .wide_buffers import wide_buffers
 
@@ -86,11 +83,12 @@ class GroupedLinear(WeightGrads):
     values_checked_on_host = frozenset({"split_sizes"})
     replayable = True
     recipe: Recipe | None = None
+    _scales_of_steps: tuple[str, ...] = ()  # buffers
     gathers_bytes = False  # whether FSDP2 gathers the weight in e4m3
 
     class Saved(NamedTuple):
         x: Tensor | Columns | None
-        weight: Matrices | BackwardWeight | Copy | None
+        weight: Matrices | Weight | None
         split_sizes: Tensor
         bias: Matrices | None
         bias_scale: Tensor | None
@@ -130,7 +128,7 @@ class GroupedLinear(WeightGrads):
             data = torch.empty((num_groups, out_features), device=device, dtype=dtype)
             self.add_expert_parameter("bias", data, single_grouped_bias)
         self.init_weight_grads(accumulate_into_main_grad, delay_wgrad_compute)
-        delayed_scales.register(self, recipe, num_groups, device)
+        self._register_scales(device)
         required = type(self).keywords["bias_scale"]._replace(required=True)
         others = {name: keyword for name, keyword in type(self).keywords.items() if name != "bias_scale"}
         self.keywords = {**others, "bias_scale": required} if self.scale_bias else others
@@ -142,13 +140,22 @@ class GroupedLinear(WeightGrads):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
+    def _register_scales(self, device: torch.device | str | None) -> None:
+        """Registers what the recipe carries from step to step."""
+        if self.recipe is None or self.recipe.steps is None:
+            return
+        buffers = self.recipe.steps.buffers(self.num_groups, None if device is None else torch.device(device))
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+        self._scales_of_steps = tuple(buffers)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """``.to()`` and its kin. Scales of steps before stay float32, in which they are computed."""
-        with wide_buffers(self, delayed_scales.BUFFERS):
+        with wide_buffers(self, self._scales_of_steps):
             return super()._apply(fn, recurse)
 
     def _matrix_shape(self) -> tuple[int, int]:
-        packed = 2 if self.is_quantized and isinstance(self.recipe, MXFP4 | NVFP4) else 1  # values in a byte
+        packed = self.recipe.values_in_byte if self.is_quantized and self.recipe is not None else 1
         shape = self.out_features, self.in_features // packed
         return shape[::-1] if self.transposed_weight else shape
 
@@ -201,7 +208,7 @@ class GroupedLinear(WeightGrads):
         weight = self.one_parameter("weight")
         checked = check_quantized_input if self.is_quantized else check_matrix_input
         dtype = checked(x, weight, self.in_features, autocast_dtype)
-        if self.is_quantized and (why := quantized.dtype_refusal(self.recipe, dtype)) is not None:  # type: ignore[arg-type]
+        if self.is_quantized and (why := self.recipe.dtype_refusal(dtype)) is not None:  # type: ignore[union-attr]
             raise ArgumentError(f"x: {why}; cast it")
         self._check_weights(x.device)
         if type(weight) is not nn.Parameter and is_gathered(weight):
@@ -228,7 +235,7 @@ class GroupedLinear(WeightGrads):
         recipe: Recipe = self.recipe  # type: ignore[assignment]
         data = form_of(recipe, self.weight_shape).data
         decoders: Any = [self._buffers.get(name) for name in (SCALES, AMAX)]
-        if (why := misfit(recipe, self.weight_shape, Copy(data, *decoders))) is not None:
+        if (why := misfit(recipe, self.weight_shape, Weight(data, *decoders))) is not None:
             raise ArgumentError(f"{why}; what casts a module casts them too, so quantise it after that")
 
     def fwd(
@@ -281,9 +288,8 @@ class GroupedLinear(WeightGrads):
             product: may do more than multiply.
         """
         if isinstance(rows, Tensor):
-            encode = delayed_scales.encode_of_tokens(self, recipe, rows, split_sizes)
-            wanted = {"rows": True, "wgrad": "weight" in needs_grad}
-            rows = quantized.copies_of(recipe, rows, split_sizes, **wanted, encode=encode)
+            of_step = recipe.on(self, "x", rows, split_sizes)
+            rows = copies_of(of_step, rows, split_sizes, rows=True, wgrad="weight" in needs_grad)
         if not self.is_quantized:
             quantized.note_few_rows(rows, self.num_groups, x.device)
         weight, back = self._weight_operands(recipe, "x" in needs_grad)
@@ -292,19 +298,16 @@ class GroupedLinear(WeightGrads):
         lent = bias_scale, grad_input
         return y, self.saved(x, rows.for_wgrad, back, split_sizes, *lent, needs_grad, x_is_inner, recipe)
 
-    def _weight_operands(
-        self, recipe: Recipe, back: bool
-    ) -> tuple[WeightOperand | PackedWeight, BackwardWeight | Copy | None]:
+    def _weight_operands(self, recipe: Recipe, back: bool) -> tuple[Weight, Weight | None]:
         """What the product reads, and, if ``back``, what the gradient of ``x`` will read."""
         if self.is_quantized:
             data = kernels.problem.stacked(self.matrices("weight"))
-            copy = Copy(data, *self.quantized_buffers())
-            return operands.of_staying(recipe, copy), copy if back else None
+            stored = Weight(data, *self.quantized_buffers())  # type: ignore[arg-type]
+            return recipe.stored_operand(stored), stored._replace(turn=Transposition.COPY) if back else None
         matrices = self.matrices("weight")
-        if delayed_scales.is_delayed(recipe):
+        if recipe.steps is not None:
             weight = kernels.problem.stacked(matrices)
-            encode = delayed_scales.encode_of_weight(self, recipe, weight)
-            return quantized.weight_operands(recipe, weight, back, encode)
+            return weight_operands(recipe.on(self, "weight", weight), weight, back)
         if self.gathers_bytes and trace.active():
             trace.note("FSDP2 gathers the weight in e4m3: each rank quantises its shard, and calls are not replayed")
             return expected_operands(self.one_parameter("weight"), back)
@@ -314,7 +317,7 @@ class GroupedLinear(WeightGrads):
         self,
         x: Tensor,
         rows: Tensor | Columns | None,
-        weight: Matrices | BackwardWeight | Copy | None,
+        weight: Matrices | Weight | None,
         split_sizes: Tensor,
         bias_scale: Tensor | None,
         grad_input: Tensor | None,
@@ -348,8 +351,9 @@ class GroupedLinear(WeightGrads):
         if saved.recipe is None:
             return self.grads_of(saved, rows, rows, needs_grad)
         wanted = {"rows": "x" in needs_grad, "wgrad": "weight" in needs_grad, "is_gradient": True}
-        encode = delayed_scales.encode_of_tokens(self, saved.recipe, rows, saved.split_sizes, is_gradient=True)
-        copies = quantized.copies_of(saved.recipe, rows, saved.split_sizes, **wanted, encode=encode)
+        copies = copies_of(
+            saved.recipe.on(self, "gradient", rows, saved.split_sizes), rows, saved.split_sizes, **wanted
+        )
         return self.grads_of(saved, copies, rows, needs_grad)
 
     def grads_of(
@@ -392,10 +396,10 @@ class GroupedLinear(WeightGrads):
     @property
     def keeps_scales(self) -> bool:
         """Whether it has scales of steps before."""
-        return delayed_scales.has_buffers(self)
+        return bool(self._scales_of_steps)
 
     def trace_refusal(self) -> str | None:
-        if delayed_scales.is_delayed(quantized.followed_by(self)):
+        if (recipe := quantized.followed_by(self)) is not None and recipe.steps is not None:
             return "delayed scales are kept in buffers, which compiled code does not write"
         if self.gathers_bytes:
             return "FSDP2 gathers the weight in e4m3, a parameter that compilers do not trace"
@@ -451,6 +455,7 @@ def _times_weight(
     if isinstance(dy, TokenCopies):
         assert dy.rows is not None
         assert saved.recipe is not None
+        assert isinstance(saved.weight, Weight)
         weight = quantized.transposed_operand(saved.recipe, saved.weight)
         return quantized.product(saved.recipe, dy.rows, weight, saved.split_sizes, dy.dtype, out=out)
     dx = kernels.grouped_gemm(

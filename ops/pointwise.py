@@ -23,9 +23,7 @@ from .programs.halves import join, split
 from .programs.parameters import InOrder, Parameters
 from .programs.program import Program
 from .programs.tracing import Function, UnknownFunctionError, check_pointwise, gradients, name_of, trace
-from .quantized.copies import Scaling
-from .quantized.operands import scaling_of
-from .quantized.recipe import Recipe
+from .quantized.recipe import Recipe, gives_blocks
 
 _RESERVED = RESERVED | {"x", "y", "split_sizes", "self", "op_kwargs"}
 
@@ -175,8 +173,7 @@ class Pointwise(Op):
         if self.program is None:
             raise ValueError(f"Pointwise: {self.refusal}")
         columns = tuple([parameter.dtype for _, parameter in self.inputs()])
-        quantized = recipe is not None and scaling_of(recipe, is_gradient=False) is Scaling.BLOCKS
-        return kernels.compile_ahead(self.program, self.spec, dtype, columns, quantized)
+        return kernels.compile_ahead(self.program, self.spec, dtype, columns, gives_blocks(recipe))
 
     @property
     def _program_inputs(self) -> tuple[str, ...]:

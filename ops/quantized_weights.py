@@ -21,13 +21,10 @@ from ..fuser.torch_private import storage_id
 from .gathered_weights import GatheredWeight
 from .kernels import Matrices
 from .kernels.problem import first
-from .kernels.quantized import quantize_weight
-from .quantized.copies import AMAX, SCALES, TransposedWeight, WeightOperand
+from .quantized.copies import AMAX, SCALES, Weight, WeightOperands
 from .quantized.forms import misfit, misfits, recipe_of, widened
-from .quantized.operands import WeightOperands, rowwise_copy
-from .quantized.recipe import Float8Block, Recipe
-from .quantized.schemes import Copy, scheme_of
-from .quantized_linear import is_power_of_two, weight_operands
+from .quantized.recipe import Recipe
+from .quantized_operands import weight_operands
 
 
 class _Kept(NamedTuple):
@@ -69,24 +66,15 @@ def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
         return weight.operands(both)
     one = first(weight)
     if not active_config().same_weights or trace.active() or trace.has_no_data(one):
-        return _quantized(recipe, weight, both)
+        return weight_operands(recipe, weight, both)
     capture.refuse("copies of weights are kept between calls")
     if one.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("same_weights: a CUDA graph would replay with the weights of now; capture outside of it")
     key = recipe, *_identity(weight)
     kept = _kept.get(key)
     if kept is None or (both and kept.copies.backward is None):
-        kept = _kept[key] = _Kept(weight, _quantized(recipe, weight, both))
+        kept = _kept[key] = _Kept(weight, weight_operands(recipe, weight, both))
     return kept.copies
-
-
-def _quantized(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
-    """With scales of blocks, or as the recipe says."""
-    if not isinstance(recipe, Float8Block):
-        return weight_operands(recipe, weight, both)
-    copies = quantize_weight(weight, power_of_two=is_power_of_two(recipe), both=both)
-    back = None if copies.transposed is None else TransposedWeight(copies.transposed, copies.scales)
-    return WeightOperands(WeightOperand(copies.data, copies.scales), back)
 
 
 def _identity(weight: Matrices) -> tuple[Any, ...]:
@@ -127,15 +115,15 @@ def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> str | N
     if not isinstance(weight, Tensor):
         return None
     if isinstance(scales, Tensor):
-        return _match_bytes(linear, state_dict, names, Copy(weight, scales, state_dict.get(names.amax)))
+        return _match_bytes(linear, state_dict, names, Weight(weight, scales, state_dict.get(names.amax)))
     if weight.dtype.itemsize == 1:
         return f"{names.weight} is {weight.dtype}, and {names.scales} is missing: bytes are no values without scales"
     if linear.is_quantized and weight.shape == linear.weight_shape:
-        _replace(state_dict, names, rowwise_copy(linear.recipe, weight))
+        _replace(state_dict, names, linear.recipe.weight(weight).tensors)
     return None
 
 
-def _match_bytes(linear: Any, state_dict: dict[str, Any], names: _Names, copy: Copy) -> str | None:
+def _match_bytes(linear: Any, state_dict: dict[str, Any], names: _Names, copy: Weight) -> str | None:
     """:func:`match_state` of a weight with scales."""
     shape = linear.weight_shape
     recipe: Recipe | None = linear.recipe if linear.is_quantized else recipe_of(shape, copy)
@@ -148,7 +136,7 @@ def _match_bytes(linear: Any, state_dict: dict[str, Any], names: _Names, copy: C
         state_dict[names.scales] = copy.scales
         return None
     warnings.warn(f"{names.weight} is quantised and the module is not: its rounded values are loaded", stacklevel=3)
-    rounded = scheme_of(recipe).weight_values(copy, 1)
+    rounded = recipe.weight_values(copy)
     _replace(state_dict, names, [rounded.mT if linear.transposed_weight else rounded])
     return None
 

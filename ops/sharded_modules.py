@@ -9,7 +9,7 @@ from ..fuser.stored_values import stores_values
 from ..fuser.torch_private import dispatch_disabled
 from .gathered_weights import MasterWeight
 from .grouped_linear import GroupedLinear
-from .quantized.recipe import Float8Block
+from .quantized.recipe import gives_blocks
 from .quantized_linear import refusal
 
 
@@ -48,7 +48,7 @@ def _refusal(linear: GroupedLinear) -> str | None:
         return "this torch does not have torch._C._DisableTorchDispatch; gather 16 bits"
     if linear.is_quantized:
         return "the weight has been quantised, so its bytes are gathered as they are; leave the call out"
-    if not isinstance(linear.recipe, Float8Block):
+    if linear.recipe is None or not gives_blocks(linear.recipe):
         return f"only blocks of whole experts are gathered; build the op with recipe=Float8Block(), not {linear.recipe}"
     if linear.per_group["weight"]:
         return "shards of one parameter an expert cut its blocks; build the op with single_grouped_weight=True"

@@ -12,7 +12,7 @@ from emulation import build, harness
 
 from fusible.ops.kernels.fake_quantized_problem import FakeQuantizeWeight
 from fusible.ops.kernels.hopper import fake_quantize
-from fusible.ops.quantized.packed import PackedFormat
+from fusible.ops.quantized.copies import PackedFormat
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),

@@ -46,7 +46,7 @@ from fusible.benchmarks.problem import PRESETS
 from fusible.fuser import replay
 from fusible.ops import quantized_linear, sharded_modules
 from fusible.ops.gathered_weights import MasterWeight
-from fusible.ops.quantized.schemes import Copy, scheme_of
+from fusible.ops.quantized.copies import Weight
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -454,8 +454,8 @@ def test_weights_that_linears_share_stay_shared() -> None:
 def test_operations_of_others_read_the_values(mesh: DeviceMesh) -> None:
     op, quantised = fully_shard(gather_quantized(experts()[0]), mesh=mesh), quantize_(experts()[0], Float8Block())
     op.unshard()
-    weight, copied = op.weight, Copy(quantised.weight.detach(), quantised.weight_scale_inv)
-    expected = scheme_of(Float8Block()).weight_values(copied, 1).bfloat16()
+    weight, copied = op.weight, Weight(quantised.weight.detach(), quantised.weight_scale_inv)
+    expected = Float8Block().weight_values(copied).bfloat16()
 
     assert isinstance(weight, torch.nn.Parameter)
     assert (weight.dtype, weight.shape) == (torch.bfloat16, (E, 2 * N, K))

@@ -233,9 +233,7 @@ PUBLIC_WORDS = {  # the keyword of Pointwise; the blocks of a weight of gate and
     "ops/kernels/pytorch/quantize.py": {"halves"},
     "ops/kernels/pytorch/scaled_gemm.py": {"halves"},
     "ops/quantized/mxfp8.py": {"halves"},
-    "ops/quantized/operands.py": {"halves"},
     "ops/quantized/reference.py": {"halves"},
-    "ops/quantized/schemes.py": {"halves"},
     "ops/quantized_tensor.py": {"halves"},
 }
 

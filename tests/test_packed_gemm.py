@@ -13,7 +13,7 @@ from emulation import build
 import fusible
 from fusible.ops.kernels.dispatch import packed_refusal
 from fusible.ops.kernels.hopper import packed_gemm as hopper
-from fusible.ops.quantized.packed import PackedFormat
+from fusible.ops.quantized.copies import PackedFormat
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),

@@ -10,7 +10,7 @@ from checks.packed import Case
 from checks.recipes import Kernels
 
 import fusible
-from fusible.ops.quantized.packed import PackedFormat
+from fusible.ops.quantized.copies import PackedFormat
 
 pytestmark = pytest.mark.cuda
 skip_module_without_hopper()

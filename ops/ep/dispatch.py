@@ -12,7 +12,7 @@ from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, TensorSpec
 from ...fuser import tracing as trace
 from ..checks import check_floats, product_dtype
 from ..moe import check_choices, index_dtype
-from ..quantized.recipe import Float8Block
+from ..quantized.per_block import Float8Block
 from . import float8_rows
 from .group import Group
 from .messages import EIGHT_BITS

@@ -7,6 +7,8 @@ token, and bfloat16 holds them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,15 +16,15 @@ from ...fuser.errors import shown
 from ..kernels.quantized import quantize_rows
 from ..quantized.copies import BLOCK, ceil_blocks
 from ..quantized.formats import E4M3, from_e8m0
-from ..quantized.recipe import Float8Block
+from ..quantized.recipe import gives_blocks
 from .settings import Settings
 
 _ALIGNED = 16  # bytes
 
 
-def refusal(recipe: object, settings: Settings, transport: str) -> str | None:
+def refusal(recipe: Any, settings: Settings, transport: str) -> str | None:
     """Why tokens of a group cannot travel so; None: they can."""
-    if not isinstance(recipe, Float8Block) or recipe.scales != "power_of_two":
+    if not gives_blocks(recipe) or not recipe.is_power_of_two:
         return f"recipe must be Float8Block() with powers of two for scales, or None, got {shown(recipe)}"
     if settings.dtype != torch.bfloat16:
         return f"recipe needs a group of torch.bfloat16, which holds the values exactly, got {settings.dtype}"
@@ -41,6 +43,7 @@ def packed(x: Tensor) -> Tensor:
     tokens, hidden = x.shape
     copies = quantize_rows(x, torch.full((1,), tokens, dtype=torch.int32, device=x.device), power_of_two=True)
     assert copies.rows is not None
+    assert copies.rows.scales is not None
     exponents = copies.rows.scales.view(torch.int32)[:, :tokens] >> 23
     out = torch.zeros(tokens, 2 * width(hidden), dtype=torch.uint8, device=x.device)
     out[:, :hidden] = copies.rows.data.view(torch.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +13,9 @@ from ...fuser import Gradient, Grads
 from .. import kernels
 from ..activation_spec import ActivationSpec
 from ..checks import product_dtype
-from ..delayed_scales import encode_of_tokens
 from ..grouped_linear import GroupedLinear, as_rows, input_grad
-from ..quantized_linear import HiddenActivation, TokenCopies, activating, applied, hidden_rows
+from ..quantized_linear import HiddenActivation, activating, applied, hidden_rows
+from ..quantized_operands import TokenCopies
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ def forward(
         terms: dict[str, Any] = {"bias": fc1.matrices("bias") if fc1.has_bias else None, "bias_scale": flat(bias_scale)}
         lent, hidden = (bias_scale, grad_input), HiddenActivation(activation, flat(scales), vectors)
         if reader is not None:
-            activate = activating(hidden, keep_preact, partial(encode_of_tokens, reader))
+            activate = activating(hidden, keep_preact, reader)
             (kept, copies), saved = fc1.quantized_fwd(
                 recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, terms, activate
             )

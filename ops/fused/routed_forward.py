@@ -16,12 +16,12 @@ from torch import Tensor
 from ...fuser.module_state import with_tensors
 from .. import routing as permutation
 from ..activation_spec import ActivationSpec
-from ..delayed_scales import is_delayed
 from ..glu import Activated
 from ..grouped_linear import GroupedLinear
 from ..inference import Experts, one_call
 from ..kernels.custom_ops import kernel
-from ..quantized_linear import GatheredTokens, applied, wgrad_is_quantized
+from ..quantized_linear import applied
+from ..quantized_operands import GatheredTokens
 from ..routing import Routing
 from ..scale import Scale
 from .grouped_mlp import GroupedMLP
@@ -54,8 +54,8 @@ def forward(
     routing = permutation.route(top_k_index, num_experts, tokens.dtype, top_k_weights.contiguous())
     factors: dict[str, Any] = dict.fromkeys(scaled_by, permutation.scales_of(routing, top_k_weights))
     recipe = applied(mlp.fc1, tokens.dtype)
-    gathers = recipe is not None and not is_delayed(recipe)  # amaxes of steps are those of the rows
-    if recipe is not None and gathers and (wgrad_is_quantized(recipe) or "fc1.weight" not in needs_grad):
+    gathers = recipe is not None and recipe.steps is None  # amaxes of steps are those of the rows
+    if recipe is not None and gathers and (recipe.quantises_wgrad or "fc1.weight" not in needs_grad):
         rows = gathered(tokens, routing)
         scales = factors.get("scales"), factors.get("out_scale_scales")
         y, saved = mlp.quantized_fwd(recipe, rows, routing.split_sizes, *scales, needs_grad)

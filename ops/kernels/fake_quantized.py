@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..quantized.copies import PackedFormat
 from ..quantized.nvfp4 import NV_BLOCK
-from ..quantized.packed import PackedFormat
 from .custom_ops import kernel
 from .dispatch import fake_quantizers
 from .fake_quantized_problem import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing

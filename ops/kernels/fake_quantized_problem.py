@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..quantized.packed import PackedFormat
+from ..quantized.copies import PackedFormat
 from .problem import Matrices, nbytes
 
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ...fuser import tracing as trace
-from ..quantized.packed import PackedFormat, unpacked
+from ..quantized.copies import PackedFormat
+from ..quantized.packed import unpacked
 from . import grouped_gemm
 from .custom_ops import kernel
 from .dispatch import packed_refusal
@@ -44,7 +45,7 @@ def packed_gemm(
     """``row_scale * (alpha * A W^T + bias_scale * bias)`` by group, of bfloat16 rows; see :class:`PackedGemm`.
 
     Args:
-        data, scales: the fields of :class:`PackedWeight`.
+        data, scales: those of the format, as a recipe stores them.
         out: where to write; rows past the last group stay as they are.
         out_dtype: of what is allocated here; that of ``a`` by default.
     """

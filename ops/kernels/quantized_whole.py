@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..quantized.copies import BLOCK, RowWeight, Scaling
+from ..quantized.copies import BLOCK, Scaling
 from .custom_ops import kernel
 from .problem import Matrices, first
 from .quantized import E4M3, RowCopies, quantize
-from .quantized_problem import QuantizeRows, QuantizeWeight
+from .quantized_problem import QuantizeRows, QuantizeWeight, RowWeight
 
 
 def new_whole_rows(

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from ...fuser import tracing as trace
-from ..quantized.operands import transposed_bytes
+from ..quantized.recipe import transposed_bytes
 from .custom_ops import kernel
 from .dispatch import native_refusal
 from .hopper import transpose as hopper

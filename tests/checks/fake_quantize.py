@@ -11,8 +11,8 @@ from torch import Tensor
 from fusible.ops.kernels.fake_quantized_problem import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 from fusible.ops.kernels.hopper import fake_quantize
 from fusible.ops.quantized import mxfp8, nvfp4, reference
+from fusible.ops.quantized.copies import PackedFormat
 from fusible.ops.quantized.nvfp4 import NV_BLOCK
-from fusible.ops.quantized.packed import PackedFormat
 
 from .quantize import assert_untouched, every_amax, poisoned, routed, rows_and_tail, used_rows, values
 

@@ -20,8 +20,9 @@ from fusible import GroupedLinear, check_device_errors
 from fusible.ops.kernels.hopper import packed_gemm as hopper
 from fusible.ops.kernels.quantized_problem import PackedGemm
 from fusible.ops.quantized import mxfp4, mxfp8, nvfp4
+from fusible.ops.quantized.copies import PackedFormat
 from fusible.ops.quantized.formats import pack
-from fusible.ops.quantized.packed import PackedFormat, unpacked
+from fusible.ops.quantized.packed import unpacked
 from fusible.ops.quantized.recipe import Recipe
 
 from .device import synchronize

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...quantized.copies import PackedFormat
 from ...quantized.nvfp4 import NV_BLOCK
-from ...quantized.packed import PackedFormat
 from ..fake_quantized_problem import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 from ..problem import addresses, first
 from .extension import TYPE_CODES, address, compiled, device_refusal, stream

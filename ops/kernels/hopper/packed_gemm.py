@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...quantized.packed import PackedFormat
+from ...quantized.copies import PackedFormat
 from ..problem import addresses
 from ..quantized_problem import PackedGemm
 from .extension import TYPE_CODES, address, compiled, device_refusal, stream

@@ -8,7 +8,7 @@ from ...quantized.copies import BLOCK
 from ..quantized_problem import ActivatedScaledGemm
 from . import quantized_functions, scaled_gemm
 from .epilogue import tile_refusal
-from .extension import TYPE_CODES, compiled
+from .extension import TYPE_CODES, address, compiled
 from .gemm import as_float32, bias_fields
 from .rows import scale_arguments
 
@@ -47,7 +47,7 @@ def run(problem: ActivatedScaledGemm) -> None:
         **scaled_gemm.row_fields(product, workspace),
         power_of_two=problem.power_of_two,
         rows=rows.data.data_ptr(),
-        row_scales=rows.scales.data_ptr(),
+        row_scales=address(rows.scales),
         **bias_fields(product.bias, bias_scale),
         scales=scales,
         scales_type=scales_type,
