@@ -1,5 +1,6 @@
 """Basic ops, and the fused ops that replace runs of them."""
 
+from . import quantized_values as quantized_values  # its quantisers become known
 from .activation import Activation
 from .activation_spec import interleaved
 from .bias import Bias

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..fuser import tracing as trace
 from ..fuser.replay import capture
-from . import quantized_values
 from .kernels import Matrices
 from .kernels.problem import nbytes, stacked
 from .kernels.quantized import quantize_rows, quantize_weight
@@ -45,28 +44,42 @@ class GatheredTokens(NamedTuple):
 
     Attributes:
         tokens: [T, K].
-        slot_of_row: [R]: the slot, token * top_k + j, of each row.
+        slot_of_row: [R]: the slot, token * top_k + j, of each row; None: the rows are the tokens.
     """
 
     tokens: Tensor
-    slot_of_row: Tensor
+    slot_of_row: Tensor | None
     top_k: int
+
+    @property
+    def number(self) -> int:
+        """Of rows."""
+        return self.tokens.shape[0] if self.slot_of_row is None else self.slot_of_row.shape[0]
 
     def rows(self) -> Tensor:
         """[R, K], gathered."""
-        return self.tokens.index_select(0, self.slot_of_row // self.top_k)
+        return self.tokens if self.slot_of_row is None else self.tokens.index_select(0, self.slot_of_row // self.top_k)
+
+
+class WantedOperands(NamedTuple):
+    """Which operands of tokens are wanted, and whether the tokens are a gradient."""
+
+    rows: bool
+    columns: bool
+    is_gradient: bool
+
+
+TokenOperands = tuple[Rows | None, Columns | None]
 
 
 class Quantiser(NamedTuple):
-    """Makes the operands of a recipe.
+    """Makes the operands of a recipe, from tokens with their split sizes, and from weights [E, N, K].
 
     Attributes:
-        tokens: rows and columns of tokens, those that are wanted. Takes the recipe, the tokens, their split sizes,
-            whether ``rows`` and ``columns`` are wanted, and whether the tokens are a gradient.
-        weight: of a weight [E, N, K]. Takes the recipe, the weight, and whether the gradient of rows reads it, too.
+        weight: the last argument says whether the gradient of rows reads the weight, too.
     """
 
-    tokens: Callable[..., tuple[Rows | None, Columns | None]]
+    tokens: Callable[[Recipe, GatheredTokens, Tensor, WantedOperands], TokenOperands]
     weight: Callable[[Recipe, Matrices, bool], WeightOperands]
 
 
@@ -88,16 +101,15 @@ def copies_of(
         wgrad: whether the gradient of a weight does.
         values: whether something else reads what was not quantised.
     """
-    is_gathered = isinstance(tokens, GatheredTokens)
-    number = tokens.slot_of_row.shape[0] if isinstance(tokens, GatheredTokens) else tokens.shape[0]
-    dtype = tokens.tokens.dtype if isinstance(tokens, GatheredTokens) else tokens.dtype
-    columns = wgrad and recipe.quantises_wgrad
-    kept = tokens if not is_gathered and (values or (wgrad and not columns)) else None
-    if not rows and not columns:
-        return TokenCopies(number, dtype, kept, None, None)  # type: ignore[arg-type]
-    quantiser = QUANTISERS[recipe.kernels(is_gradient)]
-    read = quantiser.tokens(recipe, tokens, split_sizes, rows=rows, columns=columns, is_gradient=is_gradient)
-    return TokenCopies(number, dtype, kept, *read)  # type: ignore[arg-type]
+    columns, kept = wgrad and recipe.quantises_wgrad, None
+    if isinstance(tokens, Tensor):
+        kept = tokens if values or (wgrad and not columns) else None
+        tokens = GatheredTokens(tokens, None, 1)
+    read: TokenOperands = None, None
+    if rows or columns:
+        wanted = WantedOperands(rows, columns, is_gradient)
+        read = QUANTISERS[recipe.kernels(is_gradient)].tokens(recipe, tokens, split_sizes, wanted)
+    return TokenCopies(tokens.number, tokens.tokens.dtype, kept, *read)
 
 
 def weight_operands(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
@@ -108,41 +120,34 @@ def weight_operands(recipe: Recipe, weight: Matrices, both: bool) -> WeightOpera
 # ---- kernels that write bytes
 
 
-def _gathered(tokens: Tensor | GatheredTokens) -> tuple[Tensor, dict[str, Any]]:
-    """The tokens, and what kernels take to gather them."""
-    if isinstance(tokens, Tensor):
-        return tokens, {}
-    return tokens.tokens, {"slot_of_row": tokens.slot_of_row, "top_k": tokens.top_k}
-
-
 def _tokens_in_blocks(
-    recipe: Recipe,
-    tokens: Tensor | GatheredTokens,
-    split_sizes: Tensor,
-    *,
-    rows: bool,
-    columns: bool,
-    is_gradient: bool,
-) -> tuple[Rows | None, Columns | None]:
-    x, options = _gathered(tokens)
-    options |= {"power_of_two": recipe.is_power_of_two, "want_rows": rows, "want_columns": columns}
-    copies = quantize_rows(x, split_sizes, **options)
+    recipe: Recipe, tokens: GatheredTokens, split_sizes: Tensor, wanted: WantedOperands
+) -> TokenOperands:
+    copies = quantize_rows(
+        tokens.tokens,
+        split_sizes,
+        power_of_two=recipe.is_power_of_two,
+        want_rows=wanted.rows,
+        want_columns=wanted.columns,
+        slot_of_row=tokens.slot_of_row,
+        top_k=tokens.top_k,
+    )
     return copies.rows, copies.columns
 
 
-def _whole_tokens(
-    recipe: Recipe,
-    tokens: Tensor | GatheredTokens,
-    split_sizes: Tensor,
-    *,
-    rows: bool,
-    columns: bool,
-    is_gradient: bool,
-) -> tuple[Rows | None, Columns | None]:
-    x, options = _gathered(tokens)
-    options |= {"power_of_two": recipe.is_power_of_two, "want_rows": rows, "want_columns": columns}
+def _whole_tokens(recipe: Recipe, tokens: GatheredTokens, split_sizes: Tensor, wanted: WantedOperands) -> TokenOperands:
     assert recipe.scaling is not None
-    copies = quantize_whole_rows(x, split_sizes, scaling=recipe.scaling, encode=recipe.encode, **options)
+    copies = quantize_whole_rows(
+        tokens.tokens,
+        split_sizes,
+        scaling=recipe.scaling,
+        power_of_two=recipe.is_power_of_two,
+        want_rows=wanted.rows,
+        want_columns=wanted.columns,
+        encode=recipe.encode,
+        slot_of_row=tokens.slot_of_row,
+        top_k=tokens.top_k,
+    )
     return copies.rows, copies.columns
 
 
@@ -160,37 +165,21 @@ def _whole_weight(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperand
     return WeightOperands(Weight(copies.data, copies.scales), back)
 
 
-# ---- kernels that write values
-
-
-def _values_of_tokens(
-    recipe: Recipe, tokens: Tensor | GatheredTokens, split_sizes: Tensor, **wanted: bool
-) -> tuple[Rows | None, Columns | None]:
-    x, options = _gathered(tokens)
-    return quantized_values.of_tokens(recipe, x, split_sizes, **wanted, **options)
-
-
 # ---- PyTorch, by the definition of the recipe
 
 
 def _defined_tokens(
-    recipe: Recipe,
-    tokens: Tensor | GatheredTokens,
-    split_sizes: Tensor,
-    *,
-    rows: bool,
-    columns: bool,
-    is_gradient: bool,
-) -> tuple[Rows | None, Columns | None]:
-    source = tokens if isinstance(tokens, Tensor) else tokens.rows()
+    recipe: Recipe, tokens: GatheredTokens, split_sizes: Tensor, wanted: WantedOperands
+) -> TokenOperands:
+    source = tokens.rows()
     if not recipe.quantises_tokens:
         capture.refuse("products of packed weights are not replayed")
         return Rows(source), None
     capture.refuse(f"PyTorch quantises for {recipe.name}")
-    read = recipe.token_operands(source, split_sizes, rows, columns, is_gradient)
-    names = [name for name, is_wanted in (("rows", rows), ("columns", columns)) if is_wanted]
-    _note(recipe, f"rows {'+'.join(names)}", nbytes(source, *(read[0] or ()), *(read[1] or ())))
-    return read
+    rows, columns = recipe.token_operands(source, split_sizes, *wanted)
+    names = [name for name, is_wanted in (("rows", wanted.rows), ("columns", wanted.columns)) if is_wanted]
+    _note(recipe, f"rows {'+'.join(names)}", nbytes(source, *(rows or ()), *(columns or ())))
+    return rows, columns
 
 
 def _defined_weight(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
@@ -212,7 +201,6 @@ QUANTISERS: dict[Scaling | None, Quantiser] = {
     Scaling.BLOCKS: Quantiser(_tokens_in_blocks, _weight_in_blocks),
     Scaling.ROWS: Quantiser(_whole_tokens, _whole_weight),
     Scaling.GROUPS: Quantiser(_whole_tokens, _whole_weight),
-    Scaling.VALUES: Quantiser(_values_of_tokens, quantized_values.of_weight),
     None: Quantiser(_defined_tokens, _defined_weight),
 }
-"""By what kernels scale; None: no kernel quantises."""
+"""By how kernels scale; None: no kernel quantises. ``quantized_values.py`` adds those of emulated formats."""

@@ -1,37 +1,40 @@
-"""The operands of recipes whose products are computed in 16 bits: values that kernels round to the recipe's format."""
+"""Operands of formats that kernels emulate: values rounded to the format, which are multiplied in 16 bits.
+
+Importing this module makes its quantisers known.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor
 
 from .kernels import Matrices
 from .kernels.fake_quantized import fake_quantize_rows, fake_quantize_weight
 from .kernels.problem import first
-from .quantized.copies import Columns, Rows, Transposition, Weight, WeightOperands
+from .quantized.copies import Columns, Rows, Scaling, Transposition, Weight, WeightOperands
 from .quantized.recipe import Recipe
+from .quantized_operands import QUANTISERS, GatheredTokens, Quantiser, TokenOperands, WantedOperands
 
 
-def of_tokens(
-    recipe: Recipe, x: Tensor, split_sizes: Tensor, *, rows: bool, columns: bool, is_gradient: bool, **gathered: Any
-) -> tuple[Rows | None, Columns | None]:
-    """The operands of tokens [T, K] that are wanted; with ``slot_of_row`` and ``top_k`` where they are gathered."""
-    options: dict[str, Any] = {"want_rows": rows, "want_columns": columns, **gathered}
-    options |= recipe.rounding(x, is_gradient)
-    sizes = recipe.filled_sizes(split_sizes) if columns else split_sizes
+def _tokens(recipe: Recipe, tokens: GatheredTokens, split_sizes: Tensor, wanted: WantedOperands) -> TokenOperands:
     assert recipe.packed is not None
-    values = fake_quantize_rows(x, split_sizes, recipe.packed, **options)
-    by_row = None if values.rows is None else Rows(values.rows, None, values.row_amax)
-    by_column = None if values.columns is None else Columns(values.columns, None, values.column_amax, sizes)
-    return by_row, by_column
+    values = fake_quantize_rows(
+        tokens.tokens,
+        split_sizes,
+        recipe.packed,
+        want_rows=wanted.rows,
+        want_columns=wanted.columns,
+        slot_of_row=tokens.slot_of_row,
+        top_k=tokens.top_k,
+        **recipe.rounding(tokens.tokens, wanted.is_gradient),
+    )
+    rows = None if values.rows is None else Rows(values.rows, None, values.row_amax)
+    if values.columns is None:
+        return rows, None
+    return rows, Columns(values.columns, None, values.column_amax, recipe.filled_sizes(split_sizes))
 
 
-def of_weight(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
-    """The operands of a weight [E, N, K]; ``both``: also for the gradient of rows.
-
-    Values lie as the weight does. The same ones serve both products where a scale is of as many rows as columns.
-    """
+def _weight(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
+    """Values lie as the weight does. The same ones serve both products where a scale is of square blocks."""
     one, format = first(weight), recipe.packed
     assert format is not None
     is_turned = one.stride(-1) != 1 and one.stride(-2) == 1
@@ -54,3 +57,6 @@ def of_weight(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
 
 def _turned(weight: Matrices) -> Matrices:
     return weight.mT if isinstance(weight, Tensor) else [matrix.mT for matrix in weight]
+
+
+QUANTISERS[Scaling.VALUES] = Quantiser(_tokens, _weight)
