@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from .copies import Scaling
+from .copies import Columns, Rows, Scaling, Weight
 from .formats import E4M3, FORMATS, Format
 from .recipe import RECIPES, Recipe, check_choice, check_flag
 from .reference import scatter, token_blocks
@@ -19,7 +19,7 @@ WgradFormat = Literal["float8", "bfloat16"]
 
 @dataclass(frozen=True)
 class Float8(Recipe):
-    """Bytes with scales in float32. Kernels quantise to e4m3.
+    """Bytes with scales in float32. Kernels quantise to e4m3, and multiply what they have quantised as it is.
 
     Attributes:
         scales, gradient, wgrad: see :class:`fusible.Float8Block`.
@@ -44,6 +44,18 @@ class Float8(Recipe):
 
     def kernels(self, is_gradient: bool) -> Scaling | None:
         return None if is_gradient and self.gradient != "e4m3" else self.scaling
+
+    def row_operand(self, rows: Rows, split_sizes: Tensor) -> Rows:
+        return rows
+
+    def column_operand(self, columns: Columns, split_sizes: Tensor, rows: int) -> Columns:
+        return columns
+
+    def weight_operand(self, weight: Weight, parts: int = 1) -> Weight:
+        return weight
+
+    def transposed_operand(self, weight: Weight) -> Weight:
+        return weight
 
     def format(self, is_gradient: bool) -> Format:
         """What values are rounded to."""

@@ -60,15 +60,6 @@ class Float8Block(Float8):
     def transposed_values(self, weight: Weight, parts: int = 1) -> Tensor:
         return self.weight_values(Weight(weight.data.mT, weight.scales), parts)
 
-    def row_operand(self, rows: Rows, split_sizes: Tensor) -> Rows:
-        return rows
-
-    def column_operand(self, columns: Columns, split_sizes: Tensor, rows: int) -> Columns:
-        return columns
-
-    def weight_operand(self, weight: Weight, parts: int = 1) -> Weight:
-        return weight
-
     def turned(
         self, weight: Weight, parts: int = 1, transpose: Callable[[Tensor], Tensor] = transposed_bytes
     ) -> Weight:

@@ -63,18 +63,9 @@ class Float8Row(Float8):
     def weight_values(self, weight: Weight, parts: int = 1) -> Tensor:
         return dequantize_rows(weight)
 
-    def row_operand(self, rows: Rows, split_sizes: Tensor) -> Rows:
-        return rows
-
     def column_operand(self, columns: Columns, split_sizes: Tensor, rows: int) -> Columns:
         assert columns.scales is not None
         return Columns(columns.data, columns.scales[token_blocks(split_sizes, rows).group])
-
-    def weight_operand(self, weight: Weight, parts: int = 1) -> Weight:
-        return weight
-
-    def transposed_operand(self, weight: Weight) -> Weight:
-        return weight
 
     def turned(
         self, weight: Weight, parts: int = 1, transpose: Callable[[Tensor], Tensor] = transposed_bytes

@@ -11,14 +11,14 @@ from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...fuser.errors import shown
 from .copies import Columns, Rows, Scaling, Weight
 from .float8 import Float8, ScaleKind, tokens_of
 from .formats import E4M3, Format, cast
-from .recipe import Steps, register, transposed_bytes
+from .recipe import Recipe, Steps, register, transposed_bytes
 from .reference import amax_of, decode_scales, encode_scales, gather, groups_of, largest_by_group, token_blocks
 
 
@@ -50,6 +50,14 @@ class Float8Tensor(Float8):
     @property
     def steps(self) -> Steps | None:
         return self.delayed
+
+    def on(self, linear: nn.Module, tensor: str, values: Tensor, split_sizes: Tensor | None = None) -> Recipe:
+        if self.delayed is None:
+            return self
+        return self.delayed.advanced(self, linear, tensor, values, split_sizes)
+
+    def scales_of_forward(self, linear: nn.Module) -> Tensor | None:
+        return None if self.delayed is None else self.delayed.of_forward(linear)
 
     def with_scales(self, encode: Tensor | None) -> Float8Tensor:
         if encode is None:

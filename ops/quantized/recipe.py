@@ -220,11 +220,11 @@ class Recipe:
             tensor: ``"x"``, ``"weight"`` or ``"gradient"``, which is that of the output.
             split_sizes: the rows of each group; None for a weight.
         """
-        return self if self.steps is None else self.steps.advanced(self, linear, tensor, values, split_sizes)
+        return self
 
     def scales_of_forward(self, linear: nn.Module) -> Tensor | None:
         """What the last forward of a linear has multiplied x by, which its backward may need; None: nothing is kept."""
-        return None if self.steps is None else self.steps.of_forward(linear)
+        return None
 
     def with_scales(self, encode: Tensor | None) -> Recipe:
         """The recipe with the scales of a forward, from what :meth:`scales_of_forward` gave; None: as it is."""
