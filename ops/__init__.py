@@ -1,6 +1,5 @@
 """Basic ops, and the fused ops that replace runs of them."""
 
-from . import quantized_values as quantized_values  # its quantisers become known
 from .activation import Activation
 from .activation_spec import interleaved
 from .bias import Bias
@@ -33,11 +32,15 @@ from .quantized.per_row import Float8Row
 from .quantized.per_tensor import Float8Tensor
 from .quantized.recipe import NoRecipe
 from .quantized_modules import quantize_
+from .quantized_operands import QUANTISERS
 from .quantized_tensor import QuantizedGroupedTensor
+from .quantized_values import EMULATED
 from .quantized_weights import same_weights
 from .residual import AddExtraInput, Identity, MakeExtraOutput
 from .scale import ConstantScale, Scale
 from .sharded_modules import gather_quantized
+
+QUANTISERS.update(EMULATED)
 
 __all__ = [
     "GEGLU",

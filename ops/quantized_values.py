@@ -1,7 +1,4 @@
-"""Operands of formats that kernels emulate: values rounded to the format, which are multiplied in 16 bits.
-
-Importing this module makes its quantisers known.
-"""
+"""Operands of formats that kernels emulate: values rounded to the format, which are multiplied in 16 bits."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from .kernels.fake_quantized import fake_quantize_rows, fake_quantize_weight
 from .kernels.problem import first
 from .quantized.copies import Columns, Rows, Scaling, Transposition, Weight, WeightOperands
 from .quantized.recipe import Recipe
-from .quantized_operands import QUANTISERS, GatheredTokens, Quantiser, TokenOperands, WantedOperands
+from .quantized_operands import GatheredTokens, Quantiser, TokenOperands, WantedOperands
 
 
 def _tokens(recipe: Recipe, tokens: GatheredTokens, split_sizes: Tensor, wanted: WantedOperands) -> TokenOperands:
@@ -59,4 +56,5 @@ def _turned(weight: Matrices) -> Matrices:
     return weight.mT if isinstance(weight, Tensor) else [matrix.mT for matrix in weight]
 
 
-QUANTISERS[Scaling.VALUES] = Quantiser(_tokens, _weight)
+EMULATED: dict[Scaling | None, Quantiser] = {Scaling.VALUES: Quantiser(_tokens, _weight)}
+"""What ``ops/__init__.py`` adds to the quantisers that are known."""
