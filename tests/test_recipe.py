@@ -23,7 +23,7 @@ SIZES = torch.tensor([20, 0, 16])
 
 @dataclass(frozen=True)
 class Sixteenths(Recipe):
-    """Multiples of 1 / 16 in int8, with a scale of ones for each row."""
+    """Multiples of 1 / 16 in int8. A weight has one scale a group, which tells it from other formats of int8."""
 
     def rows(self, x: Tensor, split_sizes: Tensor, is_gradient: bool = False) -> Rows:
         return Rows(_rounded(x), torch.ones(x.shape[0], device=x.device))
@@ -32,7 +32,7 @@ class Sixteenths(Recipe):
         return Columns(_rounded(x), torch.ones(x.shape[1], device=x.device))
 
     def weight(self, weight: Tensor, parts: int = 1, is_gradient: bool = False) -> Weight:
-        return Weight(_rounded(weight), torch.ones(weight.shape[:2], device=weight.device))
+        return Weight(_rounded(weight), torch.ones(weight.shape[0], device=weight.device))
 
     def transposed_weight(self, weight: Tensor, parts: int = 1, is_gradient: bool = False) -> Weight:
         return self.weight(weight.mT.contiguous())
