@@ -19,11 +19,11 @@ from torch import Tensor
 
 from fusible import MXFP4, MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor
 from fusible.ops import kernels
-from fusible.ops.formats import operands
 from fusible.ops.formats.recipe import Recipe
 from fusible.ops.kernels import Layout, dispatch
 from fusible.ops.kernels.problems.gemm import nbytes
-from fusible.ops.quantized.linear import copies_of, product
+from fusible.ops.quantized.linear import product
+from fusible.ops.quantized.operands import copies_of
 
 from .arguments import positive
 from .problem import PRESETS, Preset
@@ -62,13 +62,13 @@ def ways(preset: Preset, tokens: int, device: str) -> tuple[Tensor, dict[str, Wa
 
 def quantised(recipe: Recipe, rows_as_they_lie: int, x: Tensor, weight: Tensor, sizes: Tensor) -> Way:
     """The product of a weight that stays quantised with rows that are already quantised."""
-    copy = operands.rowwise_copy(recipe, weight)
+    copy = recipe.weight(weight)
     rows = copies_of(recipe, x, sizes, rows=True, wgrad=False).rows
     assert rows is not None
 
     def run() -> Tensor:
         with patch.object(dispatch, "FEW_ROWS", rows_as_they_lie):
-            return product(recipe, rows, operands.of_staying(recipe, copy), sizes, torch.bfloat16)
+            return product(recipe, rows, recipe.stored_operand(copy), sizes, torch.bfloat16)
 
     return run, nbytes(copy.data, copy.scales)
 

@@ -16,7 +16,8 @@ from fusible.ops.kernels.extension import compiled
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout, stacked
 from fusible.ops.kernels.pytorch import grouped_mm as grouped_mm_backend
-from fusible.ops.quantized.linear import copies_of, product, transposed_operand, weight_grad, wgrad_is_quantized
+from fusible.ops.quantized.linear import product, transposed_operand, weight_grad
+from fusible.ops.quantized.operands import copies_of
 from fusible.ops.quantized.weights import operands_of
 
 from .problem import Problem
@@ -139,11 +140,12 @@ def _product(layout: Layout, a: Tensor, b: Tensor, sizes: Tensor, main_grad: boo
 def under_recipe(p: GroupedGemm, recipe: Recipe) -> Function | None:
     """The product of quantised operands; None if the recipe does not quantise this product."""
     if p.layout is Layout.TN:
-        return _wgrad_under(p, recipe) if wgrad_is_quantized(recipe) else None
+        return _wgrad_under(p, recipe) if recipe.quantises_wgrad else None
     back, out = p.layout is Layout.NN, p.out
     rows = copies_of(recipe, p.a, p.split_sizes, rows=True, wgrad=False, is_gradient=back).rows
     of_weight = operands_of(recipe, p.b, back)
-    weight = transposed_operand(recipe, of_weight.backward) if back else of_weight.forward
+    kept = of_weight.backward
+    weight = of_weight.forward if kept is None else transposed_operand(recipe, kept)
     assert rows is not None
     assert isinstance(out, Tensor)
     return lambda: product(recipe, rows, weight, p.split_sizes, out.dtype, out=out)

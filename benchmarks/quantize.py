@@ -17,15 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.ops.formats.copies import (
-    BLOCK,
-    BlockedColumns,
-    QuantizedRows,
-    QuantizedWeight,
-    RowWeight,
-    Scaling,
-    ceil_blocks,
-)
+from fusible.ops.formats.copies import BLOCK, Columns, Rows, Scaling, ceil_blocks
 from fusible.ops.kernels.doors import routing
 from fusible.ops.kernels.hopper import quantize
 from fusible.ops.kernels.hopper import rows as kernels
@@ -34,9 +26,11 @@ from fusible.ops.kernels.problems.quantized import (
     PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
+    QuantizedWeight,
     QuantizeRows,
     QuantizeWeight,
     Quantizing,
+    RowWeight,
 )
 from fusible.ops.values.activation_spec import gated
 
@@ -54,15 +48,15 @@ class QuantizePart(NamedTuple):
     peers: Mapping[str, Callable[[], Any]]
 
 
-def empty_rows(tokens: int, features: int, device: str) -> QuantizedRows:
+def empty_rows(tokens: int, features: int, device: str) -> Rows:
     scales = torch.empty(ceil_blocks(features), -(-tokens // 4) * 4, device=device)
-    return QuantizedRows(torch.empty(tokens, features, device=device, dtype=torch.float8_e4m3fn), scales)
+    return Rows(torch.empty(tokens, features, device=device, dtype=torch.float8_e4m3fn), scales)
 
 
-def empty_columns(tokens: int, groups: int, features: int, device: str) -> BlockedColumns:
+def empty_columns(tokens: int, groups: int, features: int, device: str) -> Columns:
     blocks = tokens // BLOCK + groups
     data = torch.empty(blocks, features, BLOCK, device=device, dtype=torch.float8_e4m3fn)
-    return BlockedColumns(data, torch.empty(blocks, features, device=device))
+    return Columns(data, torch.empty(blocks, features, device=device))
 
 
 def empty_weight(experts: int, n: int, k: int, halves: int, device: str) -> QuantizedWeight:
@@ -71,9 +65,9 @@ def empty_weight(experts: int, n: int, k: int, halves: int, device: str) -> Quan
     return QuantizedWeight(data, torch.empty_like(data.mT.contiguous()), scales)
 
 
-def whole_rows(tokens: int, features: int, device: str) -> QuantizedRows:
+def whole_rows(tokens: int, features: int, device: str) -> Rows:
     data = torch.empty(tokens, features, device=device, dtype=torch.float8_e4m3fn)
-    return QuantizedRows(data, torch.empty(tokens, device=device))
+    return Rows(data, torch.empty(tokens, device=device))
 
 
 def whole_weight(experts: int, n: int, k: int, device: str) -> RowWeight:
@@ -192,7 +186,9 @@ def moved_bytes(problem: Quantizing) -> int:
     if isinstance(problem, QuantizeActivationBackward):
         columns.append(problem.postact_columns)
     used = int((-(-problem.split_sizes // BLOCK)).sum())
-    return problem.bytes - sum(nbytes(*(t[used:] for t in copy)) for copy in columns if copy is not None)
+    return problem.bytes - sum(
+        nbytes(*(t[used:] for t in copy[:2] if t is not None)) for copy in columns if copy is not None
+    )
 
 
 def measure(part: QuantizePart, rounds: int, device: str) -> dict[str, float]:

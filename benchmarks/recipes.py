@@ -21,6 +21,6 @@ RECIPES: dict[str, Recipe] = {
 
 def rounding(recipe: Recipe) -> float:
     """The relative error of a product due to all roundings of its operands."""
-    if isinstance(recipe, NVFP4):
+    if recipe.values_in_byte == 2:
         return 3 * 2.0**-3
     return 2.0**-3 if getattr(recipe, "gradient", "e4m3") == "e5m2" else 2.0**-4

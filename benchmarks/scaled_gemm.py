@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.ops.formats.copies import BLOCK, BlockedColumns, QuantizedRows, ceil_blocks
+from fusible.ops.formats.copies import BLOCK, Columns, Rows, ceil_blocks
 from fusible.ops.kernels.hopper import gemm, quantize, scaled_activation, scaled_gemm
 from fusible.ops.kernels.problems.gemm import Layout
 from fusible.ops.kernels.problems.quantized import ActivatedScaledGemm, QuantizeActivation, ScaledGemm, ScaledWgrad
@@ -99,14 +99,14 @@ def quantized(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return (blocks.float() / scale[..., None]).clamp(-MOST, MOST).to(E4M3), scale
 
 
-def quantized_rows(x: Tensor) -> QuantizedRows:
+def quantized_rows(x: Tensor) -> Rows:
     rows, features = x.shape
     blocks = ceil_blocks(features)
     padded = torch.nn.functional.pad(x, (0, blocks * BLOCK - features)).view(rows, blocks, BLOCK)
     data, scales = quantized(padded)
     held = scales.new_zeros(blocks, -(-rows // 4) * 4)
     held[:, :rows] = scales.mT
-    return QuantizedRows(data.view(rows, -1)[:, :features].contiguous(), held)
+    return Rows(data.view(rows, -1)[:, :features].contiguous(), held)
 
 
 def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -127,10 +127,10 @@ def _quantized_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def whole_rows(o: GemmOperands, out: Tensor) -> ScaledGemm:
     """The product of operands with one scale per row."""
     weights, scales = zip(*map(quantized, o.weight), strict=True)
-    return ScaledGemm(QuantizedRows(*quantized(o.x)), torch.stack(weights), torch.stack(scales), 1, o.sizes, out)
+    return ScaledGemm(Rows(*quantized(o.x)), torch.stack(weights), torch.stack(scales), 1, o.sizes, out)
 
 
-def blocked_columns(x: Tensor, sizes: Tensor) -> BlockedColumns:
+def blocked_columns(x: Tensor, sizes: Tensor) -> Columns:
     rows, features = x.shape
     count = rows // BLOCK + len(sizes)
     data = torch.zeros(count, features, BLOCK, dtype=E4M3, device=x.device)
@@ -143,7 +143,7 @@ def blocked_columns(x: Tensor, sizes: Tensor) -> BlockedColumns:
             chunk = quantized(padded.view(used, BLOCK, features).transpose(1, 2))
             data[first : first + used], scales[first : first + used] = chunk
         first, start = first + used, start + size
-    return BlockedColumns(data, scales)
+    return Columns(data, scales)
 
 
 def forward(o: GemmOperands) -> dict[str, Function]:
@@ -182,6 +182,9 @@ def _torch_forward(p: ScaledGemm) -> dict[str, Function]:
     one = torch.ones((), device="cuda")
     ends = p.split_sizes.cumsum(0).to(torch.int32)
 
+    a_scales = p.a.scales
+    assert a_scales is not None
+
     def dense(fast: bool) -> Tensor:
         return torch._scaled_mm(
             p.a.data, p.weight[0].mT, scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast
@@ -189,7 +192,7 @@ def _torch_forward(p: ScaledGemm) -> dict[str, Function]:
 
     def grouped(fast: bool) -> Tensor:
         return torch._scaled_grouped_mm(
-            *(p.a.data, p.weight.mT, p.a.scales, p.weight_scales),
+            *(p.a.data, p.weight.mT, a_scales, p.weight_scales),
             offs=ends,
             out_dtype=torch.bfloat16,
             use_fast_accum=fast,
@@ -281,7 +284,7 @@ def activation(o: GemmOperands) -> dict[str, Function]:
     preact = torch.empty(tokens, columns, device="cuda", dtype=torch.bfloat16)
     product = ScaledGemm(quantized_rows(o.x), bytes_, grid, 1, o.sizes, preact)
     scales = torch.empty(ceil_blocks(columns // 2), -(-tokens // 4) * 4, device="cuda")
-    rows = QuantizedRows(torch.empty(tokens, columns // 2, dtype=E4M3, device="cuda"), scales)
+    rows = Rows(torch.empty(tokens, columns // 2, dtype=E4M3, device="cuda"), scales)
     fused = ActivatedScaledGemm(product, swiglu, None, True, rows)
     not_kept = replace(fused, product=replace(product, out=preact[:0]))
     apart = QuantizeActivation(preact, o.sizes, swiglu, None, True, rows, None)

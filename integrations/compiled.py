@@ -19,7 +19,7 @@ from ..fuser.dynamo.frontend import Modules, ModuleState, constant_value, run_fo
 from ..fuser.dynamo.steps import TracedPlan, traced_plan_or_reason
 from ..ops import Float8Block, GroupedLinear
 from ..ops.formats.copies import BLOCK, SCALES
-from ..ops.formats.recipe import ScaleKind
+from ..ops.formats.float8 import ScaleKind
 from ..ops.modules.quantize import holding
 from .experts import ModuleParameters, layer_of
 from .gates import activation_with, constants_read, values_of

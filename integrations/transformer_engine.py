@@ -29,7 +29,7 @@ from ..ops import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, ScaledActivation, in
 from ..ops.basic import composites as scaled
 from ..ops.formats.recipe import Recipe
 from ..ops.grouped import grouped_linear
-from ..ops.quantized.linear import dtype_refusal, refusal
+from ..ops.quantized.linear import refusal
 from ..ops.values.switches import config
 from .transformer_engine_recipes import in_force
 
@@ -76,7 +76,7 @@ class Sequential(fuser.Sequential):
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         for linear in self.modules():
             if isinstance(linear, grouped_linear.GroupedLinear):
-                why = dtype_refusal(recipe, dtype) or refusal(linear, recipe)
+                why = recipe.dtype_refusal(dtype) or refusal(linear, recipe)
                 if why is not None:
                     raise NotImplementedError(f"experts under TransformerEngine's autocast: {why}")
 

@@ -9,7 +9,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..ops.formats.recipe import MXFP8, NVFP4, Float8Block, Float8Tensor, GradientFormat, Recipe, ScaleKind
+from ..ops.formats.float8 import GradientFormat, ScaleKind
+from ..ops.formats.mxfp8 import MXFP8
+from ..ops.formats.nvfp4 import NVFP4
+from ..ops.formats.per_block import Float8Block
+from ..ops.formats.per_tensor import Float8Tensor
+from ..ops.formats.recipe import Recipe
 
 _STATE = ("transformer_engine.pytorch.quantization", "transformer_engine.pytorch.fp8")  # the second is older
 _QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")

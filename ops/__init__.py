@@ -7,7 +7,14 @@ from .basic.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
 from .basic.linear import Linear
 from .basic.residual import AddExtraInput, Identity, MakeExtraOutput
 from .basic.scale import ConstantScale, Scale
-from .formats.recipe import MXFP4, MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, NoRecipe
+from .formats.delayed import Delayed
+from .formats.mxfp4 import MXFP4
+from .formats.mxfp8 import MXFP8
+from .formats.nvfp4 import NVFP4
+from .formats.per_block import Float8Block
+from .formats.per_row import Float8Row
+from .formats.per_tensor import Float8Tensor
+from .formats.recipe import NoRecipe
 from .fused import (
     GLUScale,
     GroupedLinearChain,
@@ -26,13 +33,17 @@ from .kernels.doors.device_errors import check_device_errors
 from .modules.quantize import quantize_
 from .modules.shard import gather_quantized
 from .quantized import products as quantized_products
+from .quantized.operands import QUANTISERS
 from .quantized.tensor import QuantizedGroupedTensor
+from .quantized.values import EMULATED
 from .quantized.weights import same_weights
 from .routed.identity_experts import IdentityExperts
 from .routed.moe import Combine, Dispatch
 from .values.activation_spec import interleaved
 from .values.grouped_tensor import GroupedTensor
 from .values.switches import config
+
+QUANTISERS.update(EMULATED)
 
 __all__ = [
     "GEGLU",

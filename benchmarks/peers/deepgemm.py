@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible.ops.formats.copies import BLOCK, BlockedColumns
+from fusible.ops.formats.copies import BLOCK, Columns
 from fusible.ops.kernels.problems.quantized import ScaledGemm, ScaledWgrad
 
 from ..contestant import Contestant, leaf, swiglu
@@ -137,6 +137,7 @@ def float8_product(p: ScaledGemm) -> Float8Product:
     library = _library()
     padding = padding_of(p.split_sizes, library.get_mk_alignment_for_contiguous_layout())
     data = _padded(p.a.data.view(torch.uint8), padding).view(p.a.data.dtype)
+    assert p.a.scales is not None
     scales = p.a.scales.new_zeros(len(p.a.scales), len(data))
     scales.index_copy_(1, padding.padded_index, p.a.scales[:, : p.rows])
     y = p.out.new_empty(len(data), p.out.shape[1])
@@ -170,8 +171,9 @@ def float8_wgrad(p: ScaledWgrad) -> Float8Product:
     return Float8Product(launch, result)
 
 
-def _columns(columns: BlockedColumns, padding: Padding) -> tuple[Tensor, Tensor]:
+def _columns(columns: Columns, padding: Padding) -> tuple[Tensor, Tensor]:
     """Each group's features as rows of its tokens, concatenated in one dimension, and their scales."""
+    assert columns.scales is not None
     blocks = [size // BLOCK for size in padding.sizes]
     used = sum(blocks)
     groups = torch.split(columns.data[:used].view(torch.uint8), blocks)

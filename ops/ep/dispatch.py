@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, Promises, TensorSpec
 from ...fuser.contract import tracing as trace
-from ..formats.recipe import Float8Block
+from ..formats.per_block import Float8Block
 from ..routed.moe import check_choices, index_dtype
 from ..values.checks import check_floats, product_dtype
 from . import float8_rows

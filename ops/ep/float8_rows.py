@@ -13,16 +13,16 @@ from torch import Tensor
 from ...fuser.contract.errors import shown
 from ..formats.copies import BLOCK, ceil_blocks
 from ..formats.formats import E4M3, from_e8m0
-from ..formats.recipe import Float8Block
+from ..formats.recipe import Recipe, gives_blocks
 from ..kernels.doors.quantized import quantize_rows
 from .settings import Settings
 
 _ALIGNED = 16  # bytes
 
 
-def refusal(recipe: object, settings: Settings, transport: str) -> str | None:
+def refusal(recipe: Recipe | None, settings: Settings, transport: str) -> str | None:
     """The reason why tokens of a group cannot be sent in 8 bits, or None."""
-    if not isinstance(recipe, Float8Block) or recipe.scales != "power_of_two":
+    if recipe is None or not gives_blocks(recipe) or not recipe.is_power_of_two:
         return f"recipe must be Float8Block() with powers of two for scales, or None, got {shown(recipe)}"
     if settings.dtype != torch.bfloat16:
         return f"recipe needs a group of torch.bfloat16, which holds the values exactly, got {settings.dtype}"
@@ -41,6 +41,7 @@ def packed(x: Tensor) -> Tensor:
     tokens, hidden = x.shape
     copies = quantize_rows(x, torch.full((1,), tokens, dtype=torch.int32, device=x.device), power_of_two=True)
     assert copies.rows is not None
+    assert copies.rows.scales is not None
     exponents = copies.rows.scales.view(torch.int32)[:, :tokens] >> 23
     out = torch.zeros(tokens, 2 * width(hidden), dtype=torch.uint8, device=x.device)
     out[:, :hidden] = copies.rows.data.view(torch.uint8)

@@ -1,4 +1,8 @@
-"""The quantised copies of a tensor that kernels read and write. Scales decode: value = byte * scale."""
+"""Quantised tensors as kernels read and write them: rows and columns of tokens, and weights.
+
+Scales decode: a value is its byte times its scale. Under the scales of blocks, rows and groups kernels multiply the
+bytes. Other formats are multiplied as their values, in 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -20,79 +24,37 @@ def ceil_blocks(size: int) -> int:
 
 
 class Scaling(Enum):
-    """What has one scale: a block of values; a row of a copy, and a column of a group's tokens; or all of a group."""
+    """Which values share a scale where kernels quantise; products are called by it.
+
+    A block of values; a row of a copy, and a column of a group's tokens; or all values of a group. Under ``VALUES``
+    kernels write values in 16 bits that are rounded to a format, and no bytes.
+    """
 
     BLOCKS = "blocks"
     ROWS = "rows"
     GROUPS = "groups"
+    VALUES = "values"
 
 
-class QuantizedRows(NamedTuple):
-    """Rows of tokens, scaled in blocks of 1 x 128, or whole.
+class PackedFormat(Enum):
+    """How kernels read weights of 8 or 4 bits that are multiplied exactly in 16."""
 
-    Attributes:
-        data: e4m3 [T, K].
-        scales: float32 [ceil(K / 128), pitch], with pitch = T rounded up to 4: the scale of token t, block b at [b, t].
-            Or [T], one for each whole row.
-    """
+    MXFP8 = "MXFP8"  # e4m3, and e8m0 for each 32 values
+    NVFP4 = "NVFP4"  # e2m1, two to a byte, and e4m3 for each 16 values
+    MXFP4 = "MXFP4"  # e2m1, two to a byte, and e8m0 for each 32 values
 
-    data: Tensor
-    scales: Tensor
+    __hash__ = object.__hash__  # a member is one object; Enum's own hash is Python code
 
 
-class BlockedColumns(NamedTuple):
-    """Tokens of each group in blocks of 128, transposed: what a weight gradient contracts.
-
-    There are T // 128 + E blocks. Group g uses ceil(size_g / 128) of them, from the sum of those of the groups before
-    it on. Bytes past a group's last token in its last block are 0. Blocks that no group uses are unspecified.
+class Rows(NamedTuple):
+    """Rows of tokens, which are contracted over their features.
 
     Attributes:
-        data: e4m3 [blocks, K, 128].
-        scales: float32 [blocks, K].
-    """
-
-    data: Tensor
-    scales: Tensor
-
-
-class QuantizedWeight(NamedTuple):
-    """Weights of E experts, scaled in blocks of 128 x 128.
-
-    Blocks restart at each expert, and at each of ``halves`` of its rows: 2 where they are gate and up, else 1.
-
-    Attributes:
-        data: e4m3 [E, N, K].
-        transposed: e4m3 [E, K, N], the same bytes; None: nobody wants them.
-        scales: float32 [E, halves * ceil(N / halves / 128), ceil(K / 128)].
-    """
-
-    data: Tensor
-    transposed: Tensor | None
-    scales: Tensor
-
-
-class RowWeight(NamedTuple):
-    """Weights of E experts with a scale for each row of either copy.
-
-    Attributes:
-        data: e4m3 [E, N, K]; scales: float32 [E, N].
-        transposed: e4m3 [E, K, N]; transposed_scales: float32 [E, K]. Both None: nobody wants them.
-    """
-
-    data: Tensor
-    scales: Tensor
-    transposed: Tensor | None
-    transposed_scales: Tensor | None
-
-
-class WeightOperand(NamedTuple):
-    """A weight as one product of rows reads it: ``W`` for the forward, its transpose for the gradient of rows.
-
-    Attributes:
-        data: [E, M, K], contracted over K: bytes of 8 bits, or the values in bfloat16.
-        scales: of bytes, float32 [E, blocks of M, blocks of K], with any strides; or [E, M], one for each whole row,
-            where rows of tokens have one too; None: ``data`` are values.
-        amax: float32 [E], from which the product has a factor of each group, under NVFP4.
+        data: [T, K], bytes or packed codes; or the values in bfloat16, but for the factors of groups.
+        scales: of blocks of 1 x 128, float32 [ceil(K / 128), pitch], with pitch = T rounded up to 4: the scale of token
+            t, block b at [b, t]. Of whole rows, float32 [T]. As a recipe stores them otherwise. None: ``data`` are
+            values.
+        amax: float32 [E], from which a product has a factor of each group; None: it has none.
     """
 
     data: Tensor
@@ -100,69 +62,71 @@ class WeightOperand(NamedTuple):
     amax: Tensor | None = None
 
 
-class TransposedWeight(NamedTuple):
-    """The bytes of a weight for the gradient of rows, as a forward keeps them: no views, which a replay cannot keep.
+class Columns(NamedTuple):
+    """Columns of the tokens of each group, which a weight gradient contracts over the tokens.
+
+    Bytes that kernels read are transposed, in blocks of 128 tokens. There are T // 128 + E blocks. Group g uses
+    ceil(size_g / 128) of them, from the sum of those of the groups before it on. Bytes past a group's last token in
+    its last block are 0. Blocks that no group uses are unspecified.
 
     Attributes:
-        data: e4m3 [E, K, N].
-        scales: those of the weight itself, float32 [E, blocks of N, blocks of K].
+        data: e4m3 [blocks, K, 128]; or the values in bfloat16 [R, K], but for the factors of groups.
+        scales: float32 [blocks, K], or as a recipe stores them; None: ``data`` are values.
+        amax: as of :class:`Rows`.
+        split_sizes: int [E], of values: the rows of each group, with those that fill its last block.
     """
 
     data: Tensor
-    scales: Tensor
+    scales: Tensor | None = None
+    amax: Tensor | None = None
+    split_sizes: Tensor | None = None
+
+
+class Transposition(Enum):
+    """What becomes of a weight before the gradient of rows, which contracts it over N, reads it."""
+
+    NOTHING = "nothing"  # a product reads it as it is
+    VIEW = "view"  # its bytes are transposed already, and their scales become a view; or its values do
+    COPY = "copy"  # it is as the recipe stores it, and its bytes are transposed
+
+    __hash__ = object.__hash__
+
+
+class Weight(NamedTuple):
+    """Matrices of E groups. A forward keeps no views for its backward, since a replay cannot keep them.
+
+    Attributes:
+        data: [E, N, K], bytes or packed codes, contracted over K; or the values in bfloat16.
+        scales: of blocks, float32 [E, blocks of N, blocks of K], with any strides. Blocks restart at each group, and at
+            each of two halves of its rows where these are gate and up. Of whole rows, float32 [E, N]. As a recipe
+            stores them otherwise. None: ``data`` are values.
+        amax: as of :class:`Rows`.
+        packed: how the product reads bytes that are multiplied in 16 bits; None: it reads none.
+        turn: what the gradient of rows does with it first.
+    """
+
+    data: Tensor
+    scales: Tensor | None = None
+    amax: Tensor | None = None
+    packed: PackedFormat | None = None
+    turn: Transposition = Transposition.NOTHING
 
     @property
-    def operand(self) -> WeightOperand:
-        return WeightOperand(self.data, self.scales.mT)
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Data, scales and amax."""
+        return self[:3]
+
+    def viewed(self) -> Weight:
+        """The transpose, where that takes views alone."""
+        if self.turn is Transposition.NOTHING:
+            return self
+        if self.scales is None:
+            return Weight(self.data.mT, None, self.amax)
+        return Weight(self.data, self.scales.mT, self.amax)
 
 
-class TransposedValues(NamedTuple):
-    """The values of a weight for the gradient of rows, as a forward keeps them: as :class:`TransposedWeight`.
+class WeightOperands(NamedTuple):
+    """A weight [E, N, K] as the forward reads it, and as it keeps it for the gradient of rows, if that is wanted."""
 
-    Attributes:
-        data: bfloat16 [E, N, K], as the weight lies.
-        amax: as of :class:`WeightOperand`.
-    """
-
-    data: Tensor
-    amax: Tensor | None = None
-
-    @property
-    def operand(self) -> WeightOperand:
-        return WeightOperand(self.data.mT, amax=self.amax)
-
-
-BackwardWeight = WeightOperand | TransposedWeight | TransposedValues
-"""A weight for the gradient of rows, as a forward keeps it."""
-
-
-class RowValues(NamedTuple):
-    """Rows of tokens whose copies are multiplied exactly in 16 bits.
-
-    Attributes:
-        data: bfloat16 [T, K], but for the factors of groups.
-        amax: as of :class:`WeightOperand`.
-    """
-
-    data: Tensor
-    amax: Tensor | None = None
-
-
-class ColumnValues(NamedTuple):
-    """Tokens of each group, for a weight gradient that is computed exactly in 16 bits.
-
-    Attributes:
-        data: bfloat16 [R, K], but for the factors of groups.
-        split_sizes: int [E], the rows of each group, with those that fill its last block.
-        amax: as of :class:`WeightOperand`.
-    """
-
-    data: Tensor
-    split_sizes: Tensor
-    amax: Tensor | None = None
-
-
-Rows = QuantizedRows | RowValues
-"""What a product of rows reads of tokens."""
-Columns = BlockedColumns | ColumnValues
-"""What a weight gradient reads of tokens."""
+    forward: Weight
+    backward: Weight | None

@@ -61,7 +61,7 @@ def from_e8m0(bytes: Tensor) -> Tensor:
     return torch.where(exponent == 0xFF, 0x7FC00000, bits).view(torch.float32)
 
 
-_E2M1_MAX = 6.0
+E2M1_MAX = 6.0
 _E2M1_TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between a code and the next; ties go to the even code
 
 
@@ -86,7 +86,7 @@ def cast_e2m1_stochastic(values: Tensor, random: Tensor) -> Tensor:
         random: a number for each value, from 0 inclusive to 1 exclusive.
     """
     table = from_e2m1(torch.arange(8, device=values.device))
-    magnitude = values.abs().clamp(max=_E2M1_MAX).nan_to_num(nan=_E2M1_MAX)
+    magnitude = values.abs().clamp(max=E2M1_MAX).nan_to_num(nan=E2M1_MAX)
     below = (torch.searchsorted(table, magnitude.contiguous(), right=True) - 1).clamp(max=6)
     fraction = (magnitude - table[below]) / (table[below + 1] - table[below])
     code = (below + (random < fraction)).to(torch.uint8)
@@ -109,3 +109,13 @@ def pack(codes: Tensor) -> Tensor:
 def unpack(packed: Tensor) -> Tensor:
     """The codes of :func:`pack`."""
     return torch.stack((packed & 0xF, packed >> 4), -1).flatten(-2)
+
+
+def product_factors(amax: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """float32 [E], by which the product of two operands is multiplied whose values lack the scales of their groups.
+
+    Such a scale is ``amax / (6 * 448)``. None: an operand has none, so the product is right as it is.
+    """
+    if amax is None or other is None:
+        return None
+    return amax * other * (1 / (E2M1_MAX * E4M3.max) ** 2)

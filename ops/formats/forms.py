@@ -7,43 +7,40 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from .copies import AMAX, SCALES
-from .operands import format_refusal, rowwise_copy
-from .recipe import MXFP4, MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor, Recipe
-from .schemes import Copy
+from .copies import AMAX, SCALES, Weight
+from .recipe import RECIPES, Recipe
 
-_DISTINCT: tuple[Recipe, ...] = (Float8Tensor(), Float8Row(), Float8Block(), MXFP8(), MXFP4(), NVFP4())
-"""One recipe of each form. What they say of scales and gradients does not change it."""
 _NAMES = ("weight", SCALES, AMAX)
 _EXACT_IN_FLOAT32 = (torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 """What checkpoints have for scales of float32."""
 
 
 @lru_cache(maxsize=256)
-def form_of(recipe: Recipe, shape: tuple[int, int, int]) -> Copy:
+def form_of(recipe: Recipe, shape: tuple[int, int, int]) -> Weight:
     """A weight [E, N, K] as it is kept under a recipe, without data."""
-    return rowwise_copy(recipe, torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+    return recipe.weight(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
 
 
-def misfit(recipe: Recipe, shape: tuple[int, int, int], copy: Copy) -> str | None:
+def misfit(recipe: Recipe, shape: tuple[int, int, int], copy: Weight) -> str | None:
     """What of the copy of a weight [E, N, K] is not as the recipe keeps it; None: nothing is."""
-    for name, value, like in zip(_NAMES, copy, form_of(recipe, shape), strict=True):
+    for name, value, like in zip(_NAMES, copy.tensors, form_of(recipe, shape).tensors, strict=True):
         if value is None and like is None:
             continue
         if value is None or like is None:
             came = "is missing" if value is None else f"is {_named(value)}"
-            return f"{name}: {came}, and {type(recipe).__name__} has {'none' if like is None else _named(like)}"
+            return f"{name}: {came}, and {recipe.name} has {'none' if like is None else _named(like)}"
         if not _are_alike(value, like):
-            expected = f"expected {_named(like)}, under {type(recipe).__name__}"
+            expected = f"expected {_named(like)}, under {recipe.name}"
             return f"{name}: {expected}, got {_named(value)}{_fix(value, like)}"
     return None
 
 
-def widened(recipe: Recipe, shape: tuple[int, int, int], copy: Copy) -> Copy:
+def widened(recipe: Recipe, shape: tuple[int, int, int], copy: Weight) -> Weight:
     """The copy of a weight [E, N, K], with float32 for numbers that a checkpoint has in less and the recipe in that."""
     form = form_of(recipe, shape)
     amax = None if copy.amax is None else _wide(copy.amax, form.amax)
-    return Copy(copy.data, _wide(copy.scales, form.scales), amax)
+    scales = None if copy.scales is None else _wide(copy.scales, form.scales)
+    return Weight(copy.data, scales, amax)
 
 
 def _wide(value: Tensor, like: Tensor | None) -> Tensor:
@@ -51,13 +48,13 @@ def _wide(value: Tensor, like: Tensor | None) -> Tensor:
     return value.float() if becomes else value
 
 
-def recipe_of(shape: tuple[int, int, int], copy: Copy) -> Recipe | None:
+def recipe_of(shape: tuple[int, int, int], copy: Weight) -> Recipe | None:
     """One under which a weight [E, N, K] is kept as the copy is, all of which have the same values; None: none."""
     fitting = (r for r in _possible(shape) if misfit(r, shape, widened(r, shape, copy)) is None)
     return next(fitting, None)
 
 
-def misfits(shape: tuple[int, int, int], copy: Copy) -> str:
+def misfits(shape: tuple[int, int, int], copy: Weight) -> str:
     """Why there is no :func:`recipe_of` the copy: for each recipe whose weights are of its shape and dtype."""
     forms = {recipe: form_of(recipe, shape).data for recipe in _possible(shape)}
     whys = [misfit(recipe, shape, copy) for recipe, data in forms.items() if _are_alike(data, copy.data)]
@@ -65,7 +62,18 @@ def misfits(shape: tuple[int, int, int], copy: Copy) -> str:
 
 
 def _possible(shape: tuple[int, int, int]) -> list[Recipe]:
-    return [recipe for recipe in _DISTINCT if format_refusal(recipe, shape[2], shape[1]) is None]
+    """One recipe of each form that a weight of this shape can have; those with the fewest scales come first.
+
+    What their switches say of scales and gradients does not change the form.
+    """
+    recipes = [recipe() for recipe in RECIPES.values()]
+    fitting = [recipe for recipe in recipes if recipe.size_refusal(shape[2], shape[1]) is None]
+    return sorted(fitting, key=lambda recipe: _number_of_scales(form_of(recipe, shape)))
+
+
+def _number_of_scales(form: Weight) -> tuple[int, int]:
+    assert form.scales is not None
+    return form.scales.dim(), form.scales.numel()
 
 
 def _are_alike(a: Tensor, b: Tensor) -> bool:

@@ -7,32 +7,66 @@ bfloat16 for scales from 2 ** -126 on.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from .copies import Columns, PackedFormat, Rows, Weight
 from .formats import cast_e2m1, cast_e8m0, from_e2m1, from_e8m0, pack, unpack
 from .mxfp8 import MX_BLOCK
+from .packed import unpacks
+from .recipe import Recipe, register
 from .reference import amax_of, split
 
 _LARGEST = 6.0
 
 
-class MXFP4Data(NamedTuple):
-    """Blocks of 32 along the last dimension.
+@register
+@dataclass(frozen=True)
+class MXFP4(Recipe):
+    """Weights in e2m1 with a power of two for each 32 values along the contraction, as gpt-oss's checkpoints have them.
 
-    Attributes:
-        data: uint8 [..., K / 2], two codes a byte, the first one in the low bits.
-        scales: e8m0 [..., K / 32].
+    Rows and gradients are not quantised. Products are exact, in bfloat16.
     """
 
-    data: Tensor
-    scales: Tensor
+    quantises_tokens: ClassVar[bool] = False
+    quantises_wgrad: ClassVar[bool] = False
+    packed: ClassVar[PackedFormat] = PackedFormat.MXFP4
+    has_one_copy: ClassVar[bool] = True
+    values_in_byte: ClassVar[int] = 2
+
+    def dtype_refusal(self, dtype: torch.dtype) -> str | None:
+        if dtype == torch.bfloat16:
+            return None
+        return f"MXFP4 multiplies bfloat16, not {str(dtype).removeprefix('torch.')}"
+
+    def size_refusal(self, in_features: int, out_features: int) -> str | None:
+        if in_features % MX_BLOCK:
+            return f"MXFP4 needs in_features that are multiples of {MX_BLOCK}, got {in_features}"
+        return None
+
+    def rows(self, x: Tensor, split_sizes: Tensor, is_gradient: bool = False) -> Rows:
+        raise ValueError("MXFP4 quantises weights, not tokens")
+
+    def columns(self, x: Tensor, split_sizes: Tensor, is_gradient: bool = False) -> Columns:
+        raise ValueError("MXFP4 quantises weights, not tokens")
+
+    def weight(self, weight: Tensor, parts: int = 1, is_gradient: bool = False) -> Weight:
+        return quantize_weight(weight)
+
+    def transposed_weight(self, weight: Tensor, parts: int = 1, is_gradient: bool = False) -> Weight:
+        raise ValueError("MXFP4 has no columnwise copy of a weight: the rowwise one is read for all products")
+
+    def weight_values(self, weight: Weight, parts: int = 1) -> Tensor:
+        return dequantize(weight, torch.float32)
 
 
-def quantize_weight(weight: Tensor) -> MXFP4Data:
+def quantize_weight(weight: Tensor) -> Weight:
     """``weight`` [..., K] of any float type. A block with inf or NaN has the largest scale, or NaN.
+
+    uint8 [..., K / 2], two codes a byte, the first one in the low bits, with scales in e8m0 [..., K / 32].
 
     Raises:
         ValueError: a K that is no multiple of 32.
@@ -43,10 +77,17 @@ def quantize_weight(weight: Tensor) -> MXFP4Data:
     amax = amax_of(blocks, (-1,))
     scales = cast_e8m0(amax / torch.full_like(amax, _LARGEST))  # CUDA divides by a number through its reciprocal
     codes = cast_e2m1(blocks.float() * (torch.ones_like(amax) / from_e8m0(scales)))
-    return MXFP4Data(pack(codes.flatten(-2)), scales.squeeze(-1))
+    return Weight(pack(codes.flatten(-2)), scales.squeeze(-1))
 
 
-def dequantize(quantised: MXFP4Data, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def dequantize(quantised: Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """[..., K]."""
+    assert quantised.scales is not None
     values = split(from_e2m1(unpack(quantised.data)), -1, MX_BLOCK)
     return (values * from_e8m0(quantised.scales).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+@unpacks(PackedFormat.MXFP4)
+def unpacked(data: Tensor, scales: Tensor) -> Tensor:
+    """bfloat16 [..., K], of the bytes of a weight that stays as it is."""
+    return dequantize(Weight(data, scales))

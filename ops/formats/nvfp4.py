@@ -8,42 +8,118 @@ magnitudes ``amax`` of a group and ``block_amax`` of a block::
     encode       = min(1 / (scale * (1 / encode_group)), largest float)
     code         = nearest(value * encode)        ties to the even code, saturating at 6
 
-A product of codes is right but for a factor of each group, ``product_factors``.
+A product of codes is right but for a factor of each group: see :func:`~.formats.product_factors`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .formats import E4M3, cast, cast_e2m1, cast_e2m1_stochastic, from_e2m1, pack, unpack
-from .random import uniform_of_rows
-from .reference import amax_of, gather, groups_of, largest_by_group, split, token_blocks
+from ...fuser.replay import capture
+from .copies import Columns, PackedFormat, Rows, Scaling, Weight
+from .formats import E2M1_MAX, E4M3, cast, cast_e2m1, cast_e2m1_stochastic, from_e2m1, pack, unpack
+from .packed import unpacks
+from .random import new_seed, uniform_of_rows
+from .recipe import Recipe, check_choice, check_flag, register
+from .reference import amax_of, gather, groups_of, largest_by_group, scatter, split, token_blocks
 
 NV_BLOCK = 16
-E2M1_MAX = 6.0
 _NEGATIVE = 0b1101_0111_1110_1000  # which rows of the transform change their sign; TransformerEngine's choice
 
 
-class NVFP4Data(NamedTuple):
-    """Blocks of 16 along the last dimension.
+@register
+@dataclass(frozen=True)
+class NVFP4(Recipe):
+    """e2m1 with an e4m3 scale for each 16 values and a float32 scale for the tensor; computed exactly, in bfloat16.
+
+    Values include the scale of the group, operands do not: products have a factor for it.
 
     Attributes:
-        data: uint8 [..., K / 2], two codes a byte, the first one in the low bits.
-        scales: e4m3 [..., K / 16].
-        amax: float32 [E], of each group: its scale is ``amax / (6 * 448)``.
+        stochastic_rounding: of gradients.
+        hadamard: rows are transformed before they are quantised for a weight gradient.
+
+    Raises:
+        ValueError: another value.
     """
 
-    data: Tensor
-    scales: Tensor
-    amax: Tensor
+    scaling: ClassVar[Scaling] = Scaling.VALUES
+    packed: ClassVar[PackedFormat] = PackedFormat.NVFP4
+    values_in_byte: ClassVar[int] = 2
+    has_square_blocks: ClassVar[bool] = True
+    stochastic_rounding: bool = True
+    hadamard: bool = True
+    compute: Literal["exact"] = "exact"
+
+    def __post_init__(self) -> None:
+        check_flag(self, "stochastic_rounding")
+        check_flag(self, "hadamard")
+        check_choice(self, "compute", ("exact",))
+
+    def size_refusal(self, in_features: int, out_features: int) -> str | None:
+        for name, size in (("in", in_features), ("out", out_features)):
+            if size % NV_BLOCK:
+                return f"NVFP4 needs {name}_features that are multiples of {NV_BLOCK}, got {size}"
+        return None
+
+    def rows(self, x: Tensor, split_sizes: Tensor, is_gradient: bool = False) -> Rows:
+        return quantize_rows(x, split_sizes)
+
+    def columns(self, x: Tensor, split_sizes: Tensor, is_gradient: bool = False) -> Columns:
+        return quantize_columns(x, split_sizes, self.hadamard)
+
+    def weight(self, weight: Tensor, parts: int = 1, is_gradient: bool = False) -> Weight:
+        return quantize_weight(weight)
+
+    def transposed_weight(self, weight: Tensor, parts: int = 1, is_gradient: bool = False) -> Weight:
+        return quantize_weight(weight.mT)
+
+    def row_values(self, rows: Rows, split_sizes: Tensor) -> Tensor:
+        values = dequantize(rows).float()
+        factors = F.pad(_group_scales(rows), (0, 1))
+        return values * factors[groups_of(split_sizes, values.shape[0])].unsqueeze(-1)
+
+    def column_values(self, columns: Columns, split_sizes: Tensor, rows: int) -> Tensor:
+        blocks = token_blocks(split_sizes, rows, NV_BLOCK)
+        values = dequantize(columns).float()
+        if self.hadamard:  # sums are exact in double, so they are the same on every device
+            values = (values.double() @ hadamard(values.device).double().t()).float()
+        values = values * _group_scales(columns)[blocks.group].view(-1, 1, 1)
+        return scatter(values.transpose(1, 2), blocks, rows)
+
+    def weight_values(self, weight: Weight, parts: int = 1) -> Tensor:
+        return dequantize(weight).float() * _group_scales(weight).view(-1, 1, 1)
+
+    def row_operand(self, rows: Rows, split_sizes: Tensor) -> Rows:
+        return Rows(dequantize(rows), None, rows.amax)
+
+    def column_operand(self, columns: Columns, split_sizes: Tensor, rows: int) -> Columns:
+        values = dequantize(columns).transpose(1, 2).flatten(0, 1).contiguous()  # of one block a view
+        return Columns(values, None, columns.amax, filled_up(split_sizes))
+
+    def weight_operand(self, weight: Weight, parts: int = 1) -> Weight:
+        return Weight(dequantize(weight), None, weight.amax)
+
+    def transposed_operand(self, weight: Weight) -> Weight:
+        return self.weight_operand(weight)
+
+    def rounding(self, x: Tensor, is_gradient: bool) -> dict[str, Any]:
+        capture.refuse("PyTorch makes the factors of groups and the seeds of random numbers for NVFP4")
+        seed = new_seed(x.device) if is_gradient and self.stochastic_rounding else None
+        return {"is_transformed": self.hadamard, "seed": seed}
+
+    def filled_sizes(self, split_sizes: Tensor) -> Tensor:
+        return filled_up(split_sizes)
 
 
-def quantize_rows(x: Tensor, split_sizes: Tensor, seed: Tensor | None = None) -> NVFP4Data:
-    """``x`` [T, K] in blocks of 1 x 16.
+def quantize_rows(x: Tensor, split_sizes: Tensor, seed: Tensor | None = None) -> Rows:
+    """``x`` [T, K] in blocks of 1 x 16: uint8 [T, K / 2], two codes a byte, the first one in the low bits.
+
+    Scales are e4m3 [T, K / 16], and amax [E] is of each group, whose scale is ``amax / (6 * 448)``.
 
     Args:
         seed: of the random numbers that values are rounded by, :func:`~.random.new_seed`; None: to the nearest.
@@ -55,7 +131,7 @@ def quantize_rows(x: Tensor, split_sizes: Tensor, seed: Tensor | None = None) ->
     by_row = F.pad(amax, (0, 1))[group].view(-1, 1, 1)
     random = None if seed is None else _random_of_rows(seed, split_sizes, group, x.shape[1]).view_as(blocks)
     codes, scales = _quantize(blocks, (2,), by_row, random)
-    return NVFP4Data(pack(codes.flatten(1)), scales.squeeze(2), amax)
+    return Rows(pack(codes.flatten(1)), scales.squeeze(2), amax)
 
 
 def _random_of_rows(seed: Tensor, split_sizes: Tensor, group: Tensor, features: int) -> Tensor:
@@ -70,7 +146,7 @@ def quantize_columns(
     split_sizes: Tensor,
     is_transformed: bool = True,
     seed: Tensor | None = None,
-) -> NVFP4Data:
+) -> Columns:
     """``x`` [T, K] transposed, in blocks of 16 tokens of one group: [T // 16 + E, K, 16].
 
     Args:
@@ -83,7 +159,7 @@ def quantize_columns(
     amax = largest_by_group(amax_of(values, (1, 2)).flatten(), blocks.group, split_sizes.shape[0])
     random = None if seed is None else _random_of_columns(seed, split_sizes, blocks.group, x.shape[1])
     codes, scales = _quantize(values, (2,), amax[blocks.group].view(-1, 1, 1), random)
-    return NVFP4Data(pack(codes), scales, amax)
+    return Columns(pack(codes), scales, amax)
 
 
 def _random_of_columns(seed: Tensor, split_sizes: Tensor, group: Tensor, features: int) -> Tensor:
@@ -94,7 +170,7 @@ def _random_of_columns(seed: Tensor, split_sizes: Tensor, group: Tensor, feature
     return uniform_of_rows(seed, 1, group.unsqueeze(-1).expand_as(row), row, features).transpose(1, 2)
 
 
-def quantize_weight(weight: Tensor) -> NVFP4Data:
+def quantize_weight(weight: Tensor) -> Weight:
     """``weight`` [E, N, K] in blocks of 16 x 16; each of the rows of a block has its scale."""
     _check(weight)
     rows = weight.shape[1]
@@ -102,7 +178,7 @@ def quantize_weight(weight: Tensor) -> NVFP4Data:
     blocks = split(split(weight, -1, NV_BLOCK), 1, NV_BLOCK)  # [E, blocks, 16, blocks, 16]
     codes, scales = _quantize(blocks, (2, 4), amax.view(-1, 1, 1, 1, 1))
     by_row = scales.squeeze(4).repeat_interleave(NV_BLOCK, 2).flatten(1, 2)[:, :rows]
-    return NVFP4Data(pack(codes.flatten(3).flatten(1, 2)[:, :rows]), by_row.contiguous(), amax)
+    return Weight(pack(codes.flatten(3).flatten(1, 2)[:, :rows]), by_row.contiguous(), amax)
 
 
 def _check(x: Tensor) -> None:
@@ -132,16 +208,18 @@ def encode_scales(amax: Tensor) -> Tensor:
     return torch.where((amax == 0) | amax.isinf(), 1.0, encode)
 
 
-def product_factors(amax: Tensor, other: Tensor) -> Tensor:
-    """float32 [E], what the product of two operands is multiplied by that were dequantised without their groups'."""
-    return amax * other * (1 / (E2M1_MAX * E4M3.max) ** 2)
+def _group_scales(quantised: Rows | Columns | Weight) -> Tensor:
+    assert quantised.amax is not None
+    return 1 / encode_scales(quantised.amax)
 
 
-def dequantize(quantised: NVFP4Data) -> Tensor:
+def dequantize(quantised: Rows | Columns | Weight) -> Tensor:
     """bfloat16 [..., K], without the scales of the groups."""
+    assert quantised.scales is not None
     return block_values(quantised.data, quantised.scales)
 
 
+@unpacks(PackedFormat.NVFP4)
 def block_values(data: Tensor, scales: Tensor) -> Tensor:
     """bfloat16 [..., K], exactly the codes times the scales of their blocks."""
     values = split(from_e2m1(unpack(data)), -1, NV_BLOCK)

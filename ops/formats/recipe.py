@@ -1,187 +1,281 @@
-"""Recipes: which format the operands of a grouped product are quantised to. Values, part of settings and plans."""
+"""A recipe: the number format of the operands of a grouped product, as one object. Values, part of settings and plans.
+
+A number format is a file with one class, which says what it refuses, how it quantises tokens and weights, which values
+that stands for, and what its products read. :func:`register` makes it known: to state dicts, saved tensors and checks
+of arguments. What follows here is for a format that no kernel knows: PyTorch quantises, and products are those of the
+values in bfloat16.
+
+Tokens [T, K] are sorted by group, with the rows of each in ``split_sizes``. Their rows are contracted over K, their
+columns over the tokens. A weight is [E, N, K]; transposed, it is contracted over N, for the gradient of rows.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
 
 from ...fuser.contract.errors import did_you_mean, shown
+from .copies import Columns, PackedFormat, Rows, Scaling, Weight, WeightOperands
 
-ScaleKind = Literal["power_of_two", "float32"]
-GradientFormat = Literal["e4m3", "e5m2"]
-WgradFormat = Literal["float8", "bfloat16"]
-Compute = Literal["exact", "fast"]
-
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "scales": get_args(ScaleKind),
-    "gradient": get_args(GradientFormat),
-    "wgrad": get_args(WgradFormat),
-}
+R = TypeVar("R", bound="type[Recipe]")
+RECIPES: dict[str, type[Recipe]] = {}
+"""The number formats by name."""
 
 
-def _check_choice(recipe: object, name: str, choices: tuple[str, ...]) -> None:
+def register(recipe: R) -> R:
+    """Makes a number format known by the name of its class."""
+    RECIPES[recipe.__name__] = recipe
+    return recipe
+
+
+def transposed_bytes(data: Tensor) -> Tensor:
+    """The transposes [E, K, N] of matrices [E, N, K] of a dtype of 8 bits, by PyTorch."""
+    return data.view(torch.uint8).mT.contiguous().view(data.dtype)
+
+
+class Recipe:
+    """A number format. A subclass is a frozen dataclass whose fields are its switches.
+
+    Attributes:
+        quantises: whether it quantises anything.
+        quantises_tokens: whether tokens are quantised, and not weights alone.
+        scaling: which values share a scale in what kernels quantise; None: no kernel quantises.
+        values_in_byte: how many values of a weight share a byte.
+        encode: float32 [E], what the values of each group are multiplied by; None: that follows from them.
+    """
+
+    quantises: ClassVar[bool] = True
+    quantises_tokens: ClassVar[bool] = True
+    scaling: ClassVar[Scaling | None] = None
+    values_in_byte: ClassVar[int] = 1
+    encode: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return type(self).__name__
+
+    @property
+    def packed(self) -> PackedFormat | None:
+        """How kernels read the bytes of a weight that stays as it is; None: they do not, or multiply the bytes."""
+        return None
+
+    @property
+    def has_one_copy(self) -> bool:
+        """Whether a weight and its transpose have the same bytes and scales."""
+        return False
+
+    @property
+    def has_square_blocks(self) -> bool:
+        """Whether a scale of a weight is of several of its rows."""
+        return False
+
+    @property
+    def fast_accumulation(self) -> bool:
+        """Whether products of whole rows are summed by the tensor cores alone."""
+        return False
+
+    @property
+    def steps(self) -> Steps | None:
+        """The scales that a linear carries from step to step; None: they come from the tensors themselves."""
+        return None
+
+    @property
+    def is_power_of_two(self) -> bool:
+        """Whether scales in float32 are powers of two."""
+        return False
+
+    @property
+    def quantises_wgrad(self) -> bool:
+        """Whether weight gradients are products of quantised columns."""
+        return True
+
+    def kernels(self, is_gradient: bool) -> Scaling | None:
+        """By which scales kernels quantise tokens; None: PyTorch quantises."""
+        return self.scaling
+
+    # ---- what it refuses
+
+    def dtype_refusal(self, dtype: torch.dtype) -> str | None:
+        """Why rows of this dtype are not quantised; None: they are."""
+        if dtype in (torch.bfloat16, torch.float16):
+            return None
+        return f"{self.name} quantises bfloat16 or float16, not {str(dtype).removeprefix('torch.')}"
+
+    def size_refusal(self, in_features: int, out_features: int) -> str | None:
+        """Why a weight of this size is not quantised; None: it is."""
+        return None
+
+    # ---- how it quantises: the definition, by PyTorch
+
+    def rows(self, x: Tensor, split_sizes: Tensor, is_gradient: bool = False) -> Rows:
+        """The rows of tokens [T, K]."""
+        raise NotImplementedError
+
+    def columns(self, x: Tensor, split_sizes: Tensor, is_gradient: bool = False) -> Columns:
+        """The columns of tokens [T, K]."""
+        raise NotImplementedError
+
+    def weight(self, weight: Tensor, parts: int = 1, is_gradient: bool = False) -> Weight:
+        """A weight [E, N, K]. No block spans two of its ``parts``, where blocks have several rows."""
+        raise NotImplementedError
+
+    def transposed_weight(self, weight: Tensor, parts: int = 1, is_gradient: bool = False) -> Weight:
+        """The transpose of a weight [E, N, K], contracted over N."""
+        raise NotImplementedError
+
+    # ---- which values that stands for, in float32
+
+    def row_values(self, rows: Rows, split_sizes: Tensor) -> Tensor:
+        """[T, K]."""
+        raise NotImplementedError
+
+    def column_values(self, columns: Columns, split_sizes: Tensor, rows: int) -> Tensor:
+        """[T, K], zero in the tail."""
+        raise NotImplementedError
+
+    def weight_values(self, weight: Weight, parts: int = 1) -> Tensor:
+        """[E, N, K]."""
+        raise NotImplementedError
+
+    def transposed_values(self, weight: Weight, parts: int = 1) -> Tensor:
+        """[E, N, K], of the transpose of a weight."""
+        return self.weight_values(weight, parts).mT
+
+    # ---- what products read of it
+
+    def row_operand(self, rows: Rows, split_sizes: Tensor) -> Rows:
+        """For a product of rows."""
+        return Rows(self.row_values(rows, split_sizes).bfloat16())
+
+    def column_operand(self, columns: Columns, split_sizes: Tensor, rows: int) -> Columns:
+        """For a weight gradient, of so many tokens."""
+        values = self.column_values(columns, split_sizes, rows).bfloat16()
+        return Columns(values, split_sizes=split_sizes)
+
+    def weight_operand(self, weight: Weight, parts: int = 1) -> Weight:
+        """For the forward."""
+        return Weight(self.weight_values(weight, parts).bfloat16())
+
+    def transposed_operand(self, weight: Weight) -> Weight:
+        """For the gradient of rows, of a transpose that was quantised for it."""
+        return Weight(self.transposed_values(weight).bfloat16().mT)
+
+    def turned(
+        self, weight: Weight, parts: int = 1, transpose: Callable[[Tensor], Tensor] = transposed_bytes
+    ) -> Weight:
+        """For the gradient of rows, of a weight that is stored for the forward.
+
+        Args:
+            transpose: does what :func:`transposed_bytes` does.
+        """
+        operand = self.weight_operand(weight, parts)
+        return operand._replace(data=operand.data.mT)
+
+    def stored_operand(self, weight: Weight) -> Weight:
+        """For the forward, of a weight that stays as it is: its bytes, if kernels read them."""
+        return self.weight_operand(weight) if self.packed is None else weight._replace(packed=self.packed)
+
+    def token_operands(
+        self, x: Tensor, split_sizes: Tensor, rows: bool, columns: bool, is_gradient: bool = False
+    ) -> tuple[Rows | None, Columns | None]:
+        """What products read of tokens [T, K], as far as it is wanted."""
+        by_row = self.row_operand(self.rows(x, split_sizes, is_gradient), split_sizes) if rows else None
+        if not columns:
+            return by_row, None
+        by_column = self.columns(x, split_sizes, is_gradient)
+        return by_row, self.column_operand(by_column, split_sizes, x.shape[0])
+
+    def weight_operands(self, weight: Tensor, both: bool) -> WeightOperands:
+        """What products read of a weight [E, N, K]; ``both``: the gradient of rows, too."""
+        stored = self.weight(weight)
+        forward = self.weight_operand(stored)
+        if not both:
+            return WeightOperands(forward, None)
+        if self.has_one_copy:
+            return WeightOperands(forward, self.turned(stored))
+        return WeightOperands(forward, self.transposed_operand(self.transposed_weight(weight)))
+
+    # ---- products in 16 bits of values that kernels round
+
+    def rounding(self, x: Tensor, is_gradient: bool) -> dict[str, Any]:
+        """What the kernels that round tokens take besides them."""
+        return {}
+
+    def filled_sizes(self, split_sizes: Tensor) -> Tensor:
+        """The rows of each group among the values of columns."""
+        return split_sizes
+
+    # ---- scales of steps before
+
+    def on(self, linear: nn.Module, tensor: str, values: Tensor, split_sizes: Tensor | None = None) -> Recipe:
+        """The recipe for a tensor of a linear: with the scales of its steps, of which this is one.
+
+        Args:
+            tensor: ``"x"``, ``"weight"`` or ``"gradient"``, which is that of the output.
+            split_sizes: the rows of each group; None for a weight.
+        """
+        return self
+
+    def scales_of_forward(self, linear: nn.Module) -> Tensor | None:
+        """What the last forward of a linear has multiplied x by, which its backward may need; None: nothing is kept."""
+        return None
+
+    def with_scales(self, encode: Tensor | None) -> Recipe:
+        """The recipe with the scales of a forward, from what :meth:`scales_of_forward` gave; None: as it is."""
+        return self
+
+
+class Steps(ABC):
+    """Scales that a linear carries from step to step, in buffers."""
+
+    @abstractmethod
+    def buffers(self, groups: int, device: torch.device | None) -> Mapping[str, Tensor]:
+        """The buffers of a linear before its first step."""
+
+    @abstractmethod
+    def advanced(
+        self, recipe: Any, linear: nn.Module, tensor: str, values: Tensor, split_sizes: Tensor | None
+    ) -> Recipe:
+        """See :meth:`Recipe.on`."""
+
+    @abstractmethod
+    def of_forward(self, linear: nn.Module) -> Tensor:
+        """See :meth:`Recipe.scales_of_forward`."""
+
+
+@dataclass(frozen=True)
+class NoRecipe(Recipe):
+    """Nothing is quantised: for an op in a ``config(recipe=...)`` that does not apply to it."""
+
+    quantises: ClassVar[bool] = False
+
+
+def is_recipe(value: Any) -> bool:
+    """Whether a value is a recipe, be it that of nothing."""
+    return isinstance(value, Recipe)
+
+
+def gives_blocks(recipe: Any) -> bool:
+    """Whether a value is a recipe whose kernels quantise blocks of 128 x 128 of a weight."""
+    return is_recipe(recipe) and recipe.kernels(False) is Scaling.BLOCKS
+
+
+def check_choice(recipe: Recipe, name: str, choices: Iterable[str]) -> None:
+    """Raises :class:`ValueError` where a switch is none of these."""
     value = getattr(recipe, name)
     if value not in choices:
         near = did_you_mean(value, choices) if isinstance(value, str) else ""
         expected = " or ".join(map(repr, choices))
-        raise ValueError(f"{type(recipe).__name__}: {name} must be {expected}, got {shown(value)}{near}")
+        raise ValueError(f"{recipe.name}: {name} must be {expected}, got {shown(value)}{near}")
 
 
-def _check_flag(recipe: object, name: str) -> None:
+def check_flag(recipe: Recipe, name: str) -> None:
+    """Raises :class:`ValueError` where a switch is no truth value."""
     if not isinstance(value := getattr(recipe, name), bool):
-        raise ValueError(f"{type(recipe).__name__}: {name} must be True or False, got {shown(value)}")
-
-
-def _check(recipe: object) -> None:
-    """The fields that several recipes share."""
-    for name, choices in _CHOICES.items():
-        if hasattr(recipe, name):
-            _check_choice(recipe, name, choices)
-    if hasattr(recipe, "fast_accumulation"):
-        _check_flag(recipe, "fast_accumulation")
-
-
-@dataclass(frozen=True)
-class NoRecipe:
-    """Nothing is quantised: for an op in a ``config(recipe=...)`` that does not apply to it."""
-
-
-@dataclass(frozen=True)
-class Float8Block:
-    """e4m3, rows scaled in blocks of 1 x 128 and weights in blocks of 128 x 128.
-
-    Attributes:
-        scales: "power_of_two", or "float32": a little closer where one value dominates a block.
-        gradient: the format of incoming gradients; "e5m2" has twice the error, and range that block scales have anyway.
-        wgrad: "float8", or "bfloat16": weight gradients are products of what was not quantised.
-
-    Raises:
-        ValueError: another value.
-    """
-
-    scales: ScaleKind = "power_of_two"
-    gradient: GradientFormat = "e4m3"
-    wgrad: WgradFormat = "float8"
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-
-@dataclass(frozen=True)
-class Float8Row:
-    """e4m3, one scale for each row of an operand.
-
-    Attributes:
-        scales, gradient, wgrad: as for :class:`Float8Block`.
-        fast_accumulation: whole products of rows and weights are summed in the tensor core's short accumulator, where
-            sums of one sign lose some percent; else sums are promoted every 128 values, as those of weight gradients
-            always are.
-
-    Raises:
-        ValueError: another value.
-    """
-
-    scales: ScaleKind = "power_of_two"
-    gradient: GradientFormat = "e4m3"
-    wgrad: WgradFormat = "float8"
-    fast_accumulation: bool = False
-
-    def __post_init__(self) -> None:
-        _check(self)
-
-
-@dataclass(frozen=True)
-class Delayed:
-    """The scale of a tensor comes from the largest of its last ``history`` amaxes, divided by 2 ** ``margin``.
-
-    Raises:
-        ValueError: a history that is not positive, a margin that is negative.
-    """
-
-    history: int = 1024
-    margin: int = 0
-
-    def __post_init__(self) -> None:
-        for name, least in (("history", 1), ("margin", 0)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"Delayed: {name} must be an int of at least {least}, got {shown(value)}")
-
-
-@dataclass(frozen=True)
-class Float8Tensor:
-    """One scale for all rows of a group, and one for each expert's weight.
-
-    Attributes:
-        scales, gradient, wgrad, fast_accumulation: as for :class:`Float8Row`.
-        delayed: scales come from past amaxes, which a linear with this recipe of its own keeps in buffers; None: from
-            the tensor itself.
-
-    Raises:
-        ValueError: another value.
-    """
-
-    scales: ScaleKind = "float32"
-    gradient: GradientFormat = "e4m3"
-    wgrad: WgradFormat = "float8"
-    fast_accumulation: bool = False
-    delayed: Delayed | None = None
-
-    def __post_init__(self) -> None:
-        _check(self)
-        if self.delayed is not None and not isinstance(self.delayed, Delayed):
-            raise ValueError(f"Float8Tensor: delayed must be a Delayed or None, got {shown(self.delayed)}")
-
-
-@dataclass(frozen=True)
-class MXFP8:
-    """e4m3 with a power of two for each 32 values along the contraction, as Blackwell multiplies it.
-
-    Attributes:
-        compute: "exact": dequantised to bfloat16, which loses nothing, and multiplied there; "fast": regrouped to
-            blocks of 128 and multiplied as :class:`Float8Block`.
-
-    Raises:
-        ValueError: another value.
-    """
-
-    compute: Compute = "exact"
-
-    def __post_init__(self) -> None:
-        _check_choice(self, "compute", get_args(Compute))
-
-
-@dataclass(frozen=True)
-class NVFP4:
-    """e2m1 with an e4m3 scale for each 16 values and a float32 scale for the tensor; computed exactly, in bfloat16.
-
-    Attributes:
-        stochastic_rounding: of gradients.
-        hadamard: rows are transformed before they are quantised for a weight gradient.
-
-    Raises:
-        ValueError: another value.
-    """
-
-    stochastic_rounding: bool = True
-    hadamard: bool = True
-    compute: Literal["exact"] = "exact"
-
-    def __post_init__(self) -> None:
-        _check_flag(self, "stochastic_rounding")
-        _check_flag(self, "hadamard")
-        _check_choice(self, "compute", ("exact",))
-
-
-@dataclass(frozen=True)
-class MXFP4:
-    """Weights in e2m1 with a power of two for each 32 values along the contraction, as gpt-oss's checkpoints have them.
-
-    Rows and gradients are not quantised. Products are exact, in bfloat16.
-    """
-
-    wgrad: ClassVar[WgradFormat] = "bfloat16"
-
-
-Recipe = Float8Block | Float8Row | Float8Tensor | MXFP8 | MXFP4 | NVFP4 | NoRecipe
-"""What a linear or :func:`fusible.config` may be given."""
+        raise ValueError(f"{recipe.name}: {name} must be True or False, got {shown(value)}")

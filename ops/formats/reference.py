@@ -18,15 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+from .copies import BLOCK, Columns, Rows, Weight
 from .formats import E4M3, Format, cast, power_of_two
-
-
-class Blocks(NamedTuple):
-    """Values of 8 bits, and the scale of each block: of a size of 1 in the dimensions that a block spans."""
-
-    data: Tensor
-    scales: Tensor
 
 
 class TokenBlocks(NamedTuple):
@@ -43,11 +36,13 @@ class TokenBlocks(NamedTuple):
     group: Tensor
 
 
-def quantize_blocks(x: Tensor, dims: tuple[int, ...], is_power_of_two: bool, format: Format = E4M3) -> Blocks:
-    """Quantises blocks that span ``dims`` of ``x``."""
+def quantize_blocks(
+    x: Tensor, dims: tuple[int, ...], is_power_of_two: bool, format: Format = E4M3
+) -> tuple[Tensor, Tensor]:
+    """Bytes and the scales of blocks that span ``dims`` of ``x``, which have size 1 in the scales."""
     amax = amax_of(x, dims)
     encode = encode_scales(amax, is_power_of_two, format, x.dtype)
-    return Blocks(cast(x.float() * encode, format), decode_scales(encode, amax))
+    return cast(x.float() * encode, format), decode_scales(encode, amax)
 
 
 def amax_of(x: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -71,19 +66,19 @@ def decode_scales(encode: Tensor, amax: Tensor) -> Tensor:
     return torch.where(amax.isfinite(), torch.ones_like(encode) / encode, torch.nan)
 
 
-def quantize_rows(x: Tensor, is_power_of_two: bool, format: Format = E4M3) -> QuantizedRows:
+def quantize_rows(x: Tensor, is_power_of_two: bool, format: Format = E4M3) -> Rows:
     """Blocks of 1 x 128 of ``x`` [T, K]."""
     rows, features = x.shape
     data, scales = quantize_blocks(split(x, -1, BLOCK), (-1,), is_power_of_two, format)
     by_block = F.pad(scales.squeeze(-1).t(), (0, -rows % 4))
-    return QuantizedRows(data.flatten(1)[:, :features].contiguous(), by_block.contiguous())
+    return Rows(data.flatten(1)[:, :features].contiguous(), by_block.contiguous())
 
 
-def quantize_columns(x: Tensor, split_sizes: Tensor, is_power_of_two: bool, format: Format = E4M3) -> BlockedColumns:
+def quantize_columns(x: Tensor, split_sizes: Tensor, is_power_of_two: bool, format: Format = E4M3) -> Columns:
     """Blocks of 128 tokens of one group of ``x`` [T, K]. Unused blocks are zeros with scale 1."""
     values = gather(x, token_blocks(split_sizes, x.shape[0]))
     data, scales = quantize_blocks(values, (1,), is_power_of_two, format)
-    return BlockedColumns(data.transpose(1, 2).contiguous(), scales.squeeze(1))
+    return Columns(data.transpose(1, 2).contiguous(), scales.squeeze(1))
 
 
 def token_blocks(split_sizes: Tensor, rows: int, size: int = BLOCK) -> TokenBlocks:
@@ -129,14 +124,14 @@ def largest_by_group(amax: Tensor, group: Tensor, groups: int) -> Tensor:
     return most[:groups].view(torch.float32)
 
 
-def quantize_weight(weight: Tensor, halves: int, is_power_of_two: bool, format: Format = E4M3) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, halves: int, is_power_of_two: bool, format: Format = E4M3) -> Weight:
     """Blocks of 128 x 128 of each half of each matrix of ``weight`` [E, N, K]."""
     experts, rows, features = weight.shape
     by_half = weight.reshape(experts, halves, rows // halves, features)
     blocks = split(split(by_half, -1, BLOCK), 2, BLOCK)  # [E, halves, blocks, 128, blocks, 128]
     data, scales = quantize_blocks(blocks, (3, 5), is_power_of_two, format)
     data = data.flatten(4).flatten(2, 3)[:, :, : rows // halves, :features].reshape(weight.shape)
-    return QuantizedWeight(data.contiguous(), data.mT.contiguous(), scales.squeeze(5).squeeze(3).flatten(1, 2))
+    return Weight(data.contiguous(), scales.squeeze(5).squeeze(3).flatten(1, 2))
 
 
 def split(x: Tensor, dim: int, size: int) -> Tensor:
@@ -148,22 +143,25 @@ def split(x: Tensor, dim: int, size: int) -> Tensor:
     return x.reshape(*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :])
 
 
-def dequantize_rows(rows: QuantizedRows) -> Tensor:
+def dequantize_rows(rows: Rows) -> Tensor:
     """float32 [T, K]."""
     tokens, features = rows.data.shape
+    assert rows.scales is not None
     if rows.scales.dim() == 1:
         return rows.data.float() * rows.scales.unsqueeze(-1)
     scales = rows.scales[:, :tokens].t().repeat_interleave(BLOCK, 1)[:, :features]
     return rows.data.float() * scales
 
 
-def dequantize_columns(columns: BlockedColumns) -> Tensor:
+def dequantize_columns(columns: Columns) -> Tensor:
     """float32 [blocks, K, 128]."""
+    assert columns.scales is not None
     return columns.data.float() * columns.scales.unsqueeze(-1)
 
 
-def dequantize_weight(weight: QuantizedWeight, halves: int) -> Tensor:
+def dequantize_weight(weight: Weight, halves: int) -> Tensor:
     """float32 [E, N, K]."""
+    assert weight.scales is not None
     return weight.data.float() * weight_scales(weight.scales, weight.data.shape, halves)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 from ...fuser import Gradient, Grads
 from .. import kernels
 from ..grouped.grouped_linear import GroupedLinear, as_rows, input_grad
-from ..quantized.delayed_scales import encode_of_tokens
-from ..quantized.linear import HiddenActivation, TokenCopies, activating, applied, hidden_rows
+from ..quantized.linear import HiddenActivation, activating, applied, hidden_rows
+from ..quantized.operands import TokenCopies
 from ..values.activation_spec import ActivationSpec
 from ..values.checks import product_dtype
 
@@ -67,7 +67,7 @@ def forward(
         terms: dict[str, Any] = {"bias": fc1.matrices("bias") if fc1.has_bias else None, "bias_scale": flat(bias_scale)}
         lent, hidden = (bias_scale, grad_input), HiddenActivation(activation, flat(scales), vectors)
         if reader is not None:
-            activate = activating(hidden, keep_preact, partial(encode_of_tokens, reader))
+            activate = activating(hidden, keep_preact, reader)
             (kept, copies), saved = fc1.quantized_fwd(
                 recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, terms, activate
             )

@@ -8,7 +8,7 @@ kernel that is given the product ``s o`` serves both places of the scale.
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -19,27 +19,22 @@ from ...fuser.contract import tracing as trace
 from .. import kernels
 from ..basic.glu import Activated
 from ..basic.scale import Scale
-from ..formats.copies import BackwardWeight, Columns
+from ..formats.copies import Columns, Weight
 from ..formats.recipe import Recipe
-from ..formats.schemes import Copy
 from ..grouped.grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..grouped.pointwise import Pointwise
 from ..kernels import ActivationGrads, Layout
-from ..quantized.delayed_scales import encode_of_tokens, is_delayed, scales_of_forward
 from ..quantized.linear import (
-    GatheredTokens,
     HiddenActivation,
     ThroughActivation,
-    TokenCopies,
     Wanted,
     activating,
-    copies_of,
     followed_by,
     hidden_for_wgrad,
     in_force,
     through_activation,
-    wgrad_is_quantized,
 )
+from ..quantized.operands import GatheredTokens, TokenCopies, copies_of
 from ..values.switches import active_switches
 from . import fc1 as first_linear
 from .activation_role import (
@@ -58,6 +53,11 @@ _FC2 = OpPart("fc2", (("fc2_bias_scale", "bias_scale"),))
 _PRODUCTS = frozenset({"x", "fc1.weight", "fc2.weight"})  # of a backward, that do not need one another
 
 
+def _carries_scales(recipe: Recipe | None) -> bool:
+    """Whether scales come from steps before, whose amaxes are those of the tensors as they are."""
+    return recipe is not None and recipe.steps is not None
+
+
 def _buffer_holds_y(match: Match) -> bool:
     """A buffer of the second linear holds what that linear gives, before a scale that follows it."""
     return match.out_scale is None or not match.reads("fc2", "output")
@@ -74,7 +74,7 @@ def with_one_recipe(pattern: Pattern) -> Pattern:
         "fc1 and fc2 have different recipes", lambda m: followed_by(m.fc1) == followed_by(m.fc2)
     ).where(
         "the scale after fc2 would change the amaxes that delayed scales come from",
-        lambda m: m.out_scale is None or not is_delayed(followed_by(m.fc1)),
+        lambda m: m.out_scale is None or not _carries_scales(followed_by(m.fc1)),
     )
 
 
@@ -105,7 +105,7 @@ class GroupedMLP(FusedOp):
         scales: Tensor | None
         out_scales: Tensor | None
         vectors: tuple[Tensor, ...] | None
-        hidden_encode: Tensor | None = None
+        hidden_scales: Tensor | None = None
 
     def takes(self, role: str, keyword: str) -> str | None:
         return keyword_of(role, keyword) or super().takes(role, keyword)
@@ -183,8 +183,9 @@ class GroupedMLP(FusedOp):
         if slots is not None:
             factors["slots"] = slots
         y, fc2 = self._second(fc1, fc2_bias_scale, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
-        hidden_encode = scales_of_forward(self.fc2, fc1.saved.recipe)
-        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales, vectors, hidden_encode)
+        recipe = fc1.saved.recipe
+        hidden_scales = None if recipe is None else recipe.scales_of_forward(self.fc2)
+        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales, vectors, hidden_scales)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
     def quantized_fwd(
@@ -205,9 +206,8 @@ class GroupedMLP(FusedOp):
         tokens = x.tokens if isinstance(x, GatheredTokens) else x
         copies = copies_of(recipe, x, split_sizes, rows=True, wgrad="weight" in needs)
         bias = {"bias": self.fc1.matrices("bias") if self.fc1.has_bias else None}
-        encode_of = partial(encode_of_tokens, self.fc2)
         hidden_of = HiddenActivation(spec_of(self.act), flat(scales), vectors)
-        activate = activating(hidden_of, reads_preact(needs_grad), encode_of)
+        activate = activating(hidden_of, reads_preact(needs_grad), self.fc2)
         (preact, hidden), first = self.fc1.quantized_fwd(
             recipe, tokens, copies, split_sizes, None, None, needs, True, bias, activate
         )
@@ -277,7 +277,7 @@ class GroupedMLP(FusedOp):
     def reads_values(self, recipe: Recipe, saved: Saved, needs_grad: frozenset[str]) -> bool:
         """Whether a backward reads the gradient of the output as it was before it is quantised."""
         biased = "fc2.bias" in needs_grad or saved.fc2.bias is not None
-        return biased or is_delayed(recipe) or (not wgrad_is_quantized(recipe) and _trains(needs_grad))
+        return biased or _carries_scales(recipe) or (not recipe.quantises_wgrad and _trains(needs_grad))
 
     def _through_quantized(
         self, recipe: Recipe, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
@@ -285,14 +285,14 @@ class GroupedMLP(FusedOp):
         """:meth:`through_fc2` of a call that followed a recipe."""
         sizes, weight, trains = saved.fc2.split_sizes, saved.fc2.weight, _trains(needs_grad)
         through = weight is not None and _through(needs_grad)
-        encode = encode_of_tokens(self.fc2, recipe, dy, sizes, True) if isinstance(dy, Tensor) else None
-        copies = copies_of(recipe, dy, sizes, rows=through, wgrad=trains, is_gradient=True, encode=encode)
+        of_step = recipe.on(self.fc2, "gradient", dy, sizes) if isinstance(dy, Tensor) else recipe
+        copies = copies_of(of_step, dy, sizes, rows=through, wgrad=trains, is_gradient=True)
         total = _product(flat(saved.scales), flat(saved.out_scales), copies.dtype)
         hidden = HiddenActivation(spec_of(self.act), total, saved.vectors)
         if saved.preact is None:
             return ThroughActivation(copies, None, None, None)
         if not through:
-            options = recipe, saved.preact, sizes, hidden, saved.hidden_encode
+            options = recipe, saved.preact, sizes, hidden, saved.hidden_scales
             return ThroughActivation(copies, None, None, hidden_for_wgrad(*options) if trains else None)
         inner = names_of(FC1, needs_grad)
         wanted = Wanted(
@@ -303,9 +303,9 @@ class GroupedMLP(FusedOp):
             values=not inner.isdisjoint(("bias", "bias_scale")),
             vectors=wants_vectors(needs_grad),
         )
-        encode_of = partial(encode_of_tokens, self.fc1, is_gradient=True)
+        assert isinstance(weight, Weight)
         return through_activation(
-            recipe, copies, weight, saved.preact, sizes, hidden, wanted, encode_of, saved.hidden_encode
+            recipe, copies, weight, saved.preact, sizes, hidden, wanted, self.fc1, saved.hidden_scales
         )
 
     def _recomputes(self) -> bool:
@@ -342,7 +342,7 @@ class GroupedMLP(FusedOp):
         weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, spec_of(self.act)
         if saved.preact is None:
             return ActivationGrads(dy, None, None)
-        if weight is None or isinstance(weight, Copy | BackwardWeight) or not _through(needs_grad):
+        if weight is None or isinstance(weight, Weight) or not _through(needs_grad):
             of_groups = (vectors, None if vectors is None else sizes)
             return ActivationGrads(dy, None, kernels.activate(saved.preact, spec, total, *of_groups))
         return kernels.grouped_linear_activation_backward(

@@ -21,8 +21,8 @@ from ..kernels.doors import routing as permutation
 from ..kernels.doors.inference import Experts, one_call
 from ..kernels.doors.routing import Routing
 from ..kernels.operators.custom_ops import kernel
-from ..quantized.delayed_scales import is_delayed
-from ..quantized.linear import GatheredTokens, applied, wgrad_is_quantized
+from ..quantized.linear import applied
+from ..quantized.operands import GatheredTokens
 from ..values.activation_spec import ActivationSpec
 from .grouped_mlp import GroupedMLP
 
@@ -54,8 +54,8 @@ def forward(
     routing = permutation.route(top_k_index, num_experts, tokens.dtype, top_k_weights.contiguous())
     factors: dict[str, Any] = dict.fromkeys(scaled_by, permutation.scales_of(routing, top_k_weights))
     recipe = applied(mlp.fc1, tokens.dtype)
-    gathers = recipe is not None and not is_delayed(recipe)  # amaxes of steps are those of the rows
-    if recipe is not None and gathers and (wgrad_is_quantized(recipe) or "fc1.weight" not in needs_grad):
+    gathers = recipe is not None and recipe.steps is None  # amaxes of steps are those of the rows
+    if recipe is not None and gathers and (recipe.quantises_wgrad or "fc1.weight" not in needs_grad):
         rows = gathered(tokens, routing)
         scales = factors.get("scales"), factors.get("out_scale_scales")
         y, saved = mlp.quantized_fwd(recipe, rows, routing.split_sizes, *scales, needs_grad)

@@ -13,20 +13,16 @@ from ...fuser import ArgumentError, Buffer, Gradient, Grads, Promises, TensorSpe
 from ...fuser.contract import tracing as trace
 from ...fuser.runtime.buffers import CallerBuffer
 from .. import kernels
-from ..formats import operands
-from ..formats.copies import AMAX, SCALES, BackwardWeight, Columns, WeightOperand
+from ..formats.copies import AMAX, SCALES, Columns, Transposition, Weight
 from ..formats.forms import form_of, misfit
-from ..formats.packed import PackedWeight
-from ..formats.recipe import MXFP4, NVFP4, Recipe
-from ..formats.schemes import Copy
+from ..formats.recipe import Recipe
 from ..kernels import Independent, Layout, Matrices
 from ..kernels.problems.gemm import stacked
 from ..parameters.weight_grads import WeightGrads
 from ..parameters.wide_buffers import WideBuffers
-from ..quantized import delayed_scales
 from ..quantized import linear as quantized
 from ..quantized.gathered_weights import expected_operands, is_gathered
-from ..quantized.linear import TokenCopies
+from ..quantized.operands import TokenCopies, copies_of, weight_operands
 from ..quantized.weights import match_state, operands_of
 from ..values.checks import (
     check_buffer,
@@ -88,12 +84,11 @@ class GroupedLinear(WideBuffers, WeightGrads):
 
     promises = Promises(replayable=True, values_checked=frozenset({"split_sizes"}))
     recipe: Recipe | None = None
-    wide_buffers = delayed_scales.BUFFERS  # in which they are computed
     gathers_bytes = False  # whether FSDP2 gathers the weight in e4m3
 
     class Saved(NamedTuple):
         x: Tensor | Columns | None
-        weight: Matrices | BackwardWeight | Copy | None
+        weight: Matrices | Weight | None
         split_sizes: Tensor
         bias: Matrices | None
         bias_scale: Tensor | None
@@ -133,7 +128,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
             data = torch.empty((num_groups, out_features), device=device, dtype=dtype)
             self.add_expert_parameter("bias", data, single_grouped_bias)
         self.init_weight_grads(accumulate_into_main_grad, delay_wgrad_compute)
-        delayed_scales.register(self, recipe, num_groups, device)
+        self._register_scales(device)
         required = type(self).keywords["bias_scale"]._replace(required=True)
         others = {name: keyword for name, keyword in type(self).keywords.items() if name != "bias_scale"}
         self.keywords = {**others, "bias_scale": required} if self.scale_bias else others
@@ -145,8 +140,17 @@ class GroupedLinear(WideBuffers, WeightGrads):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
+    def _register_scales(self, device: torch.device | str | None) -> None:
+        """Registers the buffers that the recipe carries from step to step, which stay float32."""
+        if self.recipe is None or self.recipe.steps is None:
+            return
+        buffers = self.recipe.steps.buffers(self.num_groups, None if device is None else torch.device(device))
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+        self.wide_buffers = tuple(buffers)
+
     def _matrix_shape(self) -> tuple[int, int]:
-        packed = 2 if self.is_quantized and isinstance(self.recipe, MXFP4 | NVFP4) else 1  # values in a byte
+        packed = self.recipe.values_in_byte if self.is_quantized and self.recipe is not None else 1
         shape = self.out_features, self.in_features // packed
         return shape[::-1] if self.transposed_weight else shape
 
@@ -196,7 +200,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
         weight = self.one_parameter("weight")
         checked = check_quantized_input if self.is_quantized else check_matrix_input
         dtype = checked(x, weight, self.in_features, autocast_dtype)
-        if self.is_quantized and (why := quantized.dtype_refusal(self.recipe, dtype)) is not None:  # type: ignore[arg-type]
+        if self.is_quantized and (why := self.recipe.dtype_refusal(dtype)) is not None:  # type: ignore[union-attr]
             raise ArgumentError(f"x: {why}; cast it")
         self._check_weights(x.device)
         if type(weight) is not nn.Parameter and is_gathered(weight):
@@ -223,7 +227,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
         recipe: Recipe = self.recipe  # type: ignore[assignment]
         data = form_of(recipe, self.weight_shape).data
         decoders: Any = [self._buffers.get(name) for name in (SCALES, AMAX)]
-        if (why := misfit(recipe, self.weight_shape, Copy(data, *decoders))) is not None:
+        if (why := misfit(recipe, self.weight_shape, Weight(data, *decoders))) is not None:
             raise ArgumentError(f"{why}; what casts a module casts them too, so quantise it after that")
 
     def fwd(
@@ -277,9 +281,8 @@ class GroupedLinear(WideBuffers, WeightGrads):
             product: may do more than multiply.
         """
         if isinstance(rows, Tensor):
-            encode = delayed_scales.encode_of_tokens(self, recipe, rows, split_sizes)
-            wanted = {"rows": True, "wgrad": "weight" in needs_grad}
-            rows = quantized.copies_of(recipe, rows, split_sizes, **wanted, encode=encode)
+            of_step = recipe.on(self, "x", rows, split_sizes)
+            rows = copies_of(of_step, rows, split_sizes, rows=True, wgrad="weight" in needs_grad)
         if not self.is_quantized:
             quantized.note_few_rows(rows, self.num_groups, x.device)
         weight, back = self._weight_operands(recipe, "x" in needs_grad)
@@ -288,19 +291,15 @@ class GroupedLinear(WideBuffers, WeightGrads):
         lent = bias_scale, grad_input
         return y, self.saved(x, rows.for_wgrad, back, split_sizes, *lent, needs_grad, x_is_inner, recipe)
 
-    def _weight_operands(
-        self, recipe: Recipe, back: bool
-    ) -> tuple[WeightOperand | PackedWeight, BackwardWeight | Copy | None]:
+    def _weight_operands(self, recipe: Recipe, back: bool) -> tuple[Weight, Weight | None]:
         """The weight operand of the product and, if ``back``, that of the gradient of ``x``."""
         if self.is_quantized:
-            data = stacked(self.matrices("weight"))
-            copy = Copy(data, *self.quantized_buffers())
-            return operands.of_staying(recipe, copy), copy if back else None
+            stored = Weight(stacked(self.matrices("weight")), *self.quantized_buffers())  # type: ignore[arg-type]
+            return recipe.stored_operand(stored), stored._replace(turn=Transposition.COPY) if back else None
         matrices = self.matrices("weight")
-        if delayed_scales.is_delayed(recipe):
+        if recipe.steps is not None:
             weight = stacked(matrices)
-            encode = delayed_scales.encode_of_weight(self, recipe, weight)
-            return quantized.weight_operands(recipe, weight, back, encode)
+            return weight_operands(recipe.on(self, "weight", weight), weight, back)
         if self.gathers_bytes and trace.active():
             trace.note("FSDP2 gathers the weight in e4m3: each rank quantises its shard, and calls are not replayed")
             return expected_operands(self.one_parameter("weight"), back)
@@ -310,7 +309,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
         self,
         x: Tensor,
         rows: Tensor | Columns | None,
-        weight: Matrices | BackwardWeight | Copy | None,
+        weight: Matrices | Weight | None,
         split_sizes: Tensor,
         bias_scale: Tensor | None,
         grad_input: Tensor | None,
@@ -344,8 +343,9 @@ class GroupedLinear(WideBuffers, WeightGrads):
         if saved.recipe is None:
             return self.grads_of(saved, rows, rows, needs_grad)
         wanted = {"rows": "x" in needs_grad, "wgrad": "weight" in needs_grad, "is_gradient": True}
-        encode = delayed_scales.encode_of_tokens(self, saved.recipe, rows, saved.split_sizes, is_gradient=True)
-        copies = quantized.copies_of(saved.recipe, rows, saved.split_sizes, **wanted, encode=encode)
+        copies = copies_of(
+            saved.recipe.on(self, "gradient", rows, saved.split_sizes), rows, saved.split_sizes, **wanted
+        )
         return self.grads_of(saved, copies, rows, needs_grad)
 
     def grads_of(
@@ -388,10 +388,10 @@ class GroupedLinear(WideBuffers, WeightGrads):
     @property
     def keeps_scales(self) -> bool:
         """Whether it keeps delayed scales of earlier steps."""
-        return delayed_scales.has_buffers(self)
+        return bool(self.wide_buffers)
 
     def trace_refusal(self) -> str | None:
-        if delayed_scales.is_delayed(quantized.followed_by(self)):
+        if (recipe := quantized.followed_by(self)) is not None and recipe.steps is not None:
             return "delayed scales are kept in buffers, which compiled code does not write"
         if self.gathers_bytes:
             return "FSDP2 gathers the weight in e4m3, a parameter that compilers do not trace"
@@ -447,6 +447,7 @@ def _times_weight(
     if isinstance(dy, TokenCopies):
         assert dy.rows is not None
         assert saved.recipe is not None
+        assert isinstance(saved.weight, Weight)
         weight = quantized.transposed_operand(saved.recipe, saved.weight)
         return quantized.product(saved.recipe, dy.rows, weight, saved.split_sizes, dy.dtype, out=out)
     dx = kernels.grouped_gemm(

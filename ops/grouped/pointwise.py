@@ -15,9 +15,7 @@ from ...fuser.contract.op import RESERVED
 from ...fuser.contract.tracing import note
 from .. import kernels
 from ..basic.link import Link
-from ..formats.copies import Scaling
-from ..formats.operands import scaling_of
-from ..formats.recipe import Recipe
+from ..formats.recipe import Recipe, gives_blocks
 from ..programs.columns import of_rows, sums
 from ..programs.halves import join, split
 from ..programs.operations import OnPyTorch, on_pytorch
@@ -191,8 +189,7 @@ class Pointwise(Op):
         if self.program is None:
             raise ValueError(f"Pointwise: {self.refusal}")
         columns = tuple([parameter.dtype for _, parameter in self.inputs()])
-        quantized = recipe is not None and scaling_of(recipe, is_gradient=False) is Scaling.BLOCKS
-        return kernels.compile_ahead(self.program, self.spec, dtype, columns, quantized)
+        return kernels.compile_ahead(self.program, self.spec, dtype, columns, gives_blocks(recipe))
 
     @property
     def _program_inputs(self) -> tuple[str, ...]:

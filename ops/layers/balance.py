@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..routed.choose import Rule, log_scores, wide
+from ..routed.choose import ChoiceRule, log_scores, wide
 from ..values.checks import check_numbers, check_sizes
 from .route import Routes
 
@@ -16,7 +16,7 @@ from .route import Routes
 class Balance(Protocol):
     """How the selection bias of a router moves."""
 
-    def check(self, num_experts: int, rule: Rule) -> None:
+    def check(self, num_experts: int, rule: ChoiceRule) -> None:
         """Raises ValueError for a rule that it cannot balance."""
 
     def shape(self, num_experts: int) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class SignBias:
     def __post_init__(self) -> None:
         check_numbers("SignBias", rate=self.rate)
 
-    def check(self, num_experts: int, rule: Rule) -> None:
+    def check(self, num_experts: int, rule: ChoiceRule) -> None:
         """It balances any."""
 
     def shape(self, num_experts: int) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class QuantileBias:
     def __post_init__(self) -> None:
         check_sizes("QuantileBias", None, bins=self.bins)
 
-    def check(self, num_experts: int, rule: Rule) -> None:
+    def check(self, num_experts: int, rule: ChoiceRule) -> None:
         """It balances sigmoid scores without groups, of which some are left over."""
         if rule.scores != "sigmoid" or rule.groups > 1:
             raise ValueError(

@@ -14,7 +14,7 @@ from ...fuser.contract.config import active_config, constant
 from ...fuser.contract.torch_private import serialized_as
 from ...fuser.contract.tracing import has_no_data
 from ...fuser.runtime.autograd import Runtime, run
-from ..routed.choose import SCORES, Choose, Rule, probabilities, wide
+from ..routed.choose import SCORES, ChoiceRule, Choose, probabilities, wide
 from ..values.checks import check_sizes
 
 
@@ -126,7 +126,7 @@ def route(
 
 
 def _chosen(
-    logits: Tensor, rule: Rule, bias: Tensor | None, valid: Tensor | None, ids: Tensor | None
+    logits: Tensor, rule: ChoiceRule, bias: Tensor | None, valid: Tensor | None, ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     keywords = {"selection_bias": bias, "valid": valid, "ids": ids}
     keywords = {name: value for name, value in keywords.items() if value is not None}
@@ -136,7 +136,7 @@ def _chosen(
 
 def _in_graph(logits: Any, bias: Any, valid: Any, ids: Any, *rule: Any) -> Any:
     """:func:`_chosen` with what graphs have for arguments."""
-    return _chosen(logits, Rule(*rule), bias, valid, ids)
+    return _chosen(logits, ChoiceRule(*rule), bias, valid, ids)
 
 
 @constant
@@ -146,16 +146,16 @@ def _register_with_dynamo() -> None:
 
 
 @lru_cache(maxsize=64)
-def _op(rule: Rule) -> Choose:
+def _op(rule: ChoiceRule) -> Choose:
     return Choose(rule)
 
 
 def rule_of(
     top_k: int, scores: str, normalize: bool, scale: float, groups: Groups | None, tallied: bool = False
-) -> Rule:
+) -> ChoiceRule:
     """The rule, as kernels have it."""
     limited = () if groups is None else (groups.count, groups.keep, min(groups.best, 2**31 - 1))
-    return Rule(top_k, scores, normalize, float(scale), *limited or (1, 1, 1), tallied=tallied)
+    return ChoiceRule(top_k, scores, normalize, float(scale), *limited or (1, 1, 1), tallied=tallied)
 
 
 def whole(ids: Tensor | None) -> Tensor | None:

@@ -7,13 +7,10 @@ from torch import Tensor, nn
 
 from ...fuser import ArgumentError
 from ...fuser.contract.stored_values import stores_values
-from ..formats import operands
-from ..formats.copies import AMAX, SCALES
-from ..formats.recipe import Float8Block, NoRecipe, Recipe
-from ..formats.schemes import Copy
+from ..formats.copies import AMAX, SCALES, Weight
+from ..formats.recipe import Recipe, gives_blocks, is_recipe
 from ..grouped.grouped_linear import GroupedLinear
 from ..kernels.problems.gemm import stacked
-from ..quantized.delayed_scales import is_delayed
 from ..quantized.linear import refusal
 from ..quantized.weights import operands_of
 
@@ -42,9 +39,9 @@ def quantize_(module: nn.Module, recipe: Recipe) -> nn.Module:
 
 
 def _refusal(recipe: Recipe, linear: GroupedLinear) -> str | None:
-    if not isinstance(recipe, Recipe) or isinstance(recipe, NoRecipe):
+    if not is_recipe(recipe) or not recipe.quantises:
         return f"recipe must be one such as fusible.Float8Block(), got {recipe!r}"
-    if is_delayed(recipe):
+    if recipe.steps is not None:
         return "a weight that never changes has no earlier steps; use Float8Tensor()"
     for name in linear.parameter_names("weight"):
         if not stores_values(kind := type(getattr(linear, name))):
@@ -53,7 +50,7 @@ def _refusal(recipe: Recipe, linear: GroupedLinear) -> str | None:
     return refusal(linear, recipe)
 
 
-def holding(weight: Tensor, scales: Tensor, recipe: Float8Block) -> GroupedLinear:
+def holding(weight: Tensor, scales: Tensor, recipe: Recipe) -> GroupedLinear:
     """A linear without bias on bytes [E, N, K] and decode scales that the caller owns."""
     groups, rows, columns = weight.shape
     linear = GroupedLinear(groups, columns, rows, bias=False, device="meta", dtype=torch.bfloat16, recipe=recipe)
@@ -75,10 +72,6 @@ def _quantize(linear: GroupedLinear, recipe: Recipe) -> None:
         linear.register_buffer(AMAX, copy.amax)
 
 
-def _copy_of(linear: GroupedLinear, recipe: Recipe) -> Copy:
+def _copy_of(linear: GroupedLinear, recipe: Recipe) -> Weight:
     weight = linear.matrices("weight")
-    if not isinstance(recipe, Float8Block):
-        return operands.rowwise_copy(recipe, stacked(weight))
-    data, scales, *_ = operands_of(recipe, weight, False).forward
-    assert scales is not None
-    return Copy(data, scales)
+    return operands_of(recipe, weight, False).forward if gives_blocks(recipe) else recipe.weight(stacked(weight))

@@ -9,7 +9,7 @@ from torch import nn
 from ...fuser import ArgumentError
 from ...fuser.contract.stored_values import stores_values
 from ...fuser.contract.torch_private import dispatch_disabled
-from ..formats.recipe import Float8Block
+from ..formats.recipe import gives_blocks
 from ..grouped.grouped_linear import GroupedLinear
 from ..quantized.gathered_weights import MasterWeight
 from ..quantized.linear import refusal
@@ -51,7 +51,7 @@ def _refusal(linear: GroupedLinear) -> str | None:
         return "this torch does not have torch._C._DisableTorchDispatch; gather 16 bits"
     if linear.is_quantized:
         return "the weight has been quantised, so its bytes are gathered already; leave the call out"
-    if not isinstance(linear.recipe, Float8Block):
+    if linear.recipe is None or not gives_blocks(linear.recipe):
         return f"only blocks of whole experts are gathered; build the op with recipe=Float8Block(), not {linear.recipe}"
     if linear.per_group["weight"]:
         return "shards of one parameter an expert cut its blocks; build the op with single_grouped_weight=True"

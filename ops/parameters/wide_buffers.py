@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 class WideBuffers(nn.Module):
     """A module with buffers that keep their dtype when the module is cast or loaded."""
 
-    wide_buffers: ClassVar[tuple[str, ...]] = ()
+    wide_buffers: tuple[str, ...] = ()
     """Their names; the module need not have them all."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -15,12 +15,9 @@ from torch import Tensor, nn
 from ...fuser import ArgumentError
 from ...fuser.contract import tracing as trace
 from ...fuser.contract.torch_private import disabled_torch_function, dispatch_disabled
-from ..formats.copies import WeightOperand
-from ..formats.operands import WeightOperands
-from ..formats.recipe import Float8Block
-from ..formats.schemes import Copy, scheme_of
+from ..formats.copies import Transposition, Weight, WeightOperands
+from ..formats.recipe import Recipe, gives_blocks
 from ..kernels.doors.quantized import new_weight, quantize_weight
-from .linear import dtype_refusal, is_power_of_two
 
 aten = torch.ops.aten
 _KEPT = {
@@ -40,7 +37,7 @@ _ALIGNED = 128  # bytes, as kernels that read scales want them
 class ShardForm(NamedTuple):
     """What a rank tells itself of its shard, from before a gather to after it."""
 
-    recipe: Float8Block
+    recipe: Recipe
     data: tuple[int, ...]
     scales: tuple[int, ...]
 
@@ -81,7 +78,7 @@ class MasterWeight(Tensor):
         dtype = mp_policy.param_dtype or self.dtype
         if (why := _shard_refusal(recipe, dtype, self.shape, outer_size, mesh.size())) is not None:
             raise ArgumentError(f"{type(module).__name__}: weight: {why}")
-        copies = quantize_weight(self.values().to(dtype), power_of_two=is_power_of_two(recipe))
+        copies = quantize_weight(self.values().to(dtype), power_of_two=recipe.is_power_of_two)
         form = ShardForm(recipe, tuple(copies.data.shape), tuple(copies.scales.shape))
         return (copies.data, copies.scales) if mesh.size() > 1 else (_packed(copies.data, copies.scales),), form
 
@@ -101,10 +98,10 @@ class GatheredWeight(Tensor):
     __torch_function__ = disabled_torch_function
     data_bytes: Tensor
     scales: Tensor
-    recipe: Float8Block
+    recipe: Recipe
 
     @staticmethod
-    def __new__(cls, data: Tensor, scales: Tensor, dtype: torch.dtype, recipe: Float8Block) -> GatheredWeight:
+    def __new__(cls, data: Tensor, scales: Tensor, dtype: torch.dtype, recipe: Recipe) -> GatheredWeight:
         weight: GatheredWeight = Tensor._make_wrapper_subclass(cls, data.shape, dtype=dtype, device=data.device)
         weight.data_bytes, weight.scales, weight.recipe = data, scales, recipe
         return weight
@@ -121,11 +118,11 @@ class GatheredWeight(Tensor):
 
     def dequantized(self) -> Tensor:
         """The values, rounded as products read them."""
-        return scheme_of(self.recipe).weight_values(Copy(self.data_bytes, self.scales), 1).to(self.dtype)
+        return self.recipe.weight_values(Weight(self.data_bytes, self.scales)).to(self.dtype)
 
     def operands(self, both: bool) -> WeightOperands:
         """What products read: the memory that FSDP2 frees after a forward, and fills again before its backward."""
-        return _operands(Copy(self.data_bytes, self.scales), both)
+        return _operands(Weight(self.data_bytes, self.scales), both)
 
     def check_reader(self, recipe: Any) -> None:
         """Raises :class:`ArgumentError` for products under another recipe, which would not read the bytes."""
@@ -167,23 +164,23 @@ def expected_operands(weight: Tensor, both: bool) -> WeightOperands:
     """The form of what products will read of a weight once it is gathered, for a trace, which is told whose it is."""
     copies = new_weight(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), 1, both=False)
     trace.stand_for_parameters(copies.data, copies.scales)
-    return _operands(Copy(copies.data, copies.scales), both)
+    return _operands(Weight(copies.data, copies.scales), both)
 
 
-def _operands(copy: Copy, both: bool) -> WeightOperands:
+def _operands(weight: Weight, both: bool) -> WeightOperands:
     """The backward has the bytes transposed only once it reads them, so that nothing stays between."""
-    return WeightOperands(WeightOperand(copy.data, copy.scales), copy if both else None)
+    return WeightOperands(weight, weight._replace(turn=Transposition.COPY) if both else None)
 
 
 def _shard_refusal(recipe: Any, dtype: torch.dtype, shard: torch.Size, whole: torch.Size, ranks: int) -> str | None:
     """Why the bytes of a shard cannot be gathered; None: they can. The same on all ranks."""
-    if not isinstance(recipe, Float8Block):
+    if not gives_blocks(recipe):
         return f"Float8Block alone is gathered in e4m3, and the op has now recipe={recipe}"
     if whole[0] % ranks:
         return f"{whole[0]} experts do not divide among {ranks} ranks; shard over a divisor, or gather 16 bits"
     if shard[1:] != whole[1:]:
         return f"{list(shard)} is no shard of whole experts of {list(whole)}; shard dimension 0"
-    if (why := dtype_refusal(recipe, dtype)) is not None:
+    if (why := recipe.dtype_refusal(dtype)) is not None:
         return f"{why}; give MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
     return None
 

@@ -1,8 +1,8 @@
 """The products of a grouped linear whose operands are quantised, forward and backward, on tensors.
 
 Forward ``y = x W^T`` reads rows of ``x``; ``dx = dy W`` rows of ``dy`` and the transposed bytes of the weight; ``dW =
-dy^T x`` columns of both, in blocks of tokens. Each copy is made from what was not quantised. Kernels quantise to e4m3
-with scales in float32; for other formats PyTorch does, into the operands of ``formats/operands.py``.
+dy^T x`` columns of both, in blocks of tokens. Each operand is made from what was not quantised, as
+``operands.py`` says.
 """
 
 from __future__ import annotations
@@ -12,95 +12,37 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...fuser import ArgumentError, RefusedError
 from ...fuser.contract import tracing as trace
-from ...fuser.replay import capture
 from .. import kernels
-from ..formats import operands
-from ..formats.copies import (
-    Columns,
-    ColumnValues,
-    QuantizedRows,
-    Rows,
-    RowValues,
-    Scaling,
-    TransposedValues,
-    TransposedWeight,
-    WeightOperand,
-)
-from ..formats.nvfp4 import product_factors
-from ..formats.operands import WeightOperands
-from ..formats.packed import PackedWeight
-from ..formats.recipe import MXFP4, Float8Block, Float8Row, Float8Tensor, NoRecipe, Recipe
-from ..formats.schemes import Copy
+from ..formats.copies import Columns, Rows, Scaling, Transposition, Weight
+from ..formats.formats import product_factors
+from ..formats.recipe import Recipe, is_recipe
 from ..kernels import Layout, Matrices
 from ..kernels.doors.packed import packed_gemm
 from ..kernels.doors.quantized import (
     quantize_activation,
     quantize_activation_backward,
-    quantize_rows,
     scaled_gemm,
     scaled_wgrad,
     zero_tail,
 )
-from ..kernels.doors.quantized_whole import quantize_whole_rows, quantize_whole_weight
 from ..kernels.doors.scaled_activation import scaled_gemm_activation
 from ..kernels.doors.transposition import transpose_bytes
-from ..kernels.problems.gemm import nbytes, stacked
 from ..values.activation_spec import ActivationSpec
 from ..values.switches import active_switches
-from . import values as quantized_values
-
-
-class TokenCopies(NamedTuple):
-    """A tensor of tokens as the products of a linear read it; None for what nobody reads.
-
-    Attributes:
-        number: of tokens.
-        dtype: of what was not quantised.
-        values: what was not quantised.
-    """
-
-    number: int
-    dtype: torch.dtype
-    values: Tensor | None
-    rows: Rows | None
-    columns: Columns | None
-
-    @property
-    def for_wgrad(self) -> Tensor | Columns | None:
-        """What the gradient of a weight reads."""
-        return self.values if self.columns is None else self.columns
-
+from .operands import TokenCopies, copies_of
 
 ROWS_WORTH_A_WEIGHT = 2048
 """Rows a group below which quantising the weight may take longer than faster products save: on an H200, Qwen3's experts
 break even with as many, and are slower with 512 (docs/quantised.md, "When it pays")."""
 
 
-EncodeOf = Callable[[Recipe, Tensor, Tensor], Tensor | None]
-"""From rows and their split sizes, what the values of each group are multiplied by, where steps before tell: it is a
-step itself. None: nothing has told."""
-
-
-class GatheredTokens(NamedTuple):
-    """Rows of experts that are read where their tokens lie.
-
-    Attributes:
-        tokens: [T, K].
-        slot_of_row: [R]: the slot, token * top_k + j, of each row.
-    """
-
-    tokens: Tensor
-    slot_of_row: Tensor
-    top_k: int
-
-
 def check_recipe(op: str, recipe: Any) -> None:
     """Raises :class:`ArgumentError` for what is no recipe."""
-    if recipe is not None and not isinstance(recipe, Recipe):
+    if recipe is not None and not is_recipe(recipe):
         raise ArgumentError(f"{op}: recipe must be one such as fusible.Float8Block(), or None, got {recipe!r}")
 
 
@@ -119,7 +61,7 @@ def note_few_rows(tokens: TokenCopies, groups: int, device: torch.device) -> Non
 def in_force(of_op: Recipe | None) -> Recipe | None:
     """The recipe of an op that has this one of its own, or else of the configuration; None: nothing is quantised."""
     recipe: Any = active_switches().recipe if of_op is None else of_op
-    return None if isinstance(recipe, NoRecipe) else recipe
+    return recipe if recipe is not None and recipe.quantises else None
 
 
 def applied(linear: Any, dtype: torch.dtype) -> Recipe | None:
@@ -130,9 +72,9 @@ def applied(linear: Any, dtype: torch.dtype) -> Recipe | None:
     """
     of_op = linear.recipe
     recipe: Any = active_switches().recipe if of_op is None else of_op  # in_force, written out
-    if recipe is None or type(recipe) is NoRecipe:
+    if recipe is None or not recipe.quantises:
         return None
-    why = dtype_refusal(recipe, dtype) or refusal(linear, recipe)
+    why = recipe.dtype_refusal(dtype) or refusal(linear, recipe)
     if why is None:
         followed: Recipe = recipe
         return followed
@@ -148,123 +90,35 @@ def followed_by(linear: Any) -> Recipe | None:
     return None if recipe is None or refusal(linear, recipe) is not None else recipe
 
 
-def dtype_refusal(recipe: Recipe, dtype: torch.dtype) -> str | None:
-    """Why rows of this dtype are not quantised; None: they are."""
-    is_weight_alone = isinstance(recipe, MXFP4)
-    if dtype == torch.bfloat16 or (dtype == torch.float16 and not is_weight_alone):
-        return None
-    does = "multiplies bfloat16" if is_weight_alone else "quantises bfloat16 or float16"
-    return f"{type(recipe).__name__} {does}, not {str(dtype).removeprefix('torch.')}"
-
-
 def refusal(linear: Any, recipe: Recipe) -> str | None:
     """Why a linear does not follow a recipe, whatever its rows; None: it does."""
-    if isinstance(recipe, Float8Tensor) and recipe.delayed is not None and not linear.keeps_scales:
+    if recipe.steps is not None and not linear.keeps_scales:
         return "a linear keeps the scales of steps before only for a recipe=Float8Tensor(delayed=...) of its own"
-    return operands.format_refusal(recipe, linear.in_features, linear.out_features)
+    return recipe.size_refusal(linear.in_features, linear.out_features)
 
 
 def quantises_activations(recipe: Recipe, is_gradient: bool) -> bool:
     """Whether a kernel may quantise what an activation, or its backward, gives: a block of it is all that it needs."""
-    return operands.scaling_of(recipe, is_gradient) is Scaling.BLOCKS
-
-
-def wgrad_is_quantized(recipe: Recipe) -> bool:
-    """Whether weight gradients are products of copies."""
-    return getattr(recipe, "wgrad", "float8") == "float8"
-
-
-def copies_of(
-    recipe: Recipe,
-    tokens: Tensor | GatheredTokens,
-    split_sizes: Tensor,
-    *,
-    rows: bool,
-    wgrad: bool,
-    values: bool = False,
-    is_gradient: bool = False,
-    encode: Tensor | None = None,
-) -> TokenCopies:
-    """The copies of ``tokens`` [T, K].
-
-    Args:
-        tokens: those that are gathered have no values.
-        rows: whether a product of rows reads them.
-        wgrad: whether the gradient of a weight does.
-        values: whether something else reads what was not quantised.
-        encode: what the values of each group are multiplied by, where scales come from steps before.
-    """
-    options: dict[str, Any] = {}
-    if isinstance(tokens, GatheredTokens):
-        tokens, *gather = tokens
-        options = dict(zip(("slot_of_row", "top_k"), gather, strict=True))
-    number = options["slot_of_row"].shape[0] if options else tokens.shape[0]
-    columns = wgrad and wgrad_is_quantized(recipe)
-    kept = tokens if not options and (values or (wgrad and not columns)) else None
-    if not rows and not columns:
-        return TokenCopies(number, tokens.dtype, kept, None, None)
-    if (scaling := operands.scaling_of(recipe, is_gradient)) is not None:
-        options |= {"power_of_two": is_power_of_two(recipe), "want_rows": rows, "want_columns": columns}
-        if scaling is Scaling.BLOCKS:
-            copies = quantize_rows(tokens, split_sizes, **options)
-        else:
-            copies = quantize_whole_rows(tokens, split_sizes, scaling=scaling, encode=encode, **options)
-        return TokenCopies(number, tokens.dtype, kept, copies.rows, copies.columns)
-    wanted: dict[str, Any] = {"rows": rows, "columns": columns, "is_gradient": is_gradient}
-    if (format := quantized_values.format_of(recipe)) is not None:
-        read = quantized_values.of_tokens(recipe, format, tokens, split_sizes, **wanted, **options)
-        return TokenCopies(number, tokens.dtype, kept, *read)
-    source = tokens.index_select(0, options["slot_of_row"] // options["top_k"]) if options else tokens
-    if isinstance(recipe, MXFP4):
-        capture.refuse("products of packed weights are not replayed")
-        return TokenCopies(number, tokens.dtype, kept, RowValues(source), None)
-    capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
-    copied = operands.of_tokens(recipe, source, split_sizes, **wanted, encode=encode)
-    names = [name for name in ("rows", "columns") if wanted[name]]
-    note_quantiser(recipe, f"rows {'+'.join(names)}", nbytes(source, *(copied.rows or ()), *(copied.columns or ())))
-    return TokenCopies(number, tokens.dtype, kept, *copied)
-
-
-def note_quantiser(recipe: Recipe, copies: str, size: int) -> None:
-    """Tells a trace that PyTorch quantises something."""
-    if trace.active():
-        why = f"no kernels for {type(recipe).__name__}"
-        trace.record(trace.KernelCall("torch (quantise)", why, 0, size, f"torch, {copies}, {size / 1e6:.1f} MB"))
-
-
-def is_power_of_two(recipe: Recipe) -> bool:
-    """Whether scales in float32 are powers of two."""
-    return getattr(recipe, "scales", None) == "power_of_two"
+    return recipe.kernels(is_gradient) is Scaling.BLOCKS
 
 
 def product(
-    recipe: Recipe,
-    rows: Rows,
-    weight: WeightOperand | PackedWeight,
-    split_sizes: Tensor,
-    dtype: torch.dtype,
-    **options: Any,
+    recipe: Recipe, rows: Rows, weight: Weight, split_sizes: Tensor, dtype: torch.dtype, **options: Any
 ) -> Tensor:
     """``x W^T`` by group, of this dtype; with options of :func:`scaled_gemm`."""
     out = options.pop("out", None)
     options |= {"out_dtype": dtype} if out is None else {"out": out}
-    if isinstance(rows, RowValues):
-        options["alpha"] = _factors(rows.amax, weight.amax)
-        if isinstance(weight, PackedWeight):
-            return packed_gemm(rows.data, weight.data, weight.scales, split_sizes, weight.format, **options)
-        y = kernels.grouped_gemm(Layout.NT, rows.data, weight.data, split_sizes, **options)
-        assert isinstance(y, Tensor)
-        return y
-    assert isinstance(weight, WeightOperand)
-    assert weight.scales is not None
-    if isinstance(recipe, Float8Row | Float8Tensor):
+    if rows.scales is not None:
+        assert weight.scales is not None
         options["fast_accumulation"] = recipe.fast_accumulation
-    return scaled_gemm(*rows, weight.data, weight.scales, split_sizes, **options)
-
-
-def _factors(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    """What the product of each group is multiplied by; None: it is right as it is."""
-    return None if a is None or b is None else product_factors(a, b)
+        return scaled_gemm(rows.data, rows.scales, weight.data, weight.scales, split_sizes, **options)
+    options["alpha"] = product_factors(rows.amax, weight.amax)
+    if weight.packed is not None:
+        assert weight.scales is not None
+        return packed_gemm(rows.data, weight.data, weight.scales, split_sizes, weight.packed, **options)
+    y = kernels.grouped_gemm(Layout.NT, rows.data, weight.data, split_sizes, **options)
+    assert isinstance(y, Tensor)
+    return y
 
 
 def weight_grad(
@@ -277,29 +131,28 @@ def weight_grad(
     out_dtype: torch.dtype | None = None,
     beta: float | None = None,
 ) -> Matrices:
-    """The product of two columnwise copies by group, with the keywords of a ``Wgrad``."""
-    if isinstance(a, ColumnValues):
-        assert isinstance(b, ColumnValues)
+    """The product of columns of two tensors by group, with the keywords of a ``Wgrad``."""
+    if a.scales is None or b.scales is None:
+        assert a.split_sizes is not None
         options: dict[str, Any] = {"out": out, "out_dtype": out_dtype, "beta": beta}
-        options["alpha"] = _factors(a.amax, b.amax)
+        options["alpha"] = product_factors(a.amax, b.amax)
         return kernels.grouped_gemm(Layout.TN, a.data, b.data, a.split_sizes, **options)
-    assert not isinstance(b, ColumnValues)
+    operands = a.data, a.scales, b.data, b.scales
     if out is None:
-        return scaled_wgrad(*a, *b, split_sizes, rows=rows, out_dtype=out_dtype)
-    return scaled_wgrad(*a, *b, split_sizes, rows=rows, out=out, accumulate=beta is not None)
+        return scaled_wgrad(*operands, split_sizes, rows=rows, out_dtype=out_dtype)
+    return scaled_wgrad(*operands, split_sizes, rows=rows, out=out, accumulate=beta is not None)
 
 
-def transposed_operand(recipe: Recipe, weight: Any) -> WeightOperand:
-    """What the gradient of rows reads, of what a forward has saved of a weight: the bytes of a copy are transposed now.
+def transposed_operand(recipe: Recipe, weight: Weight) -> Weight:
+    """What the gradient of rows reads of a weight that a forward has kept; bytes of a copy are transposed now.
 
     Raises:
         RuntimeError: the memory of the copy has been freed.
     """
-    if isinstance(weight, Copy):
-        _check_memory(weight.data)
-        return operands.turned(recipe, weight, transpose=transpose_bytes)
-    operand: WeightOperand = weight.operand if isinstance(weight, TransposedWeight | TransposedValues) else weight
-    return operand
+    if weight.turn is not Transposition.COPY:
+        return weight.viewed()
+    _check_memory(weight.data)
+    return recipe.turned(weight, transpose=transpose_bytes)
 
 
 def _check_memory(data: Tensor) -> None:
@@ -342,43 +195,42 @@ def hidden_rows(preact: Tensor, split_sizes: Tensor, hidden: HiddenActivation) -
 
 
 def _hidden_copies(
-    recipe: Recipe, preact: Tensor, split_sizes: Tensor, hidden: HiddenActivation, encode_of: EncodeOf
+    recipe: Recipe, preact: Tensor, split_sizes: Tensor, hidden: HiddenActivation, reader: nn.Module
 ) -> TokenCopies:
-    """Of :func:`hidden_rows`, the copy that a product of rows reads, and no more."""
+    """The operand of rows that a linear reads of :func:`hidden_rows`; its forward reads nothing else."""
     postact = hidden_rows(preact, split_sizes, hidden)
-    encode = encode_of(recipe, postact, split_sizes)
-    return copies_of(recipe, postact, split_sizes, rows=True, wgrad=False, encode=encode)
+    recipe = recipe.on(reader, "x", postact, split_sizes)
+    return copies_of(recipe, postact, split_sizes, rows=True, wgrad=False)
 
 
 def activating(
-    hidden: HiddenActivation, keep_preact: bool, encode_of: EncodeOf
+    hidden: HiddenActivation, keep_preact: bool, reader: nn.Module
 ) -> Callable[..., tuple[Tensor | None, TokenCopies]]:
-    """What a linear calls in place of :func:`product`: its result if it is kept, and copies of the activation.
+    """What a linear calls in place of :func:`product`: its result if it is kept, and operands of the activation.
 
     Args:
-        encode_of: of the activation.
+        reader: the linear that reads the activation.
     """
-    return partial(_activated_product, hidden=hidden, keep_preact=keep_preact, encode_of=encode_of)
+    return partial(_activated_product, hidden=hidden, keep_preact=keep_preact, reader=reader)
 
 
 def _activated_product(
     recipe: Recipe,
     rows: Rows,
-    weight: WeightOperand | PackedWeight,
+    weight: Weight,
     split_sizes: Tensor,
     dtype: torch.dtype,
     *,
     hidden: HiddenActivation,
     keep_preact: bool,
-    encode_of: EncodeOf,
+    reader: nn.Module,
     **terms: Any,
 ) -> tuple[Tensor | None, TokenCopies]:
-    if not isinstance(recipe, Float8Block):
+    if not quantises_activations(recipe, False):
         preact = product(recipe, rows, weight, split_sizes, dtype, **terms)
-        copies = _hidden_copies(recipe, preact, split_sizes, hidden, encode_of)
+        copies = _hidden_copies(recipe, preact, split_sizes, hidden, reader)
         return preact if keep_preact else None, copies
-    assert isinstance(rows, QuantizedRows)
-    assert isinstance(weight, WeightOperand)
+    assert rows.scales is not None
     assert weight.scales is not None
     out = scaled_gemm_activation(
         rows.data,
@@ -388,7 +240,7 @@ def _activated_product(
         split_sizes,
         hidden.spec,
         scales=hidden.scales,
-        power_of_two=is_power_of_two(recipe),
+        power_of_two=recipe.is_power_of_two,
         keep_preact=keep_preact,
         dtype=dtype,
         vectors=hidden.vectors,
@@ -434,30 +286,30 @@ class Wanted(NamedTuple):
 def through_activation(
     recipe: Recipe,
     dy: TokenCopies,
-    weight: Any,
+    weight: Weight,
     preact: Tensor,
     split_sizes: Tensor,
     hidden: HiddenActivation,
     wanted: Wanted,
-    encode_of: EncodeOf,
-    hidden_encode: Tensor | None,
+    front: nn.Module,
+    hidden_scales: Tensor | None,
 ) -> ThroughActivation:
     """Through the linear after an activation, and the activation: in one pass unless something reads its values.
 
     Args:
         weight: as the forward has saved it.
-        encode_of: of the gradient of the pre-activation.
-        hidden_encode: what the values of the activation have been multiplied by in the forward, if steps before told.
+        front: the linear before the activation, which reads the gradient of the pre-activation.
+        hidden_scales: those of the activation in the forward, where they came from steps before.
     """
     assert dy.rows is not None
     dpostact = product(recipe, dy.rows, transposed_operand(recipe, weight), split_sizes, dy.dtype)
-    if wanted.values or not quantises_activations(recipe, True) or not wgrad_is_quantized(recipe):
-        encodes = encode_of, hidden_encode
-        return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, hidden, wanted, *encodes)
+    if wanted.values or not quantises_activations(recipe, True) or not recipe.quantises_wgrad:
+        linears = front, hidden_scales
+        return _by_two_passes(recipe, dy, dpostact, preact, split_sizes, hidden, wanted, *linears)
     out = quantize_activation_backward(
         *(dpostact, preact, split_sizes, hidden.spec),
         scales=hidden.scales,
-        power_of_two=is_power_of_two(recipe),
+        power_of_two=recipe.is_power_of_two,
         want_rows=wanted.inner_rows,
         want_columns=wanted.inner_weight,
         want_postact=wanted.weight,
@@ -477,8 +329,8 @@ def _by_two_passes(
     split_sizes: Tensor,
     hidden: HiddenActivation,
     wanted: Wanted,
-    encode_of: EncodeOf,
-    hidden_encode: Tensor | None,
+    front: nn.Module,
+    hidden_scales: Tensor | None,
 ) -> ThroughActivation:
     vectors, sizes = hidden.of_groups(split_sizes)
     grads = kernels.activate_backward(
@@ -491,50 +343,33 @@ def _by_two_passes(
     )
     is_read = wanted.inner_rows or wanted.inner_weight or wanted.values
     copies = copies_of(
-        *(recipe, grads.preact, split_sizes),
+        *(recipe.on(front, "gradient", grads.preact, split_sizes) if is_read else recipe, grads.preact, split_sizes),
         rows=wanted.inner_rows,
         wgrad=wanted.inner_weight,
         values=wanted.values,
         is_gradient=True,
-        encode=encode_of(recipe, grads.preact, split_sizes) if is_read else None,
     )
     if grads.scales is not None:
         zero_tail(grads.scales.unsqueeze(-1), split_sizes)
     through = ThroughActivation(dy, copies, grads.scales, None, grads.vectors)
     if (postact := grads.postact) is None:
         return through
-    kept = copies_of(recipe, postact, split_sizes, rows=False, wgrad=True, encode=hidden_encode)
+    kept = copies_of(recipe.with_scales(hidden_scales), postact, split_sizes, rows=False, wgrad=True)
     return through._replace(postact=kept.for_wgrad)
 
 
 def hidden_for_wgrad(
-    recipe: Recipe, preact: Tensor, split_sizes: Tensor, hidden: HiddenActivation, encode: Tensor | None
+    recipe: Recipe, preact: Tensor, split_sizes: Tensor, hidden: HiddenActivation, hidden_scales: Tensor | None
 ) -> Tensor | Columns | None:
-    """The activation as the gradient of a weight reads it; ``encode`` as of :func:`copies_of`."""
-    if not isinstance(recipe, Float8Block) or not wgrad_is_quantized(recipe):
-        postact = hidden.rows(preact, split_sizes)
-        return copies_of(recipe, postact, split_sizes, rows=False, wgrad=True, encode=encode).for_wgrad
+    """The activation as the gradient of a weight reads it; ``hidden_scales`` as of :func:`through_activation`."""
+    if not quantises_activations(recipe, False) or not recipe.quantises_wgrad:
+        postact, recipe = hidden.rows(preact, split_sizes), recipe.with_scales(hidden_scales)
+        return copies_of(recipe, postact, split_sizes, rows=False, wgrad=True).for_wgrad
     return quantize_activation(
         *(preact, split_sizes, hidden.spec),
         scales=hidden.scales,
-        power_of_two=is_power_of_two(recipe),
+        power_of_two=recipe.is_power_of_two,
         want_rows=False,
         want_columns=True,
         vectors=hidden.vectors,
     ).columns
-
-
-def weight_operands(recipe: Recipe, weight: Matrices, both: bool, encode: Tensor | None = None) -> WeightOperands:
-    """A weight as products read it, quantised with scales of more than blocks: by kernels, or else by PyTorch."""
-    if (scaling := operands.scaling_of(recipe, False)) is not None:
-        options = {"scaling": scaling, "power_of_two": is_power_of_two(recipe), "both": both, "encode": encode}
-        copies = quantize_whole_weight(weight, **options)  # type: ignore[arg-type]
-        back = None if copies.transposed is None else WeightOperand(copies.transposed, copies.transposed_scales)
-        return WeightOperands(WeightOperand(copies.data, copies.scales), back)
-    if (format := quantized_values.format_of(recipe)) is not None:
-        return quantized_values.of_weight(format, weight, both)
-    capture.refuse(f"PyTorch quantises for {type(recipe).__name__}")
-    read = operands.of_weight(recipe, stacked(weight).detach(), both, encode)
-    size = nbytes(weight, *read.forward, *(read.backward or ()))
-    note_quantiser(recipe, f"weight {'both' if both else 'rows'}", size)
-    return read

@@ -8,10 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..formats import operands
-from ..formats.copies import BLOCK, Rows
-from ..formats.recipe import MXFP8, Float8Block
-from ..formats.schemes import Copy
+from ..formats.copies import BLOCK, Columns, Rows, Weight
 from ..kernels.doors.transposition import transpose_bytes
 from ..values.checks import is_free_to_read
 from .linear import product
@@ -27,7 +24,7 @@ def forward(x: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Tensor
     """
     sizes = _sizes("forward", x, weight, (x.num_groups, None, x.shape[-1]))
     options = {"halves": weight.halves} if _has_blocks_of_rows(weight) else {}
-    operand = operands.of_rowwise(weight.recipe, _present(weight, "rowwise"), weight.halves)
+    operand = weight.recipe.weight_operand(_weight(weight, "rowwise"), weight.halves)
     return product(x.recipe, _rows(x, sizes), operand, sizes, x.dtype, **options)
 
 
@@ -45,10 +42,10 @@ def input_grad(dy: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Te
         raise ValueError(
             f"input_grad: halves of {weight.shape[1] // weight.halves} rows are no whole blocks of {BLOCK}"
         )
-    if operands.has_one_copy(weight.recipe):
-        operand = operands.turned(weight.recipe, _present(weight, "rowwise"), weight.halves, transpose_bytes)
+    if weight.recipe.has_one_copy:
+        operand = weight.recipe.turned(_weight(weight, "rowwise"), weight.halves, transpose_bytes)
     else:
-        operand = operands.of_columnwise(weight.recipe, _present(weight, "columnwise"))
+        operand = weight.recipe.transposed_operand(_weight(weight, "columnwise"))
     return product(dy.recipe, _rows(dy, sizes), operand, sizes, dy.dtype)
 
 
@@ -61,7 +58,7 @@ def weight_grad(dy: QuantizedGroupedTensor, x: QuantizedGroupedTensor, out_dtype
     sizes, rows = _sizes("weight_grad", dy, x, (dy.shape[0], None)), x.shape[0]
     if x.first_dims is not sizes and (x.first_dims is None or x.first_dims.shape != sizes.shape or not _equal(dy, x)):
         raise ValueError("weight_grad: dy and x must have the same first_dims")
-    a, b = (operands.of_column_copy(t.recipe, _present(t, "columnwise"), sizes, rows) for t in (dy, x))
+    a, b = (t.recipe.column_operand(Columns(*_present(t, "columnwise")), sizes, rows) for t in (dy, x))
     out = multiplied_columns(a, b, sizes, rows, out_dtype=out_dtype or x.dtype)
     assert isinstance(out, Tensor)
     return out
@@ -101,15 +98,19 @@ def _equal(a: QuantizedGroupedTensor, b: QuantizedGroupedTensor) -> bool:
 
 def _has_blocks_of_rows(weight: QuantizedGroupedTensor) -> bool:
     """Whether a scale of the weight that is multiplied is of several of its rows."""
-    return isinstance(weight.recipe, Float8Block) or weight.recipe == MXFP8("fast")
+    return weight.recipe.has_square_blocks and weight.recipe.packed is None
 
 
 def _rows(tokens: QuantizedGroupedTensor, sizes: Tensor) -> Rows:
-    return operands.of_row_copy(tokens.recipe, _present(tokens, "rowwise"), sizes)
+    return tokens.recipe.row_operand(Rows(*_present(tokens, "rowwise")), sizes)
 
 
-def _present(tensor: QuantizedGroupedTensor, name: str) -> Copy:
+def _weight(tensor: QuantizedGroupedTensor, name: str) -> Weight:
+    return Weight(*_present(tensor, name))
+
+
+def _present(tensor: QuantizedGroupedTensor, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
     data, scales = getattr(tensor, name), getattr(tensor, f"{name}_scales")
     if data is None or scales is None:
         raise ValueError("the copy that the product reads is not there: quantize it with rowwise= and columnwise=")
-    return Copy(data, scales, getattr(tensor, f"{name}_amax"))
+    return data, scales, getattr(tensor, f"{name}_amax")

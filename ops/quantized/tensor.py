@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ...fuser.contract.errors import shown
 from ...fuser.contract.stored_values import check_stores_values
-from ..formats.copies import BlockedColumns, QuantizedRows, QuantizedWeight
-from ..formats.recipe import MXFP4, MXFP8, NVFP4, Delayed, Float8Block, Float8Row, Float8Tensor, Recipe
+from ..formats.copies import Columns, Rows, Scaling, Weight
+from ..formats.recipe import RECIPES, Recipe, is_recipe
 from ..formats.reference import groups_of
-from ..formats.schemes import Copy, Scheme, scheme_of
 from ..kernels.doors.quantized import quantize_rows, quantize_weight
 from ..values.grouped_tensor import GroupedTensor
 
-_RECIPES = {recipe.__name__: recipe for recipe in (Float8Block, Float8Row, Float8Tensor, MXFP8, MXFP4, NVFP4)}
+Copy = Rows | Columns | Weight
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 _TENSORS = (
     *("rowwise", "rowwise_scales", "rowwise_amax"),
@@ -107,22 +106,23 @@ class QuantizedGroupedTensor:
             columnwise: of which copy; None: of the rowwise one, if it is there.
         """
         name = "columnwise" if columnwise or (columnwise is None and self.rowwise is None) else "rowwise"
-        copy, scheme = self._copy(name), scheme_of(self.recipe, self.is_gradient)
+        copy: Any = self._copy(name)
         if copy is None:
             raise ValueError(f"QuantizedGroupedTensor: there is no {name} copy")
-        sizes = self.first_dims
+        sizes, recipe = self.first_dims, self.recipe
         if sizes is None:
-            values = (scheme.weight_values if name == "rowwise" else scheme.transposed_values)(copy, self.halves)
+            values = (recipe.weight_values if name == "rowwise" else recipe.transposed_values)(copy, self.halves)
         elif name == "rowwise":
             in_tail = groups_of(sizes, self.shape[0]) == sizes.shape[0]
-            values = scheme.row_values(copy, sizes).masked_fill(in_tail.unsqueeze(-1), 0)
+            values = recipe.row_values(copy, sizes).masked_fill(in_tail.unsqueeze(-1), 0)
         else:
-            values = scheme.column_values(copy, sizes, self.shape[0])
+            values = recipe.column_values(copy, sizes, self.shape[0])
         return values.to(dtype or self.dtype)
 
     def _copy(self, name: str) -> Copy | None:
         data, scales = getattr(self, name), getattr(self, f"{name}_scales")
-        return None if data is None else Copy(data, scales, getattr(self, f"{name}_amax"))
+        kind = Weight if self.first_dims is None else Rows if name == "rowwise" else Columns
+        return None if data is None else kind(data, scales, getattr(self, f"{name}_amax"))
 
     @property
     def num_groups(self) -> int:
@@ -135,31 +135,6 @@ class QuantizedGroupedTensor:
         assert data is not None
         return data.device
 
-    @property
-    def quantized_rows(self) -> QuantizedRows | None:
-        """Tokens under :class:`Float8Block`, as kernels read them."""
-        if not self._is_block_of(2) or self.rowwise is None or self.rowwise_scales is None:
-            return None
-        return QuantizedRows(self.rowwise, self.rowwise_scales)
-
-    @property
-    def blocked_columns(self) -> BlockedColumns | None:
-        """Tokens under :class:`Float8Block` for a weight gradient, as kernels read them."""
-        if not self._is_block_of(2) or self.columnwise is None or self.columnwise_scales is None:
-            return None
-        return BlockedColumns(self.columnwise, self.columnwise_scales)
-
-    @property
-    def quantized_weight(self) -> QuantizedWeight | None:
-        """Weights under :class:`Float8Block`, as kernels read them."""
-        if not self._is_block_of(3) or self.rowwise is None or self.rowwise_scales is None:
-            return None
-        return QuantizedWeight(self.rowwise, self.columnwise, self.rowwise_scales)
-
-    def _is_block_of(self, dims: int) -> bool:
-        is_e4m3 = not self.is_gradient or (isinstance(self.recipe, Float8Block) and self.recipe.gradient == "e4m3")
-        return isinstance(self.recipe, Float8Block) and len(self.shape) == dims and is_e4m3
-
     def to(self, device: torch.device | str) -> QuantizedGroupedTensor:
         """The same on another device."""
         return self.from_state(
@@ -168,7 +143,8 @@ class QuantizedGroupedTensor:
 
     def state(self) -> dict[str, Any]:
         """Tensors and plain values by name, for ``torch.save``, and for ``torch.load`` with ``weights_only=True``."""
-        recipe = {"name": type(self.recipe).__name__, **asdict(self.recipe)}
+        switches: Any = self.recipe
+        recipe = {"name": self.recipe.name, **asdict(switches)}
         described = {"recipe": recipe, "shape": tuple(self.shape), "dtype": self.dtype, "halves": self.halves}
         described["is_gradient"] = self.is_gradient
         return described | {name: value for name in _TENSORS if (value := getattr(self, name)) is not None}
@@ -182,11 +158,9 @@ class QuantizedGroupedTensor:
         """
         fields = dict(state)
         switches = dict(fields.pop("recipe"))
-        if (name := switches.pop("name")) not in _RECIPES:
-            raise ValueError(f"QuantizedGroupedTensor: no recipe {name!r}, only {', '.join(_RECIPES)}")
-        if switches.get("delayed") is not None:
-            switches["delayed"] = Delayed(**switches["delayed"])
-        return cls(_RECIPES[name](**switches), **fields)
+        if (name := switches.pop("name")) not in RECIPES:
+            raise ValueError(f"QuantizedGroupedTensor: no recipe {name!r}, only {', '.join(sorted(RECIPES))}")
+        return cls(RECIPES[name](**switches), **fields)
 
     def __repr__(self) -> str:
         copies = " and ".join(name for name in ("rowwise", "columnwise") if getattr(self, name) is not None)
@@ -197,29 +171,35 @@ def _copies(
     data: Tensor, recipe: Recipe, first_dims: Tensor | None, names: Sequence[str], halves: int, is_gradient: bool
 ) -> dict[str, Copy]:
     """The copies of these names. Kernels make those of ``Float8Block``; they leave what no group owns unwritten."""
-    if not isinstance(recipe, Float8Block) or (is_gradient and recipe.gradient != "e4m3") or data.dtype.itemsize != 2:
-        scheme = scheme_of(recipe, is_gradient)
-        return {name: _quantize(scheme, name, data, first_dims, halves) for name in names}
-    is_power_of_two = recipe.scales == "power_of_two"
+    if recipe.kernels(is_gradient) is not Scaling.BLOCKS or data.dtype.itemsize != 2:
+        return {name: _quantize(recipe, name, data, first_dims, halves, is_gradient) for name in names}
+    copies: dict[str, Any]
     if first_dims is None:
-        weight = quantize_weight(data, power_of_two=is_power_of_two, halves=halves, both="columnwise" in names)
-        parts = {"rowwise": (weight.data, weight.scales), "columnwise": (weight.transposed, weight.scales)}
+        both = "columnwise" in names
+        weight = quantize_weight(data, power_of_two=recipe.is_power_of_two, halves=halves, both=both)
+        transposed = None if weight.transposed is None else Weight(weight.transposed, weight.scales)
+        copies = {"rowwise": Weight(weight.data, weight.scales), "columnwise": transposed}
     else:
-        rows, columns = "rowwise" in names, "columnwise" in names
-        tokens = quantize_rows(data, first_dims, power_of_two=is_power_of_two, want_rows=rows, want_columns=columns)
-        parts = {"rowwise": tokens[:2], "columnwise": tokens[2:]}  # type: ignore[dict-item]
-    return {name: Copy(*parts[name]) for name in names}  # type: ignore[arg-type]
+        by_row, by_column = "rowwise" in names, "columnwise" in names
+        options = {"power_of_two": recipe.is_power_of_two, "want_rows": by_row, "want_columns": by_column}
+        tokens = quantize_rows(data, first_dims, **options)  # type: ignore[arg-type]
+        copies = {"rowwise": tokens.rows, "columnwise": tokens.columns}
+    return {name: copies[name] for name in names}
 
 
-def _quantize(scheme: Scheme, name: str, data: Tensor, first_dims: Tensor | None, halves: int) -> Copy:
+def _quantize(
+    recipe: Recipe, name: str, data: Tensor, first_dims: Tensor | None, halves: int, is_gradient: bool
+) -> Copy:
+    if not recipe.quantises:
+        raise ValueError(f"{recipe.name} quantises nothing")
     if first_dims is None:
-        return (scheme.weight if name == "rowwise" else scheme.transposed_weight)(data, halves)
-    return (scheme.rows if name == "rowwise" else scheme.columns)(data, first_dims)
+        return (recipe.weight if name == "rowwise" else recipe.transposed_weight)(data, halves, is_gradient)
+    return (recipe.rows if name == "rowwise" else recipe.columns)(data, first_dims, is_gradient)
 
 
 def _check_source(data: Tensor, recipe: Recipe, first_dims: Tensor | None, halves: int) -> None:
     """Of what is quantised."""
-    if not isinstance(recipe, Recipe):
+    if not is_recipe(recipe):
         raise _error(f"recipe must be one such as fusible.Float8Block(), got {shown(recipe)}")
     check_stores_values("data", data, "QuantizedGroupedTensor")
     if data.dtype not in _SOURCES:
@@ -249,14 +229,15 @@ def _check(tensor: QuantizedGroupedTensor) -> None:
     """Copies are of the shapes and dtypes that the recipe gives; it quantises a tensor without data to know them."""
     if tensor.rowwise is None and tensor.columnwise is None:
         raise ValueError("QuantizedGroupedTensor: needs a rowwise or a columnwise copy")
-    scheme, sizes = scheme_of(tensor.recipe, tensor.is_gradient), tensor.first_dims
+    sizes = tensor.first_dims
     data = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     for name in ("rowwise", "columnwise"):
         copy = tensor._copy(name)
         if copy is None:
             continue
-        expected = _quantize(scheme, name, data, None if sizes is None else sizes.to("meta"), tensor.halves)
-        for part, value, like in zip(("", "_scales", "_amax"), copy, expected, strict=True):
+        sizes_without_data = None if sizes is None else sizes.to("meta")
+        expected = _quantize(tensor.recipe, name, data, sizes_without_data, tensor.halves, tensor.is_gradient)
+        for part, value, like in zip(("", "_scales", "_amax"), copy[:3], expected[:3], strict=True):
             _check_part(f"{name}{part}", tensor.recipe, value, like)
 
 

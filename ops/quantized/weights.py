@@ -20,17 +20,14 @@ from ...fuser.contract import tracing as trace
 from ...fuser.contract.config import changed
 from ...fuser.contract.torch_private import storage_id
 from ...fuser.replay import capture
-from ..formats.copies import AMAX, SCALES, TransposedWeight, WeightOperand
+from ..formats.copies import AMAX, SCALES, Weight, WeightOperands
 from ..formats.forms import misfit, misfits, recipe_of, widened
-from ..formats.operands import WeightOperands, rowwise_copy
-from ..formats.recipe import Float8Block, Recipe
-from ..formats.schemes import Copy, scheme_of
+from ..formats.recipe import Recipe
 from ..kernels import Matrices
-from ..kernels.doors.quantized import quantize_weight
 from ..kernels.problems.gemm import first
 from ..values.switches import active_switches
 from .gathered_weights import GatheredWeight
-from .linear import is_power_of_two, weight_operands
+from .operands import weight_operands
 
 _INSIDE = (__name__.partition(".")[0], "torch")
 
@@ -84,24 +81,15 @@ def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
     one = first(weight)
     copies = _block.copies if active_switches().same_weights else None
     if copies is None or trace.active() or trace.has_no_data(one):
-        return _quantized(recipe, weight, both)
+        return weight_operands(recipe, weight, both)
     capture.refuse("copies of weights are kept between calls")
     if one.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("same_weights: a CUDA graph would replay with the weights of now; capture outside of it")
     key = recipe, *_identity(weight)
     kept = copies.get(key)
     if kept is None or (both and kept.copies.backward is None):
-        kept = copies[key] = _Kept(weight, _quantized(recipe, weight, both))
+        kept = copies[key] = _Kept(weight, weight_operands(recipe, weight, both))
     return kept.copies
-
-
-def _quantized(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
-    """With scales of blocks, or as the recipe says."""
-    if not isinstance(recipe, Float8Block):
-        return weight_operands(recipe, weight, both)
-    copies = quantize_weight(weight, power_of_two=is_power_of_two(recipe), both=both)
-    back = None if copies.transposed is None else TransposedWeight(copies.transposed, copies.scales)
-    return WeightOperands(WeightOperand(copies.data, copies.scales), back)
 
 
 def _identity(weight: Matrices) -> tuple[Any, ...]:
@@ -142,15 +130,15 @@ def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> str | N
     if not isinstance(weight, Tensor):
         return None
     if isinstance(scales, Tensor):
-        return _match_bytes(linear, state_dict, names, Copy(weight, scales, state_dict.get(names.amax)))
+        return _match_bytes(linear, state_dict, names, Weight(weight, scales, state_dict.get(names.amax)))
     if weight.dtype.itemsize == 1:
         return f"{names.weight} is {weight.dtype}, and {names.scales} is missing: bytes are no values without scales"
     if linear.is_quantized and weight.shape == linear.weight_shape:
-        _replace(state_dict, names, rowwise_copy(linear.recipe, weight))
+        _replace(state_dict, names, linear.recipe.weight(weight).tensors)
     return None
 
 
-def _match_bytes(linear: Any, state_dict: dict[str, Any], names: _Names, copy: Copy) -> str | None:
+def _match_bytes(linear: Any, state_dict: dict[str, Any], names: _Names, copy: Weight) -> str | None:
     """:func:`match_state` of a weight with scales."""
     shape = linear.weight_shape
     recipe: Recipe | None = linear.recipe if linear.is_quantized else recipe_of(shape, copy)
@@ -164,7 +152,7 @@ def _match_bytes(linear: Any, state_dict: dict[str, Any], names: _Names, copy: C
         return None
     message = f"{names.weight} is quantised and the module is not: its rounded values are loaded"
     warnings.warn(message, stacklevel=_level_outside())
-    rounded = scheme_of(recipe).weight_values(copy, 1)
+    rounded = recipe.weight_values(copy)
     _replace(state_dict, names, [rounded.mT if linear.transposed_weight else rounded])
     return None
 

@@ -11,16 +11,16 @@ from ...fuser import Grads, Op, Outputs, Promises, TensorSpec
 from ..kernels.doors import choice as door
 from ..kernels.doors.choice import (
     SCORES,
+    ChoiceRule,
     Choosing,
     ChoosingBackward,
-    Rule,
     log_scores,
     probabilities,
     tokens_per_expert,
     wide,
 )
 
-__all__ = ["SCORES", "Choose", "Rule", "log_scores", "probabilities", "tokens_per_expert", "wide"]
+__all__ = ["SCORES", "ChoiceRule", "Choose", "log_scores", "probabilities", "tokens_per_expert", "wide"]
 
 
 class Choose(Op):
@@ -51,7 +51,7 @@ class Choose(Op):
         logits: Tensor
         ids: Tensor
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, rule: ChoiceRule) -> None:
         super().__init__()
         self.rule = rule
         self.extra_outputs = ("top_k_index", "counts", *(("slots", "sums", "squares") if rule.tallied else ()))

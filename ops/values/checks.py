@@ -162,9 +162,9 @@ def check_parameter(
         )
     dtype = parameter.dtype
     if is_quantized:
-        if dtype not in (torch.float8_e4m3fn, torch.uint8) or parameter.requires_grad:
+        if dtype.itemsize != 1 or parameter.requires_grad:  # which format: its recipe checks that
             raise ArgumentError(
-                f"{name}: expected a frozen parameter of float8_e4m3fn, or uint8, as it was quantised, got {dtype}; "
+                f"{name}: expected a frozen parameter of 8 bits, as it was quantised, got {dtype}; "
                 "what casts a module casts it too, so quantise it after that"
             )
         return

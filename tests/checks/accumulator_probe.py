@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusible.ops.formats.copies import QuantizedRows
+from fusible.ops.formats.copies import Rows
 from fusible.ops.kernels.hopper import scaled_gemm as hopper
 from fusible.ops.kernels.problems.quantized import ScaledGemm
 
@@ -22,7 +22,7 @@ def accumulated(device: str, first: Sequence[tuple[float, float]], then: Sequenc
             a[i], b[i] = x, y
     out = torch.empty(1, 8, device=device)
     problem = ScaledGemm(
-        a=QuantizedRows(a.to(torch.float8_e4m3fn)[None], torch.ones(1, 4, device=device)),
+        a=Rows(a.to(torch.float8_e4m3fn)[None], torch.ones(1, 4, device=device)),
         weight=b.to(torch.float8_e4m3fn).expand(1, 8, -1).contiguous(),
         weight_scales=torch.ones(1, 1, 1, device=device),
         halves=1,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fusible.ops.kernels.hopper import choice as kernel
-from fusible.ops.kernels.problems.choice import Choosing, ChoosingBackward, Chosen, Rule
+from fusible.ops.kernels.problems.choice import ChoiceRule, Choosing, ChoosingBackward, Chosen
 from fusible.ops.kernels.pytorch import choice as reference
 
 
@@ -31,8 +31,8 @@ class Case:
     dtype: torch.dtype = torch.float32
 
     @property
-    def rule(self) -> Rule:
-        return Rule(self.top_k, self.scores, self.normalize, 2.5, *self.groups, tallied=self.tallied)
+    def rule(self) -> ChoiceRule:
+        return ChoiceRule(self.top_k, self.scores, self.normalize, 2.5, *self.groups, tallied=self.tallied)
 
 
 def numbers(device: str, *shape: int, seed: int = 0) -> Tensor:
@@ -131,7 +131,7 @@ def check_odd(device: str, scores: str, experts: int, by_scores: bool) -> None:
     x[6] = torch.arange(float(experts), device=device) + 40  # sigmoid is 1 in all places
     x[7, 3], x[7, 9] = math.inf, math.inf
     bias = torch.zeros(experts, device=device) if by_scores else None
-    p = Choosing(x, Rule(8, scores, True, 1.0, tallied=True), bias, None, None)
+    p = Choosing(x, ChoiceRule(8, scores, True, 1.0, tallied=True), bias, None, None)
     out, true = chosen(p), reference.forward(p)
     same = torch.tensor([0, 1, 2, 3, 4, 5, 7, 8] if by_scores else range(9), device=device)
     assert torch.equal(out.ids[same], true.ids[same])

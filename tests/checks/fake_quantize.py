@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fusible.ops.formats import mxfp8, nvfp4, reference
+from fusible.ops.formats.copies import PackedFormat
 from fusible.ops.formats.nvfp4 import NV_BLOCK
-from fusible.ops.formats.packed import PackedFormat
 from fusible.ops.kernels.hopper import fake_quantize
 from fusible.ops.kernels.problems.fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 

@@ -18,8 +18,9 @@ from torch import Tensor
 import fusible
 from fusible import GroupedLinear, check_device_errors
 from fusible.ops.formats import mxfp4, mxfp8, nvfp4
+from fusible.ops.formats.copies import PackedFormat
 from fusible.ops.formats.formats import pack
-from fusible.ops.formats.packed import PackedFormat, unpacked
+from fusible.ops.formats.packed import unpacked
 from fusible.ops.formats.recipe import Recipe
 from fusible.ops.kernels.hopper import packed_gemm as hopper
 from fusible.ops.kernels.problems.quantized import PackedGemm

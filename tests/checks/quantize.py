@@ -12,13 +12,14 @@ from torch import Tensor
 from fusible import Pointwise
 from fusible.ops import kernels
 from fusible.ops.formats import reference
-from fusible.ops.formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
+from fusible.ops.formats.copies import BLOCK, Columns, Rows, ceil_blocks
 from fusible.ops.kernels.hopper import quantize, rows
 from fusible.ops.kernels.problems.gemm import ActivationGrads, Operands
 from fusible.ops.kernels.problems.quantized import (
     PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
+    QuantizedWeight,
     QuantizeRows,
     QuantizeWeight,
 )
@@ -106,16 +107,16 @@ def poisoned(*shape: int, device: str, dtype: torch.dtype = torch.uint8) -> Tens
     return torch.full((math.prod(shape) * size,), POISON, dtype=torch.uint8, device=device).view(dtype).view(shape)
 
 
-def rows_copy(tokens: int, features: int, device: str) -> QuantizedRows:
-    return QuantizedRows(
+def rows_copy(tokens: int, features: int, device: str) -> Rows:
+    return Rows(
         poisoned(tokens, features, device=device, dtype=torch.float8_e4m3fn),
         poisoned(ceil_blocks(features), -(-tokens // 4) * 4, device=device, dtype=torch.float32),
     )
 
 
-def columns_copy(tokens: int, groups: int, features: int, device: str) -> BlockedColumns:
+def columns_copy(tokens: int, groups: int, features: int, device: str) -> Columns:
     blocks = tokens // BLOCK + groups
-    return BlockedColumns(
+    return Columns(
         poisoned(blocks, features, BLOCK, device=device, dtype=torch.float8_e4m3fn),
         poisoned(blocks, features, device=device, dtype=torch.float32),
     )
@@ -198,7 +199,7 @@ def run_rows(problem: QuantizeRows) -> None:
     quantize.run(problem)
 
 
-def assert_rows(rows: QuantizedRows | None, x: Tensor, used: int, power_of_two: bool) -> None:
+def assert_rows(rows: Rows | None, x: Tensor, used: int, power_of_two: bool) -> None:
     if rows is None:
         return
     expected = reference.quantize_rows(x, power_of_two)
@@ -208,7 +209,7 @@ def assert_rows(rows: QuantizedRows | None, x: Tensor, used: int, power_of_two: 
     assert_untouched(rows.scales[:, used:], "scales past the last group")
 
 
-def assert_columns(columns: BlockedColumns | None, x: Tensor, split_sizes: Tensor, power_of_two: bool) -> None:
+def assert_columns(columns: Columns | None, x: Tensor, split_sizes: Tensor, power_of_two: bool) -> None:
     if columns is None:
         return
     expected = reference.quantize_columns(x, split_sizes, power_of_two)
@@ -417,7 +418,7 @@ def check_gathered_rows(device: str, tokens: int, top_k: int, features: int, dty
 def check_permuted_rows(device: str, tokens: int, top_k: int, features: int) -> None:
     """Tokens that are quantised before they go to their experts are those that are quantised after."""
     r = routed(tokens, top_k, 5, features, torch.bfloat16, device)
-    source = QuantizedRows(*(t.to(device) for t in reference.quantize_rows(r.x.cpu(), False)))
+    source = Rows(*(t.to(device) for t in reference.quantize_rows(r.x.cpu(), False)[:2]))
     out = rows_copy(tokens * top_k, features, device)
     problem = PermuteQuantizedRows(source, r.slot_of_row, r.row_of_slot, r.tokens_per_expert, out)
     assert quantize.refusal(problem) is None, quantize.refusal(problem)

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from fusible.ops.formats import per_row, per_tensor, reference
-from fusible.ops.formats.copies import BlockedColumns, QuantizedRows, RowWeight, Scaling
+from fusible.ops.formats.copies import Columns, Rows, Scaling
 from fusible.ops.formats.formats import E4M3
-from fusible.ops.formats.reference import Blocks
 from fusible.ops.kernels.hopper import quantize
-from fusible.ops.kernels.problems.quantized import QuantizeRows, QuantizeWeight
+from fusible.ops.kernels.problems.quantized import QuantizeRows, QuantizeWeight, RowWeight
 
 from .quantize import (
     assert_same,
@@ -38,8 +37,8 @@ WEIGHTS: list[dict[str, Any]] = [
 ]
 
 
-def rows_copy(tokens: int, features: int, device: str) -> QuantizedRows:
-    return QuantizedRows(
+def rows_copy(tokens: int, features: int, device: str) -> Rows:
+    return Rows(
         poisoned(tokens, features, device=device, dtype=torch.float8_e4m3fn),
         poisoned(tokens, device=device, dtype=torch.float32),
     )
@@ -83,38 +82,43 @@ def check_rows(
 def assert_copies(problem: QuantizeRows, x: Tensor, split_sizes: Tensor, encode: Tensor | None = None) -> None:
     used = used_rows(split_sizes.tolist(), x.shape[0])
     if problem.rows is not None:
-        data, scales = _expected_rows(problem, x, split_sizes, encode)
+        data, scales, *_ = _expected_rows(problem, x, split_sizes, encode)
+        assert scales is not None
+        assert problem.rows.scales is not None
         assert_same(problem.rows.data[:used], data[:used], "bytes of rows")
         assert_same(problem.rows.scales[:used], scales[:used], "scales of rows")
         assert_untouched(problem.rows.data[used:], "bytes past the last group")
         assert_untouched(problem.rows.scales[used:], "scales past the last group")
     if problem.columns is not None:
-        data, scales = _expected_columns(problem, x, split_sizes, encode)
+        data, scales, *_ = _expected_columns(problem, x, split_sizes, encode)
+        assert scales is not None
         _assert_columns(problem.columns, data, scales, reference.token_blocks(split_sizes, x.shape[0]))
 
 
-def _of_groups(problem: QuantizeRows, x: Tensor, split_sizes: Tensor, encode: Tensor | None) -> Blocks:
+def _of_groups(problem: QuantizeRows, x: Tensor, split_sizes: Tensor, encode: Tensor | None) -> Rows:
     return per_tensor.quantize_rows(x, split_sizes, problem.power_of_two, E4M3, encode)
 
 
-def _expected_rows(problem: QuantizeRows, x: Tensor, split_sizes: Tensor, encode: Tensor | None) -> Blocks:
+def _expected_rows(problem: QuantizeRows, x: Tensor, split_sizes: Tensor, encode: Tensor | None) -> Rows:
     if problem.scaling is Scaling.ROWS:
         return per_row.quantize_rows(x, problem.power_of_two)
-    data, scales = _of_groups(problem, x, split_sizes, encode)
+    data, scales, *_ = _of_groups(problem, x, split_sizes, encode)
+    assert scales is not None
     last = scales.new_full((1,), math.nan)
-    return Blocks(data, torch.cat((scales, last))[reference.groups_of(split_sizes, x.shape[0])])
+    return Rows(data, torch.cat((scales, last))[reference.groups_of(split_sizes, x.shape[0])])
 
 
-def _expected_columns(problem: QuantizeRows, x: Tensor, split_sizes: Tensor, encode: Tensor | None) -> Blocks:
+def _expected_columns(problem: QuantizeRows, x: Tensor, split_sizes: Tensor, encode: Tensor | None) -> Columns:
     """Scales of groups are [E], of rows [E, K]."""
     if problem.scaling is Scaling.ROWS:
         return per_row.quantize_columns(x, split_sizes, problem.power_of_two)
     rows = _of_groups(problem, x, split_sizes, encode)
+    assert rows.scales is not None
     scales = rows.scales.unsqueeze(1).expand(-1, x.shape[1])
-    return Blocks(per_tensor.transposed_rows(rows, split_sizes), scales)
+    return Columns(per_tensor.transposed_rows(rows, split_sizes), scales)
 
 
-def _assert_columns(columns: BlockedColumns, data: Tensor, scales: Tensor, blocks: reference.TokenBlocks) -> None:
+def _assert_columns(columns: Columns, data: Tensor, scales: Tensor, blocks: reference.TokenBlocks) -> None:
     used = int(blocks.valid.any(1).sum())
     assert_same(columns.data[:used], data[:used], "bytes of columns")
     assert_same(columns.scales[:used], scales[blocks.group[:used]], "scales of columns")
@@ -180,7 +184,9 @@ def check_weight(
 
 def _expected_weight(weight: Tensor, scaling: Scaling, power_of_two: bool, encode: Tensor | None) -> RowWeight:
     if scaling is Scaling.ROWS:
-        return per_row.quantize_weight(weight, power_of_two)
-    (_, n, k), (data, scales) = weight.shape, per_tensor.quantize_weight(weight, power_of_two, encode=encode)
+        copies = weight, weight.mT.contiguous()
+        data, transposed = (per_row.quantize_rows(copy, power_of_two) for copy in copies)
+        return RowWeight(data.data, data.scales, transposed.data, transposed.scales)
+    (_, n, k), (data, scales, *_) = weight.shape, per_tensor.quantize_weight(weight, power_of_two, encode=encode)
     by_group = scales.unsqueeze(1)
     return RowWeight(data, by_group.expand(-1, n), data.mT, by_group.expand(-1, k))

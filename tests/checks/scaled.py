@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusible import check_device_errors
-from fusible.ops.formats.copies import BLOCK, BlockedColumns, QuantizedRows, ceil_blocks
+from fusible.ops.formats.copies import BLOCK, Columns, Rows, ceil_blocks
 from fusible.ops.kernels.hopper import scaled_gemm as hopper
 from fusible.ops.kernels.problems.quantized import ScaledGemm, ScaledWgrad
 
@@ -81,7 +81,7 @@ def make_gemm(device: str, case: Case) -> tuple[ScaledGemm, Tensor, Tensor]:
     right = weight.double() * (grid.double()[..., None] if case.whole_rows else _spread(grid.double(), case))
     bias, row_scale, bias_scale, alpha = _epilogue(random, case, tokens)
     problem = ScaledGemm(
-        a=QuantizedRows(data, scales),
+        a=Rows(data, scales),
         weight=weight,
         weight_scales=grid,
         halves=case.halves,
@@ -204,7 +204,7 @@ def make_wgrad(device: str, case: WgradCase) -> tuple[ScaledWgrad, Tensor, Tenso
     return problem, torch.stack(truth), torch.stack(magnitude)
 
 
-def _blocked(random: torch.Generator, case: WgradCase, columns: int, tokens: int) -> BlockedColumns:
+def _blocked(random: torch.Generator, case: WgradCase, columns: int, tokens: int) -> Columns:
     """Tokens of each group in blocks; NaN in the blocks that none uses."""
     blocks, device = tokens // BLOCK + len(case.sizes), random.device
     data = torch.full((blocks, columns, BLOCK), NAN_BYTE, dtype=torch.uint8, device=device)
@@ -217,7 +217,7 @@ def _blocked(random: torch.Generator, case: WgradCase, columns: int, tokens: int
             numbers[-1, :, size % BLOCK :] = 0
         data[first : first + used], scales[first : first + used] = numbers, _scales(random, used, columns)
         first += used
-    return BlockedColumns(data.view(E4M3), scales)
+    return Columns(data.view(E4M3), scales)
 
 
 def check_same_sign(device: str, whole_rows: bool = False) -> None:
@@ -279,7 +279,7 @@ def check_groups_alone(device: str) -> None:
     scales = torch.zeros(problem.a.scales.shape[0], pitch, device=device)
     scales[:, :130] = problem.a.scales[:, 70:200]
     alone = ScaledGemm(
-        a=QuantizedRows(problem.a.data[70:200], scales),
+        a=Rows(problem.a.data[70:200], scales),
         weight=problem.weight[2:3],
         weight_scales=problem.weight_scales[2:3],
         halves=1,

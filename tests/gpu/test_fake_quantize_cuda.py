@@ -9,7 +9,7 @@ from checks import fake_quantize as checks
 from checks.device import needs_hopper
 from checks.quantize import HALVES
 
-from fusible.ops.formats.packed import PackedFormat
+from fusible.ops.formats.copies import PackedFormat
 
 pytestmark = [pytest.mark.cuda, needs_hopper]
 by_format = pytest.mark.parametrize("format", checks.FORMATS, ids=lambda format: format.value)

@@ -10,7 +10,7 @@ from checks.packed import Case
 from checks.recipes import Kernels
 
 import fusible
-from fusible.ops.formats.packed import PackedFormat
+from fusible.ops.formats.copies import PackedFormat
 
 pytestmark = pytest.mark.cuda
 skip_module_without_hopper()

@@ -13,14 +13,14 @@ from transformers.integrations.moe import use_experts_implementation
 import fusible
 from fusible.integrations import float8_experts, transformers  # noqa: F401  registers
 from fusible.ops.formats import reference
-from fusible.ops.formats.copies import QuantizedWeight
+from fusible.ops.formats.copies import Weight
 
 fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
 E, H, F, TOP_K = 4, 160, 128, 2
 
 
 def dequantised(weight, scales):
-    return reference.dequantize_weight(QuantizedWeight(weight, None, scales.float()), 1)
+    return reference.dequantize_weight(Weight(weight, scales.float()), 1)
 
 
 def linear(rows, weight, scales, *_):

@@ -43,7 +43,7 @@ from fusible import (
     same_weights,
 )
 from fusible.ops.formats.recipe import Recipe
-from fusible.ops.quantized import weights as quantized_weights
+from fusible.ops.quantized import operands as quantized_operands
 
 ROOT = Path(__file__).resolve().parents[2]
 CALL = {"split_sizes": torch.tensor([2, 3]), "scales": torch.linspace(0.1, 0.9, 5)}
@@ -185,8 +185,8 @@ def test_gradients_of_microbatches_add_up(mesh: DeviceMesh, recipe: Recipe | Non
 def test_kept_copies_are_those_of_a_weight_that_is_gathered_again(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen, quantize = [], quantized_weights.quantize_weight
-    monkeypatch.setattr(quantized_weights, "quantize_weight", lambda w, **k: seen.append(w) or quantize(w, **k))
+    seen, quantize = [], quantized_operands.quantize_weight
+    monkeypatch.setattr(quantized_operands, "quantize_weight", lambda w, **k: seen.append(w) or quantize(w, **k))
     sharded = fully_shard(Layers(mesh, recipe=Float8Block()), mesh=mesh)
     with same_weights():
         for _ in range(3):

@@ -10,7 +10,7 @@ from checks import fake_quantize as checks
 from checks.quantize import HALVES
 from emulation import build, harness
 
-from fusible.ops.formats.packed import PackedFormat
+from fusible.ops.formats.copies import PackedFormat
 from fusible.ops.kernels.hopper import fake_quantize
 from fusible.ops.kernels.problems.fake_quantized import FakeQuantizeWeight
 

@@ -44,7 +44,7 @@ from fusible import (
 from fusible.benchmarks import gathers
 from fusible.benchmarks.problem import PRESETS
 from fusible.fuser import replay
-from fusible.ops.formats.schemes import Copy, scheme_of
+from fusible.ops.formats.copies import Weight
 from fusible.ops.modules import shard as sharded_modules
 from fusible.ops.quantized import linear as quantized_linear
 from fusible.ops.quantized.gathered_weights import MasterWeight
@@ -455,8 +455,8 @@ def test_weights_that_linears_share_stay_shared() -> None:
 def test_operations_of_others_read_the_values(mesh: DeviceMesh) -> None:
     op, quantised = fully_shard(gather_quantized(experts()[0]), mesh=mesh), quantize_(experts()[0], Float8Block())
     op.unshard()
-    weight, copied = op.weight, Copy(quantised.weight.detach(), quantised.weight_scale_inv)
-    expected = scheme_of(Float8Block()).weight_values(copied, 1).bfloat16()
+    weight, copied = op.weight, Weight(quantised.weight.detach(), quantised.weight_scale_inv)
+    expected = Float8Block().weight_values(copied).bfloat16()
 
     assert isinstance(weight, torch.nn.Parameter)
     assert (weight.dtype, weight.shape) == (torch.bfloat16, (E, 2 * N, K))

@@ -17,6 +17,7 @@ import fusible
 from fusible import MXFP4, ArgumentError, GroupedLinear, QuantizedGroupedTensor
 from fusible.integrations import checkpoints
 from fusible.ops.formats import mxfp4
+from fusible.ops.formats.copies import Weight
 from fusible.ops.formats.formats import unpack
 
 E, K, F = 3, 64, 96
@@ -90,7 +91,7 @@ def test_values_are_those_of_transformers() -> None:
     exponents = torch.arange(2, 252, dtype=torch.uint8).view(1, -1, 1)
     blocks = torch.randint(256, (1, exponents.shape[1], 1, 16), dtype=torch.uint8)
 
-    ours = mxfp4.dequantize(mxfp4.MXFP4Data(blocks.flatten(-2), exponents.view(torch.float8_e8m0fnu)))
+    ours = mxfp4.dequantize(Weight(blocks.flatten(-2), exponents.view(torch.float8_e8m0fnu)))
     assert torch.equal(ours.mT, theirs(blocks, exponents))
 
 
@@ -178,7 +179,8 @@ def test_what_is_refused() -> None:
 
 
 def packed(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    data, scales = mxfp4.quantize_weight(torch.randn(E, rows, columns) / 4)
+    data, scales, *_ = mxfp4.quantize_weight(torch.randn(E, rows, columns) / 4)
+    assert scales is not None
     return data.unflatten(-1, (-1, 16)), scales.view(torch.uint8)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fusible import grouped_gemm
 from fusible.ops.formats import formats, nvfp4
+from fusible.ops.formats.copies import Rows
 from fusible.ops.formats.formats import E4M3
-from fusible.ops.formats.nvfp4 import NVFP4Data
 
 SIZES = [18, 0, 33, 1]
 LARGEST = float(torch.finfo(torch.float32).max)
@@ -115,7 +115,7 @@ def test_every_code_times_every_scale_is_exact_in_bfloat16() -> None:
     scales = torch.arange(127, dtype=torch.uint8).view(E4M3.dtype)
     codes = torch.arange(16, dtype=torch.uint8).repeat(127, 1)
 
-    values = nvfp4.dequantize(NVFP4Data(formats.pack(codes), scales.unsqueeze(1), torch.ones(1)))
+    values = nvfp4.dequantize(Rows(formats.pack(codes), scales.unsqueeze(1), torch.ones(1)))
 
     magnitudes = scalar.FINITE["e2m1"] + [-value for value in scalar.FINITE["e2m1"]]
     expected = torch.tensor(scalar.FINITE["e4m3"]).double().unsqueeze(1) * torch.tensor(magnitudes).double()
@@ -134,7 +134,7 @@ def test_products_are_those_of_the_codes() -> None:
     x, weight, sizes = torch.randn(52, 64).bfloat16(), torch.randn(4, 24, 64).bfloat16(), torch.tensor(SIZES)
     a, b = nvfp4.quantize_rows(x, sizes), nvfp4.quantize_weight(weight)
 
-    y = grouped_gemm(nvfp4.dequantize(a), nvfp4.dequantize(b), sizes, alpha=nvfp4.product_factors(a.amax, b.amax))
+    y = grouped_gemm(nvfp4.dequantize(a), nvfp4.dequantize(b), sizes, alpha=formats.product_factors(a.amax, b.amax))
 
     parts = zip(x.double().split(SIZES), weight.double(), strict=True)
     near = torch.cat([part @ matrix.t() for part, matrix in parts])

@@ -11,7 +11,7 @@ from checks.packed import Case
 from emulation import build
 
 import fusible
-from fusible.ops.formats.packed import PackedFormat
+from fusible.ops.formats.copies import PackedFormat
 from fusible.ops.kernels.dispatch import packed_refusal
 from fusible.ops.kernels.hopper import packed_gemm as hopper
 

@@ -10,8 +10,9 @@ import scalar_quantisers as scalar
 import torch
 from torch import Tensor
 
+from fusible import Float8Block
 from fusible.ops.formats import formats, reference
-from fusible.ops.formats.copies import QuantizedRows
+from fusible.ops.formats.copies import Rows
 from fusible.ops.formats.formats import E4M3, E5M2, FORMATS
 
 DTYPES = [torch.bfloat16, torch.float16]
@@ -216,12 +217,12 @@ def test_weights_are_those_of_the_rule(n: int, k: int, halves: int, dtype: torch
 
 
 def test_the_transposed_weight_has_the_same_bytes() -> None:
-    copies = reference.quantize_weight(varied(2, 130, 260), 1, True)
+    weight = varied(2, 130, 260)
+    copy, transposed = Float8Block().weight(weight), Float8Block().transposed_weight(weight)
 
-    assert copies.transposed is not None
-    assert copies.data.is_contiguous()
-    assert copies.transposed.is_contiguous()
-    assert torch.equal(bytes_of(copies.transposed), bytes_of(copies.data).mT)
+    assert copy.data.is_contiguous()
+    assert transposed.data.is_contiguous()
+    assert torch.equal(bytes_of(transposed.data), bytes_of(copy.data).mT)
 
 
 def test_columns_of_rows_that_are_quantised_differ_by_underflow_only() -> None:
@@ -346,5 +347,5 @@ def test_some_rows_are_rows_of_the_whole() -> None:
     x = varied(9, 200)
     whole, part = reference.quantize_rows(x, False), reference.quantize_rows(x[3:7], False)
 
-    cut = QuantizedRows(whole.data[3:7], whole.scales[:, 3:7])
+    cut = Rows(whole.data[3:7], whole.scales[:, 3:7])
     assert torch.equal(reference.dequantize_rows(cut), reference.dequantize_rows(part))

@@ -78,7 +78,7 @@ def test_products_are_those_of_the_dequantised_copies(scales):
 def block(rows, is_power_of_two):
     """The rows of one group, quantised by columns in blocks of 128 and dequantised."""
     parts = [reference.quantize_blocks(part, (0,), is_power_of_two) for part in rows.split(BLOCK)]
-    return torch.cat([part.data.float() * part.scales for part in parts])
+    return torch.cat([data.float() * scales for data, scales in parts])
 
 
 def test_results_are_close_to_those_of_16_bits():

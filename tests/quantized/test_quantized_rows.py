@@ -9,11 +9,10 @@ import scalar_quantisers as scalar
 import torch
 from torch import Tensor
 
-from fusible import Delayed
+from fusible import Delayed, Float8Row
 from fusible.ops.formats import per_row, per_tensor
+from fusible.ops.formats.delayed import DelayedScales
 from fusible.ops.formats.formats import E5M2, FORMATS
-from fusible.ops.formats.per_tensor import DelayedScales
-from fusible.ops.formats.reference import Blocks
 
 both_scales = pytest.mark.parametrize("power_of_two", [True, False], ids=["pow2", "float32"])
 SIZES = [70, 0, 130, 1]
@@ -82,12 +81,14 @@ def test_columns_have_a_scale_for_each_group(power_of_two: bool) -> None:
 def test_the_copies_of_a_weight_are_two_quantisations() -> None:
     weight = (torch.randn(2, 20, 30) * torch.randn(30).exp()).bfloat16()
 
-    copies = per_row.quantize_weight(weight, True)
+    copies = Float8Row().weight_operands(weight, True)
 
-    assert torch.equal(copies.scales, torch.tensor([[scalar.block(row, True)[1] for row in one] for one in weight]))
-    values = per_row.dequantize_rows(Blocks(copies.transposed, copies.transposed_scales)).mT
+    assert torch.equal(
+        copies.forward.scales, torch.tensor([[scalar.block(row, True)[1] for row in one] for one in weight])
+    )
+    values = per_row.dequantize_rows(copies.backward).mT
     assert (values - weight.float()).norm() < 0.04 * weight.float().norm()
-    assert copies.transposed_scales.shape == (2, 30)
+    assert copies.backward.scales.shape == (2, 30)
 
 
 @both_scales

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fusible
 from fusible.ops import quantized_products
-from fusible.ops.formats import operands
 from fusible.ops.formats.recipe import Recipe
 from fusible.ops.kernels.doors import dequantized
 from fusible.ops.kernels.problems.quantized import ScaledGemm, ScaledWgrad
@@ -653,9 +652,9 @@ def test_quantised_experts_run_fused(recipe):
 @pytest.mark.parametrize("name", ["block", "row", "tensor power of two", "row e5m2"])
 def test_products_in_16_bits_are_those_of_the_bytes(name):
     recipe, sizes = RECIPES[name], torch.tensor(SIZES)
-    dy = operands.of_tokens(recipe, tensor(T, K), sizes, rows=True, columns=True, is_gradient=True)
-    x = operands.of_tokens(recipe, tensor(T, N, seed=5), sizes, rows=False, columns=True)
-    weight = operands.of_weight(recipe, tensor(E, N, K, seed=3), False).forward
+    dy_rows, dy_columns = recipe.token_operands(tensor(T, K), sizes, True, True, is_gradient=True)
+    _, x_columns = recipe.token_operands(tensor(T, N, seed=5), sizes, False, True)
+    weight = recipe.weight_operands(tensor(E, N, K, seed=3), False).forward
     factors = {
         "bias": tensor(E, N, seed=4),
         "row_scale": tensor(T, seed=5).float(),
@@ -663,9 +662,9 @@ def test_products_in_16_bits_are_those_of_the_bytes(name):
     }
 
     def rows(out):
-        return ScaledGemm(dy.rows, weight.data, weight.scales, 1, sizes, out, **factors)
+        return ScaledGemm(dy_rows, weight.data, weight.scales, 1, sizes, out, **factors)
 
-    for make in (rows, lambda out: ScaledWgrad(dy.columns, x.columns, sizes, T, out, True)):
+    for make in (rows, lambda out: ScaledWgrad(dy_columns, x_columns, sizes, T, out, True)):
         shape = (T, N) if make is rows else (E, K, N)
         ours, theirs = torch.full(shape, 3.0), torch.full(shape, 3.0)
         dequantized.multiply(make(ours))

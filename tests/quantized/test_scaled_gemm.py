@@ -14,7 +14,7 @@ from checks.accumulator_probe import accumulated
 from checks.scaled import Case, WgradCase
 from emulation import build
 
-from fusible.ops.formats.copies import QuantizedRows
+from fusible.ops.formats.copies import Rows
 from fusible.ops.kernels.hopper import scaled_gemm as hopper
 
 pytestmark = [
@@ -177,5 +177,5 @@ def test_operands_that_are_refused() -> None:
     assert "blocks of a" in (hopper.refusal(replace(wgrad, rows=1000)) or "")
 
 
-def _with_scales(rows: QuantizedRows, more: int) -> QuantizedRows:
+def _with_scales(rows: Rows, more: int) -> Rows:
     return rows._replace(scales=rows.scales.new_ones(rows.scales.shape[0] + more, rows.scales.shape[1]))

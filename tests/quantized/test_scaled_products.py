@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fusible.ops.formats import reference
-from fusible.ops.formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight
+from fusible.ops.formats.copies import BLOCK, Columns, Rows
 from fusible.ops.formats.formats import E4M3
 from fusible.ops.kernels.problems.quantized import (
     QuantizeActivation,
     QuantizeActivationBackward,
+    QuantizedWeight,
     QuantizeRows,
     QuantizeWeight,
     ScaledGemm,
@@ -40,17 +41,17 @@ def memory(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.full((size,), 0x7F, dtype=torch.uint8).view(dtype).view(shape).fill_(nan)
 
 
-def new_rows(tokens: int, features: int) -> QuantizedRows:
+def new_rows(tokens: int, features: int) -> Rows:
     scales = memory(-(-features // BLOCK), -(-tokens // 4) * 4)
-    return QuantizedRows(memory(tokens, features, dtype=E4M3.dtype), scales)
+    return Rows(memory(tokens, features, dtype=E4M3.dtype), scales)
 
 
-def new_columns(tokens: int, features: int, groups: int) -> BlockedColumns:
+def new_columns(tokens: int, features: int, groups: int) -> Columns:
     blocks = tokens // BLOCK + groups
-    return BlockedColumns(memory(blocks, features, BLOCK, dtype=E4M3.dtype), memory(blocks, features))
+    return Columns(memory(blocks, features, BLOCK, dtype=E4M3.dtype), memory(blocks, features))
 
 
-def copies_of(x: Tensor, sizes: Tensor, power_of_two: bool = True) -> tuple[QuantizedRows, BlockedColumns]:
+def copies_of(x: Tensor, sizes: Tensor, power_of_two: bool = True) -> tuple[Rows, Columns]:
     copies = new_rows(*x.shape), new_columns(*x.shape, len(sizes))
     quantizers.run(QuantizeRows(x, sizes, power_of_two, *copies))
     return copies
@@ -69,7 +70,7 @@ def rows(sizes: list[int], tail: int = 3, features: int = K) -> Tensor:
     return torch.randn(sum(sizes) + tail, features).bfloat16()
 
 
-def forward(a: QuantizedRows, b: QuantizedWeight, sizes: Tensor, halves: int = 1, **extras: Tensor) -> Tensor:
+def forward(a: Rows, b: QuantizedWeight, sizes: Tensor, halves: int = 1, **extras: Tensor) -> Tensor:
     out = torch.full((a.data.shape[0], b.data.shape[1]), 7.0)
     products.run(ScaledGemm(a, b.data, b.scales, halves, sizes, out, **extras))
     return out
@@ -152,7 +153,7 @@ def test_weight_gradients(sizes: list[int], accumulate: bool, separate: bool) ->
     for group, size in enumerate(sizes):
         used = slice(first, first + -(-size // 128))
         left, right = (
-            reference.dequantize_columns(BlockedColumns(*(part[used] for part in copy))).double() for copy in (a, b)
+            reference.dequantize_columns(Columns(*(part[used] for part in copy[:2]))).double() for copy in (a, b)
         )
         product = torch.einsum("bmt,bnt->mn", left, right)
         expected = product + before[group] if accumulate else product

@@ -16,7 +16,7 @@ from torch import Tensor
 from fusible import RefusedError, Router, SignBias, SwitchLoss, ZLoss, config
 from fusible.fuser import replay
 from fusible.ops.kernels.hopper import choice as kernel
-from fusible.ops.kernels.problems.choice import SCORES, Choosing, Rule
+from fusible.ops.kernels.problems.choice import SCORES, ChoiceRule, Choosing
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
@@ -82,14 +82,22 @@ def test_tokens_do_not_see_one_another(emulation: harness.Emulation, sizes: tupl
 @pytest.mark.parametrize(
     ("logits", "rule", "why"),
     [
-        (torch.zeros(2, 5000), Rule(1, "softmax", True, 1.0), "takes at most 4096 experts, 32 choices and 2^25 tokens"),
-        (torch.zeros(2, 64), Rule(33, "softmax", True, 1.0), "got 64, 33 and 2"),
-        (torch.zeros(2, 8).double(), Rule(1, "softmax", True, 1.0), "needs logits of 16 or 32 bits"),
-        (torch.zeros(2, 80), Rule(1, "sigmoid", True, 1.0, 40, 2), "takes at most 32 groups by their best 1 or 2"),
-        (torch.zeros(2, 80), Rule(1, "sigmoid", True, 1.0, 4, 2, 3), "got 4 by 3"),
+        (
+            torch.zeros(2, 5000),
+            ChoiceRule(1, "softmax", True, 1.0),
+            "takes at most 4096 experts, 32 choices and 2^25 tokens",
+        ),
+        (torch.zeros(2, 64), ChoiceRule(33, "softmax", True, 1.0), "got 64, 33 and 2"),
+        (torch.zeros(2, 8).double(), ChoiceRule(1, "softmax", True, 1.0), "needs logits of 16 or 32 bits"),
+        (
+            torch.zeros(2, 80),
+            ChoiceRule(1, "sigmoid", True, 1.0, 40, 2),
+            "takes at most 32 groups by their best 1 or 2",
+        ),
+        (torch.zeros(2, 80), ChoiceRule(1, "sigmoid", True, 1.0, 4, 2, 3), "got 4 by 3"),
     ],
 )
-def test_refusals(logits: Tensor, rule: Rule, why: str) -> None:
+def test_refusals(logits: Tensor, rule: ChoiceRule, why: str) -> None:
     refused = kernel.refusal(Choosing(logits, rule, None, None, None))
 
     assert refused is not None

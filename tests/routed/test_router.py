@@ -33,7 +33,7 @@ from fusible import (
     update_biases,
 )
 from fusible.functional import route
-from fusible.ops.kernels.problems.choice import SCORES, Rule
+from fusible.ops.kernels.problems.choice import SCORES, ChoiceRule
 from fusible.ops.routed.choose import Choose
 
 T, H, E, K = 12, 6, 8, 3
@@ -137,7 +137,7 @@ def test_without_tokens_losses_are_zero(how: dict[str, Any]) -> None:
 
 
 def chosen(logits: Tensor, scores: str = "softmax", normalize: bool = True, tallied: bool = False, **how: Any) -> Any:
-    op = Choose(Rule(K, scores, normalize, 2.5, tallied=tallied))
+    op = Choose(ChoiceRule(K, scores, normalize, 2.5, tallied=tallied))
     return dict(zip(("y", *op.extra_outputs), op(logits, **how), strict=True))
 
 

@@ -13,17 +13,17 @@ from ....fuser.contract import tracing as trace
 from ..dispatch import native_refusal
 from ..hopper import choice as hopper
 from ..operators.custom_ops import kernel
-from ..problems.choice import SCORES, Choosing, ChoosingBackward, Chosen, Rule
+from ..problems.choice import SCORES, ChoiceRule, Choosing, ChoosingBackward, Chosen
 from ..problems.gemm import nbytes
 from ..pytorch import choice as pytorch
 from ..pytorch.choice import log_scores, probabilities, tokens_per_expert, wide
 
 __all__ = [
     "SCORES",
+    "ChoiceRule",
     "Choosing",
     "ChoosingBackward",
     "Chosen",
-    "Rule",
     "choose",
     "choose_backward",
     "log_scores",
@@ -53,7 +53,7 @@ def choose_backward(p: ChoosingBackward) -> Tensor:
     return choose_experts_backward(p.logits, p.rule, p.ids, p.d_weights, p.d_sums, p.d_squares, True)
 
 
-def _new_choice(logits: Tensor, rule: Rule) -> Chosen:
+def _new_choice(logits: Tensor, rule: ChoiceRule) -> Chosen:
     tokens, experts = logits.shape
     weights = logits.new_empty(tokens, rule.top_k, dtype=torch.promote_types(logits.dtype, torch.float32))
     ids, counts = (logits.new_empty(shape, dtype=torch.int64) for shape in ((tokens, rule.top_k), (experts,)))
@@ -66,7 +66,7 @@ def _new_choice(logits: Tensor, rule: Rule) -> Chosen:
 @kernel(_new_choice, obeys_switches=False, eager_only=("is_native",))
 def choose_experts(
     logits: Tensor,
-    rule: Rule,
+    rule: ChoiceRule,
     bias: Tensor | None,
     valid: Tensor | None,
     fixed_ids: Tensor | None,
@@ -95,7 +95,7 @@ def _new_gradient(logits: Tensor) -> Tensor:
 @kernel(_new_gradient, obeys_switches=False, eager_only=("is_native",))
 def choose_experts_backward(
     logits: Tensor,
-    rule: Rule,
+    rule: ChoiceRule,
     ids: Tensor,
     d_weights: Tensor | None,
     d_sums: Tensor | None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...formats import reference
-from ...formats.copies import BLOCK, BlockedColumns
+from ...formats.copies import BLOCK, Columns
 from .. import grouped_gemm
 from ..problems.gemm import Layout
 from ..problems.quantized import Multiplying, ScaledGemm, ScaledWgrad
@@ -53,7 +53,7 @@ def _filled_up(split_sizes: Tensor) -> Tensor:
     return (split_sizes.clamp(min=0) + BLOCK - 1) // BLOCK * BLOCK
 
 
-def _tokens(columns: BlockedColumns) -> Tensor:
+def _tokens(columns: Columns) -> Tensor:
     """bfloat16 [blocks * 128, K]."""
     values: Tensor = reference.dequantize_columns(columns).bfloat16()
     return values.transpose(1, 2).flatten(0, 1).contiguous()  # of one block it would be a view

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...formats.copies import PackedFormat
 from ...formats.nvfp4 import NV_BLOCK
-from ...formats.packed import PackedFormat
 from ..dispatch import fake_quantizers
 from ..operators.custom_ops import kernel
 from ..problems.fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ....fuser.contract import tracing as trace
-from ...formats.packed import PackedFormat, unpacked
+from ...formats.copies import PackedFormat
+from ...formats.packed import unpacked
 from .. import grouped_gemm
 from ..dispatch import packed_refusal
 from ..hopper import packed_gemm as hopper
@@ -44,7 +45,7 @@ def packed_gemm(
     """``row_scale * (alpha * A W^T + bias_scale * bias)`` by group, of bfloat16 rows; see :class:`PackedGemm`.
 
     Args:
-        data, scales: the fields of :class:`PackedWeight`.
+        data, scales: those of the format, as a recipe stores them.
         out: where to write; rows past the last group stay as they are.
         out_dtype: of what is allocated here; that of ``a`` by default.
     """

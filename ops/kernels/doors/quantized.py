@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....fuser.contract import tracing as trace
 from ....fuser.replay import capture
-from ...formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
+from ...formats.copies import BLOCK, Columns, Rows, ceil_blocks
 from ...values.activation_spec import ActivationSpec
 from ...values.switches import active_switches
 from .. import activate, activate_backward
@@ -28,6 +28,7 @@ from ..problems.quantized import (
     Multiplying,
     QuantizeActivation,
     QuantizeActivationBackward,
+    QuantizedWeight,
     QuantizeRows,
     QuantizeWeight,
     Quantizing,
@@ -50,16 +51,16 @@ class RowCopies(NamedTuple):
     column_scales: Tensor | None
 
     @property
-    def rows(self) -> QuantizedRows | None:
+    def rows(self) -> Rows | None:
         if self.row_data is None or self.row_scales is None:
             return None
-        return QuantizedRows(self.row_data, self.row_scales)
+        return Rows(self.row_data, self.row_scales)
 
     @property
-    def columns(self) -> BlockedColumns | None:
+    def columns(self) -> Columns | None:
         if self.column_data is None or self.column_scales is None:
             return None
-        return BlockedColumns(self.column_data, self.column_scales)
+        return Columns(self.column_data, self.column_scales)
 
 
 class BackwardCopies(NamedTuple):
@@ -79,10 +80,10 @@ class BackwardCopies(NamedTuple):
         return RowCopies(*self[:4])
 
     @property
-    def postact(self) -> BlockedColumns | None:
+    def postact(self) -> Columns | None:
         if self.postact_data is None or self.postact_scales is None:
             return None
-        return BlockedColumns(self.postact_data, self.postact_scales)
+        return Columns(self.postact_data, self.postact_scales)
 
 
 def new_copies(
@@ -316,7 +317,7 @@ def scaled_gemm(
     """``row_scale * (A W^T + bias_scale * bias)`` of quantised operands; see :class:`ScaledGemm`.
 
     Args:
-        a: e4m3 [T, K], with ``a_scales``: the fields of :class:`QuantizedRows`.
+        a: e4m3 [T, K], with ``a_scales``: the fields of :class:`Rows`.
         weight: e4m3 [E, N, K], or the transposed bytes of a weight, with transposed scales, for the gradient of rows.
         out: where to write; rows past the last group stay as they are.
         out_dtype: of what is allocated here; bfloat16 by default.
@@ -325,7 +326,7 @@ def scaled_gemm(
     fresh = out is None
     if out is None:
         out = new_scaled_product(a, weight, out_dtype)
-    rows, factors = QuantizedRows(a, a_scales), (row_scale, None, bias_scale)
+    rows, factors = Rows(a, a_scales), (row_scale, None, bias_scale)
     _multiply(
         ScaledGemm(rows, weight, weight_scales, halves, split_sizes, out, bias, *factors, fresh, fast_accumulation)
     )
@@ -348,12 +349,12 @@ def scaled_wgrad(
     """``A_g B_g^T`` for each group [E, M, N], of columns of as many tokens; see :class:`ScaledWgrad`.
 
     Args:
-        a, b: e4m3 [blocks, features, 128], with ``a_scales`` and ``b_scales``: the fields of :class:`BlockedColumns`.
+        a, b: e4m3 [blocks, features, 128], with ``a_scales`` and ``b_scales``: the fields of :class:`Columns`.
         rows: T, which the number of blocks does not say.
         out: where to write, or add, if ``accumulate``.
         out_dtype: of what is allocated here; bfloat16 by default.
     """
-    columns = BlockedColumns(a, a_scales), BlockedColumns(b, b_scales)
+    columns = Columns(a, a_scales), Columns(b, b_scales)
     if out is not None and accumulate and a.is_cuda and first(out).dtype != torch.float32:
         return _added(ScaledWgrad(*columns, split_sizes, rows, out, accumulate))
     fresh = out is None

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...formats.copies import BLOCK, RowWeight, Scaling
+from ...formats.copies import BLOCK, Scaling
 from ..operators.custom_ops import kernel
 from ..problems.gemm import Matrices, first
-from ..problems.quantized import QuantizeRows, QuantizeWeight
+from ..problems.quantized import QuantizeRows, QuantizeWeight, RowWeight
 from .quantized import E4M3, RowCopies, quantize
 
 

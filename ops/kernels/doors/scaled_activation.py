@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....fuser.contract import tracing as trace
-from ...formats.copies import QuantizedRows, ceil_blocks
+from ...formats.copies import Rows, ceil_blocks
 from ...values.activation_spec import ActivationSpec
 from ..dispatch import scaled_epilogue_refusal
 from ..hopper import scaled_activation as hopper
@@ -26,8 +26,8 @@ class ActivatedRows(NamedTuple):
     row_scales: Tensor
 
     @property
-    def rows(self) -> QuantizedRows:
-        return QuantizedRows(self.row_data, self.row_scales)
+    def rows(self) -> Rows:
+        return Rows(self.row_data, self.row_scales)
 
 
 def new_activated_rows(
@@ -61,14 +61,14 @@ def scaled_gemm_activation(
     """``preact = A W^T + bias_scale * bias``, zero in the tail, and the quantised rows of ``act(preact) * scales``.
 
     Args:
-        a: e4m3 [T, K], with ``a_scales``: the fields of :class:`QuantizedRows`.
+        a: e4m3 [T, K], with ``a_scales``: the fields of :class:`Rows`.
         weight: e4m3 [E, N, K].
         dtype: of the product, to which the activation is rounded before it is quantised.
         vectors: the numbers of columns that the activation reads: see :class:`Activate`.
     """
     out = new_activated_rows(a, weight, activation, keep_preact, dtype)
     preact = a.new_empty((0, weight.shape[1]), dtype=dtype) if out.preact is None else out.preact
-    rows = QuantizedRows(a, a_scales)
+    rows = Rows(a, a_scales)
     product = ScaledGemm(rows, weight, weight_scales, 1, split_sizes, preact, bias, bias_scale=bias_scale, fresh=True)
     problem = ActivatedScaledGemm(product, activation, scales, power_of_two, out.rows, vectors)
     why = scaled_epilogue_refusal(problem)
@@ -79,11 +79,11 @@ def scaled_gemm_activation(
         trace.note(f"the hidden rows are quantised by a kernel of its own: the epilogue {why}")
     del out, preact, product, problem  # whose memory the results of these kernels may have
     terms: dict[str, Any] = {"bias": bias, "bias_scale": bias_scale}
-    values = scaled_gemm(*rows, weight, weight_scales, split_sizes, out_dtype=dtype, **terms)
+    values = scaled_gemm(a, a_scales, weight, weight_scales, split_sizes, out_dtype=dtype, **terms)
     read: dict[str, Any] = {"scales": scales, "vectors": vectors}
     hidden = quantize_activation(values, split_sizes, activation, power_of_two=power_of_two, **read).rows
     assert hidden is not None
-    return ActivatedRows(values if keep_preact else None, *hidden)
+    return ActivatedRows(values if keep_preact else None, hidden.data, hidden.scales)  # type: ignore[arg-type]
 
 
 def _run(problem: ActivatedScaledGemm) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from ....fuser.contract import tracing as trace
-from ...formats.operands import transposed_bytes
+from ...formats.recipe import transposed_bytes
 from ..dispatch import native_refusal
 from ..hopper import transpose as hopper
 from ..operators.custom_ops import kernel

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
-from ..problems.choice import SCORES, Choosing, ChoosingBackward, Chosen, Rule
+from ..problems.choice import SCORES, ChoiceRule, Choosing, ChoosingBackward, Chosen
 
 NAME = "fusible"
 MAX_EXPERTS = 4096
@@ -73,7 +73,7 @@ def backward(p: ChoosingBackward, out: Tensor) -> None:
     )
 
 
-def _common(logits: Tensor, rule: Rule) -> dict[str, object]:
+def _common(logits: Tensor, rule: ChoiceRule) -> dict[str, object]:
     """What both launches have."""
     device, (tokens, experts) = logits.get_device(), logits.shape
     return {

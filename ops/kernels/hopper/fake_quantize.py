@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...formats.copies import PackedFormat
 from ...formats.nvfp4 import NV_BLOCK
-from ...formats.packed import PackedFormat
 from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
 from ..problems.fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 from ..problems.gemm import addresses, first

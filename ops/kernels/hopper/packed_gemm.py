@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...formats.packed import PackedFormat
+from ...formats.copies import PackedFormat
 from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
 from ..problems.gemm import addresses
 from ..problems.quantized import PackedGemm

@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling, ceil_blocks
+from ...formats.copies import BLOCK, Columns, Rows, Scaling, ceil_blocks
 from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
 from ..problems.gemm import Matrices, addresses, first
 from ..problems.quantized import (
     PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
+    QuantizedWeight,
     QuantizeRows,
     QuantizeWeight,
     Quantizing,
+    RowWeight,
     source,
 )
 from . import quantized_functions
@@ -114,17 +116,17 @@ def features_refusal(features: int) -> str | None:
     return None if features % _VECTOR == 0 else f"needs features that are multiples of 16, got {features}"
 
 
-def dense_refusal(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> str | None:
+def dense_refusal(name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> str | None:
     """Of the memory of a copy, whose first dimension may be larger than what is asked for."""
+    if tensor is None:
+        return f"needs {name} {list(shape)} of {dtype}, got none"
     fits = tensor.shape[1:] == shape[1:] and tensor.shape[0] >= shape[0]
     if tensor.dtype == dtype and fits and tensor.is_contiguous() and addresses(tensor)[0] % _VECTOR == 0:
         return None
     return f"needs {name} {list(shape)} of {dtype}, dense, got {list(tensor.shape)} of {tensor.dtype}"
 
 
-def _rows_copy_refusal(
-    rows: QuantizedRows | None, tokens: int, features: int, scaling: Scaling = Scaling.BLOCKS
-) -> str | None:
+def _rows_copy_refusal(rows: Rows | None, tokens: int, features: int, scaling: Scaling = Scaling.BLOCKS) -> str | None:
     if rows is None:
         return None
     scales = (ceil_blocks(features), -(-tokens // 4) * 4) if scaling is Scaling.BLOCKS else (tokens,)
@@ -133,7 +135,7 @@ def _rows_copy_refusal(
     )
 
 
-def _columns_copy_refusal(columns: BlockedColumns | None, tokens: int, features: int, groups: int) -> str | None:
+def _columns_copy_refusal(columns: Columns | None, tokens: int, features: int, groups: int) -> str | None:
     if columns is None:
         return None
     blocks = tokens // BLOCK + groups
@@ -183,9 +185,9 @@ def group_arguments(split_sizes: Tensor) -> dict[str, int]:
     }
 
 
-def _copy_arguments(rows: QuantizedRows | None, columns: BlockedColumns | None) -> dict[str, int]:
-    row_data, row_scales = rows or (None, None)
-    column_data, column_scales = columns or (None, None)
+def _copy_arguments(rows: Rows | None, columns: Columns | None) -> dict[str, int]:
+    row_data, row_scales, *_ = rows or (None, None)
+    column_data, column_scales, *_ = columns or (None, None)
     return {
         "rows": address(row_data),
         "row_scales": address(row_scales),
@@ -375,7 +377,7 @@ def _quantize_activation(problem: QuantizeActivation) -> None:
 
 @run.register
 def _quantize_activation_backward(problem: QuantizeActivationBackward) -> None:
-    postact_data, postact_scales = problem.postact_columns or (None, None)
+    postact_data, postact_scales, *_ = problem.postact_columns or (None, None)
     dvectors = quantized_functions.gradients(problem)
     of_columns = quantized_functions.gradient_fields(problem, dvectors)
     workspace = _workspace(problem, len(of_columns.get("dvectors", ())))
@@ -449,6 +451,6 @@ def _permute(problem: PermuteQuantizedRows) -> None:
         features=problem.source.data.shape[1],
         slot_of_row=problem.slot_of_row.data_ptr(),
         num_rows=last_address(problem.tokens_per_expert),
-        source=problem.source.scales.data_ptr(),
-        out=problem.out.scales.data_ptr(),
+        source=address(problem.source.scales),
+        out=address(problem.out.scales),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...formats.copies import BLOCK
-from ..extension import TYPE_CODES, compiled
+from ..extension import TYPE_CODES, address, compiled
 from ..problems.quantized import ActivatedScaledGemm
 from . import quantized_functions, scaled_gemm
 from .epilogue import tile_refusal
@@ -47,7 +47,7 @@ def run(problem: ActivatedScaledGemm) -> None:
         **scaled_gemm.row_fields(product, workspace),
         power_of_two=problem.power_of_two,
         rows=rows.data.data_ptr(),
-        row_scales=rows.scales.data_ptr(),
+        row_scales=address(rows.scales),
         **bias_fields(product.bias, bias_scale),
         scales=scales,
         scales_type=scales_type,

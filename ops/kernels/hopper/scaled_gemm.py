@@ -50,6 +50,7 @@ def launch_gemm(p: ScaledGemm) -> None:
 
 def scales_whole_rows(p: ScaledGemm) -> bool:
     """Whether both operands have one scale for each row, and not for blocks."""
+    assert p.a.scales is not None
     return p.a.scales.dim() == 1
 
 
@@ -84,7 +85,7 @@ def launch_wgrad(p: ScaledWgrad, variant: int = -1) -> None:
     (out, pitch, group), out_addresses = addressing(p.out)
     workspace = new_workspace(p)
     compiled().scaled_wgrad(
-        **_operand_fields(p, p.b, (out, pitch), workspace, variant),
+        **_operand_fields(p, p.b[:2], (out, pitch), workspace, variant),
         m=m,
         out_group=group,
         out_addresses=out_addresses,
@@ -95,10 +96,12 @@ def launch_wgrad(p: ScaledWgrad, variant: int = -1) -> None:
 
 
 def _operand_fields(
-    p: Multiplying, b: tuple[Tensor, Tensor], out: tuple[int, int], workspace: Tensor, variant: int = -1
+    p: Multiplying, b: tuple[Tensor, Tensor | None], out: tuple[int, int], workspace: Tensor, variant: int = -1
 ) -> dict[str, Any]:
     """The fields that both launches have, in their order: of the tokens, ``b`` with its scales, and ``out``."""
-    device = p.a.data.get_device()
+    device, (b_data, b_scales) = p.a.data.get_device(), b
+    assert p.a.scales is not None
+    assert b_scales is not None
     return {
         "device": device,
         "stream": stream(device),
@@ -107,8 +110,8 @@ def _operand_fields(
         "n": p.mnk[1],
         "a": p.a.data.data_ptr(),
         "a_scales": p.a.scales.data_ptr(),
-        "b": b[0].data_ptr(),
-        "b_scales": b[1].data_ptr(),
+        "b": b_data.data_ptr(),
+        "b_scales": b_scales.data_ptr(),
         "sizes": p.split_sizes.data_ptr(),
         "int64_sizes": p.split_sizes.dtype == torch.int64,
         "output": TYPE_CODES[first(p.out).dtype],
@@ -160,6 +163,7 @@ def _gemm_refusal(p: ScaledGemm) -> str | None:
 
 def _scales_refusal(p: ScaledGemm) -> str | None:
     """Scales must be of blocks, or of whole rows, of both operands."""
+    assert p.a.scales is not None
     tokens, n, k = p.mnk
     of_rows, of_weights = [tokens], [p.groups, n]
     if not scales_whole_rows(p):
@@ -180,8 +184,9 @@ def _wgrad_refusal(p: ScaledWgrad) -> str | None:
         return f"needs features that are multiples of 8, got {m} and {n}"
     if p.accumulate and first(p.out).dtype != torch.float32:
         return f"accumulates in float32, not in {first(p.out).dtype}"
-    for name, (data, scales) in (("a", p.a), ("b", p.b)):
-        if not data.is_contiguous() or not scales.is_contiguous() or scales.dtype != torch.float32:
+    for name, (data, scales, *_) in (("a", p.a), ("b", p.b)):
+        are_dense = scales is not None and data.is_contiguous() and scales.is_contiguous()
+        if scales is None or not are_dense or scales.dtype != torch.float32:
             return f"needs contiguous blocks of {name} and float32 scales"
         if data.shape[0] < p.rows // BLOCK + p.groups:
             return f"needs {p.rows // BLOCK + p.groups} blocks of {name}, got {data.shape[0]}"

@@ -13,7 +13,7 @@ SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 
 @dataclass(frozen=True)
-class Rule:
+class ChoiceRule:
     """How tokens choose experts.
 
     Attributes:
@@ -70,7 +70,7 @@ class Choosing:
     """
 
     logits: Tensor
-    rule: Rule
+    rule: ChoiceRule
     bias: Tensor | None
     valid: Tensor | None
     fixed_ids: Tensor | None
@@ -94,7 +94,7 @@ class ChoosingBackward:
     """
 
     logits: Tensor
-    rule: Rule
+    rule: ChoiceRule
     ids: Tensor
     d_weights: Tensor | None
     d_sums: Tensor | None

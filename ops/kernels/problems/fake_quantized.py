@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...formats.packed import PackedFormat
+from ...formats.copies import PackedFormat
 from .gemm import Matrices, nbytes
 
 

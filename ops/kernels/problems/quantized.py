@@ -7,13 +7,43 @@ modified; they are not frozen because that makes construction four times slower.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
-from ...formats.copies import BlockedColumns, QuantizedRows, QuantizedWeight, RowWeight, Scaling
-from ...formats.packed import PackedFormat
+from ...formats.copies import Columns, PackedFormat, Rows, Scaling
 from ...values.activation_spec import ActivationSpec
 from .gemm import Matrices, Operands, first, nbytes
+
+
+class QuantizedWeight(NamedTuple):
+    """What kernels write of a weight in blocks of 128 x 128: flat, as a custom op returns it.
+
+    Blocks restart at each expert, and at each of ``halves`` of its rows: 2 where they are gate and up, else 1.
+
+    Attributes:
+        data: e4m3 [E, N, K].
+        transposed: e4m3 [E, K, N], the same bytes; None: no product reads them.
+        scales: float32 [E, halves * ceil(N / halves / 128), ceil(K / 128)].
+    """
+
+    data: Tensor
+    transposed: Tensor | None
+    scales: Tensor
+
+
+class RowWeight(NamedTuple):
+    """What kernels write of a weight with a scale for each row of either copy: flat, as a custom op returns it.
+
+    Attributes:
+        data: e4m3 [E, N, K]; scales: float32 [E, N].
+        transposed: e4m3 [E, K, N]; transposed_scales: float32 [E, K]. Both None: no product reads them.
+    """
+
+    data: Tensor
+    scales: Tensor
+    transposed: Tensor | None
+    transposed_scales: Tensor | None
 
 
 @dataclass(slots=True)
@@ -36,8 +66,8 @@ class QuantizeRows:
     x: Tensor
     split_sizes: Tensor
     power_of_two: bool
-    rows: QuantizedRows | None
-    columns: BlockedColumns | None
+    rows: Rows | None
+    columns: Columns | None
     slot_of_row: Tensor | None = None
     top_k: int = 1
     scaling: Scaling = Scaling.BLOCKS
@@ -103,8 +133,8 @@ class QuantizeActivation:
     activation: ActivationSpec
     scales: Tensor | None
     power_of_two: bool
-    rows: QuantizedRows | None
-    columns: BlockedColumns | None
+    rows: Rows | None
+    columns: Columns | None
     vectors: Operands = None
     kernel: int = 0
 
@@ -140,9 +170,9 @@ class QuantizeActivationBackward:
     activation: ActivationSpec
     scales: Tensor | None
     power_of_two: bool
-    rows: QuantizedRows | None
-    columns: BlockedColumns | None
-    postact_columns: BlockedColumns | None
+    rows: Rows | None
+    columns: Columns | None
+    postact_columns: Columns | None
     dscales: Tensor | None
     vectors: Operands = None
     dvectors: Operands = None
@@ -169,11 +199,11 @@ class PermuteQuantizedRows:
         out: of T k rows. Those of no expert may become anything.
     """
 
-    source: QuantizedRows
+    source: Rows
     slot_of_row: Tensor
     row_of_slot: Tensor
     tokens_per_expert: Tensor
-    out: QuantizedRows
+    out: Rows
 
     @property
     def bytes(self) -> int:
@@ -225,7 +255,7 @@ class ScaledGemm(_GroupedProduct):
         fast_accumulation: all S_b may be summed by the tensor cores, where scales are of whole rows.
     """
 
-    a: QuantizedRows
+    a: Rows
     weight: Tensor
     weight_scales: Tensor
     halves: int
@@ -274,7 +304,7 @@ class ActivatedScaledGemm:
     activation: ActivationSpec
     scales: Tensor | None
     power_of_two: bool
-    rows: QuantizedRows
+    rows: Rows
     vectors: Operands = None
     kernel: int = 0
 
@@ -303,8 +333,8 @@ class ScaledWgrad(_GroupedProduct):
         fresh: ``out`` was just allocated, so its version need not change.
     """
 
-    a: BlockedColumns
-    b: BlockedColumns
+    a: Columns
+    b: Columns
     split_sizes: Tensor
     rows: int
     out: Matrices
@@ -331,7 +361,7 @@ class PackedGemm(_GroupedProduct):
 
     Attributes:
         a: bfloat16 [T, K].
-        data: [E, N, K] or [E, N, K / 2], with ``scales`` [E, N, blocks of K]: the fields of :class:`PackedWeight`.
+        data: [E, N, K] or [E, N, K / 2], with ``scales`` [E, N, blocks of K]: as a recipe stores them.
         split_sizes: int32 or int64 [E].
         out: bfloat16, float16 or float32 [T, N]. Rows past the last group are not touched unless ``fresh``.
         bias: [E, N]; None: there is none.
@@ -397,11 +427,11 @@ def _scales_of(scaling: Scaling) -> str:
     return "" if scaling is Scaling.BLOCKS else f", scales of {scaling.value}"
 
 
-def copy_bytes(*copies: QuantizedRows | BlockedColumns | None) -> int:
+def copy_bytes(*copies: Rows | Columns | None) -> int:
     """Bytes of copies and their scales."""
     return sum(nbytes(*copy) for copy in copies if copy is not None)
 
 
-def copy_names(rows: QuantizedRows | None, columns: BlockedColumns | None) -> list[str]:
+def copy_names(rows: Rows | None, columns: Columns | None) -> list[str]:
     """The names of the wanted operands."""
     return [name for name, copy in (("rows", rows), ("columns", columns)) if copy is not None]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..problems.choice import Choosing, ChoosingBackward, Chosen, Rule
+from ..problems.choice import ChoiceRule, Choosing, ChoosingBackward, Chosen
 
 NAME = "torch"
 
@@ -77,7 +77,7 @@ def backward(p: ChoosingBackward) -> Tensor:
     return d.masked_fill(~alive, 0).to(p.logits.dtype)
 
 
-def _choose(logits: Tensor, rule: Rule, bias: Tensor | None) -> Tensor:
+def _choose(logits: Tensor, rule: ChoiceRule, bias: Tensor | None) -> Tensor:
     """int64 [T, k]: the experts with the highest keys: scores with the bias, or logits where nothing needs scores."""
     if bias is None and rule.groups == 1:
         return _best(logits, rule.top_k)
@@ -92,7 +92,7 @@ def _best(keys: Tensor, count: int) -> Tensor:
     return keys.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
-def _within_groups(keys: Tensor, rule: Rule) -> Tensor:
+def _within_groups(keys: Tensor, rule: ChoiceRule) -> Tensor:
     """The keys; -inf for experts outside of the best groups of their token."""
     by_group = keys.view(-1, rule.groups, keys.shape[-1] // rule.groups)
     of_groups = by_group.topk(min(rule.best, by_group.shape[-1]), dim=-1).values.sum(-1)
@@ -100,7 +100,7 @@ def _within_groups(keys: Tensor, rule: Rule) -> Tensor:
     return by_group.masked_fill(outside.unsqueeze(-1), -math.inf).view(keys.shape)
 
 
-def _weights(logits: Tensor, ids: Tensor, rule: Rule) -> Tensor:
+def _weights(logits: Tensor, ids: Tensor, rule: ChoiceRule) -> Tensor:
     """[T, k], without the scale: the scores at the ids; 0 where there is no expert, or a logit of -inf rules it out."""
     chosen, never = _chosen(logits, ids)
     chosen = log_scores(chosen, rule.scores)
@@ -119,7 +119,7 @@ def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     return chosen, ~exists | (chosen == -math.inf)
 
 
-def _tallies(logits: Tensor, ids: Tensor, rule: Rule) -> tuple[Tensor, Tensor, Tensor]:
+def _tallies(logits: Tensor, ids: Tensor, rule: ChoiceRule) -> tuple[Tensor, Tensor, Tensor]:
     counted = ~_of_no_token(ids) & _is_regular(logits)
     safe = logits.masked_fill(~counted, 0)
     slots = tokens_per_expert(ids.masked_fill(~counted, -1), logits.shape[-1])
@@ -138,7 +138,7 @@ def _is_regular(logits: Tensor) -> Tensor:
     return logits.amax(-1, keepdim=True).isfinite()
 
 
-def _of_weights(logits: Tensor, rule: Rule, ids: Tensor, d_weights: Tensor) -> Tensor:
+def _of_weights(logits: Tensor, rule: ChoiceRule, ids: Tensor, d_weights: Tensor) -> Tensor:
     """The gradient by the weights, which reaches chosen logits alone, but for softmax over all experts."""
     chosen, never = _chosen(logits, ids)
     weights = _weights(logits, ids, rule)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...formats import mxfp8, nvfp4
-from ...formats.packed import PackedFormat
+from ...formats.copies import Columns, PackedFormat, Rows, Weight
 from ..problems.fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 from ..problems.gemm import stacked
 
@@ -44,13 +44,10 @@ def _mx_rows(p: FakeQuantizeRows) -> None:
 def _nv_rows(p: FakeQuantizeRows) -> None:
     x = _gathered(p)
     if p.rows is not None and p.row_amax is not None:
-        rows = nvfp4.quantize_rows(x, p.split_sizes, p.seed)
-        p.rows.copy_(nvfp4.dequantize(rows))
-        p.row_amax.copy_(rows.amax)
+        _copy(nvfp4.quantize_rows(x, p.split_sizes, p.seed), p.rows, p.row_amax)
     if p.columns is not None and p.column_amax is not None:
         columns = nvfp4.quantize_columns(x, p.split_sizes, p.is_transformed, p.seed)
-        p.columns.copy_(nvfp4.dequantize(columns).transpose(1, 2).flatten(0, 1))
-        p.column_amax.copy_(columns.amax)
+        _copy(columns, p.columns.view(-1, nvfp4.NV_BLOCK, x.shape[1]).transpose(1, 2), p.column_amax)
 
 
 def _mx_weight(p: FakeQuantizeWeight) -> None:
@@ -64,5 +61,11 @@ def _mx_weight(p: FakeQuantizeWeight) -> None:
 def _nv_weight(p: FakeQuantizeWeight) -> None:
     copy = nvfp4.quantize_weight(stacked(p.weight))
     if p.rows is not None and p.amax is not None:
-        p.rows.copy_(nvfp4.dequantize(copy))
-        p.amax.copy_(copy.amax)
+        _copy(copy, p.rows, p.amax)
+
+
+def _copy(quantised: Rows | Columns | Weight, values: Tensor, amax: Tensor) -> None:
+    """The values but for the factors of groups, and what these come from."""
+    assert quantised.amax is not None
+    values.copy_(nvfp4.dequantize(quantised))
+    amax.copy_(quantised.amax)

@@ -7,9 +7,10 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from ...formats import operands, reference
-from ...formats.copies import BlockedColumns, QuantizedRows, RowWeight, Scaling
-from ...formats.recipe import Float8Row, Float8Tensor
+from ...formats import reference
+from ...formats.copies import Columns, Rows, Scaling, Weight
+from ...formats.float8 import definition
+from ...formats.recipe import Recipe
 from ..problems.gemm import ActivationGrads, stacked
 from ..problems.quantized import (
     PermuteQuantizedRows,
@@ -18,6 +19,7 @@ from ..problems.quantized import (
     QuantizeRows,
     QuantizeWeight,
     Quantizing,
+    RowWeight,
 )
 from . import activation
 
@@ -50,18 +52,25 @@ def _gathered(problem: QuantizeRows) -> Tensor:
 
 
 def _fill_whole(problem: QuantizeRows) -> None:
-    wanted = {"rows": problem.rows is not None, "columns": problem.columns is not None, "encode": problem.encode}
-    copied = operands.of_tokens(_recipe(problem), _gathered(problem), problem.split_sizes, **wanted)  # type: ignore[arg-type]
-    for to, copy in ((problem.rows, copied.rows), (problem.columns, copied.columns)):
-        if to is not None:
-            to.data.copy_(copy.data)  # type: ignore[union-attr]
-            to.scales.copy_(copy.scales)  # type: ignore[union-attr]
+    wanted = problem.rows is not None, problem.columns is not None
+    rows, columns = _recipe(problem).token_operands(_gathered(problem), problem.split_sizes, *wanted)
+    for to, copy in ((problem.rows, rows), (problem.columns, columns)):
+        if to is not None and copy is not None:
+            _copy(copy, to.data, to.scales)
 
 
-def _recipe(problem: QuantizeRows | QuantizeWeight) -> Float8Row | Float8Tensor:
-    """One with such copies."""
-    of = Float8Row if problem.scaling is Scaling.ROWS else Float8Tensor
-    return of(scales="power_of_two" if problem.power_of_two else "float32")
+def _copy(copy: Rows | Columns | Weight, data: Tensor | None, scales: Tensor | None) -> None:
+    """Into memory for bytes and scales."""
+    assert data is not None
+    assert scales is not None
+    assert copy.scales is not None
+    data.copy_(copy.data)
+    scales.copy_(copy.scales)
+
+
+def _recipe(problem: QuantizeRows | QuantizeWeight) -> Recipe:
+    """The one that defines the problem."""
+    return definition(problem.scaling, problem.power_of_two).with_scales(problem.encode)
 
 
 @run.register
@@ -69,20 +78,16 @@ def _permute(problem: PermuteQuantizedRows) -> None:
     source, out = problem.source, problem.out
     token = problem.slot_of_row // problem.row_of_slot.shape[1]
     out.data.copy_(source.data.view(torch.uint8).index_select(0, token).view(source.data.dtype))
+    assert source.scales is not None
+    assert out.scales is not None
     out.scales[:, : len(token)] = source.scales.index_select(1, token)
 
 
-def _fill(
-    x: Tensor, split_sizes: Tensor, is_power_of_two: bool, rows: QuantizedRows | None, columns: BlockedColumns | None
-) -> None:
+def _fill(x: Tensor, split_sizes: Tensor, is_power_of_two: bool, rows: Rows | None, columns: Columns | None) -> None:
     if rows is not None:
-        data, scales = reference.quantize_rows(x, is_power_of_two)
-        rows.data.copy_(data)
-        rows.scales.copy_(scales)
+        _copy(reference.quantize_rows(x, is_power_of_two), rows.data, rows.scales)
     if columns is not None:
-        data, scales = reference.quantize_columns(x, split_sizes, is_power_of_two)
-        columns.data.copy_(data)
-        columns.scales.copy_(scales)
+        _copy(reference.quantize_columns(x, split_sizes, is_power_of_two), columns.data, columns.scales)
 
 
 @run.register
@@ -90,23 +95,16 @@ def _quantize_weight(problem: QuantizeWeight) -> None:
     if isinstance(problem.out, RowWeight):
         return _fill_weight(problem, problem.out)
     copies = reference.quantize_weight(stacked(problem.weight), problem.halves, problem.power_of_two)
-    problem.out.data.copy_(copies.data)
-    problem.out.scales.copy_(copies.scales)
+    _copy(copies, problem.out.data, problem.out.scales)
     if problem.out.transposed is not None:
         problem.out.transposed.copy_(copies.data.mT)
 
 
 def _fill_weight(problem: QuantizeWeight, out: RowWeight) -> None:
-    copies = operands.of_weight(
-        _recipe(problem), stacked(problem.weight), out.transposed is not None, encode=problem.encode
-    )
-    for to, scales, copy in (
-        (out.data, out.scales, copies.forward),
-        (out.transposed, out.transposed_scales, copies.backward),
-    ):
-        if to is not None and scales is not None:
-            to.copy_(copy.data)  # type: ignore[union-attr]
-            scales.copy_(copy.scales)  # type: ignore[union-attr, arg-type]
+    copies = _recipe(problem).weight_operands(stacked(problem.weight), out.transposed is not None)
+    _copy(copies.forward, out.data, out.scales)
+    if copies.backward is not None:
+        _copy(copies.backward, out.transposed, out.transposed_scales)
 
 
 @run.register

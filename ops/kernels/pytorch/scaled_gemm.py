@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...formats import reference
-from ...formats.copies import BlockedColumns, QuantizedRows, ceil_blocks
+from ...formats.copies import Columns, Rows, ceil_blocks
 from ..problems.quantized import Multiplying, ScaledGemm, ScaledWgrad
 from . import loop
 
@@ -34,11 +34,12 @@ def run(problem: Multiplying) -> None:
 
 def _multiply_rows(p: ScaledGemm) -> None:
     """Rows past the last group become zero if ``out`` is fresh."""
-    end = 0
+    end, scales = 0, p.a.scales
+    assert scales is not None
     for group, (start, end) in enumerate(loop.row_bounds(p.split_sizes, p.rows)):
         if start < end:
             rows = slice(start, end)
-            a = reference.dequantize_rows(QuantizedRows(p.a.data[rows], p.a.scales[..., rows]))
+            a = reference.dequantize_rows(Rows(p.a.data[rows], scales[..., rows]))
             loop.multiply(
                 a,
                 _weight_of(p, group).t(),
@@ -71,7 +72,8 @@ def _multiply_columns(p: ScaledWgrad) -> None:
             out.zero_()
 
 
-def _tokens_of(columns: BlockedColumns, blocks: slice) -> Tensor:
+def _tokens_of(columns: Columns, blocks: slice) -> Tensor:
     """The tokens of some blocks side by side, float32 [K, tokens]."""
-    part = reference.dequantize_columns(BlockedColumns(columns.data[blocks], columns.scales[blocks]))
+    assert columns.scales is not None
+    part = reference.dequantize_columns(Columns(columns.data[blocks], columns.scales[blocks]))
     return part.transpose(0, 1).flatten(1)
