@@ -74,7 +74,7 @@ ARROWS = {  # package -> its parts, and which parts each may import; nothing sta
             "unfused",
             "recording",
         ),
-        "doors": ("problems", "operators", "extension", "hopper", "dispatch", "__init__"),
+        "doors": ("problems", "operators", "extension", "hopper", "pytorch", "dispatch", "__init__"),
     },
 }
 
