@@ -214,6 +214,9 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::LowRankPassLaunch>(module,
                                   "Rows gathered, times a factor of low rank, and a factor's gradient, in one pass; "
                                   "0 for what is not wanted.");
+  def<fusible::ChoiceWorkspace>(module, "Bytes that choose needs.");
+  def<fusible::ChooseLaunch>(module, "The experts of tokens and their weights, by logits; 0 for what is not wanted.");
+  def<fusible::ChooseBackwardLaunch>(module, "The gradient of the logits of a choice of experts.");
   def<fusible::RouteWorkspace>(module, "Bytes that route needs.");
   def<fusible::RouteLaunch>(
       module, "Finds the row of each slot of each token: a stable sort by expert. 0 for what is not wanted.");

@@ -28,6 +28,7 @@ from .modules.shard import gather_quantized
 from .quantized import products as quantized_products
 from .quantized.tensor import QuantizedGroupedTensor
 from .quantized.weights import same_weights
+from .routed.identity_experts import IdentityExperts
 from .routed.moe import Combine, Dispatch
 from .values.activation_spec import interleaved
 from .values.grouped_tensor import GroupedTensor
@@ -62,6 +63,7 @@ __all__ = [
     "GroupedMLP",
     "GroupedTensor",
     "Identity",
+    "IdentityExperts",
     "Linear",
     "MakeExtraOutput",
     "NoRecipe",

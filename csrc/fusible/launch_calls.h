@@ -4,6 +4,7 @@
 #include <string>
 
 #include "fusible/activation.h"
+#include "fusible/choice.h"
 #include "fusible/fused_gemm.h"
 #include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
@@ -530,6 +531,56 @@ struct LowRankWorkspace {
     v.field("device", device);
   }
   int64_t bytes() const { return low_rank_workspace(tokens, columns, rank, gradient, device); }
+};
+
+template <class Visitor>
+void visit_choice(Visitor& v, ChoiceRule& rule) {
+  v.field("logits", rule.logits), v.field("type", rule.type), v.rows("tokens", rule.tokens);
+  v.field("experts", rule.experts), v.field("top_k", rule.top_k), v.field("scores", rule.scores);
+  v.field("normalize", rule.normalize), v.field("scale", rule.scale);
+}
+
+struct ChooseLaunch : OnStream {
+  static constexpr const char* kName = "choose";
+  Choice call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), visit_choice(v, call.rule), v.field("groups", call.groups), v.field("keep", call.keep);
+    v.field("best", call.best), v.field("bias", call.bias), v.field("valid", call.valid), v.field("given", call.given);
+    v.field("ids", call.ids), v.field("weights", call.weights), v.field("counts", call.counts);
+    v.field("slots", call.slots), v.field("sums", call.sums), v.field("squares", call.squares);
+    v.field("workspace", call.workspace);
+  }
+  void complete() {}
+  void run() const { choose(call, device, stream); }
+};
+
+struct ChoiceWorkspace {
+  static constexpr const char* kName = "choose_workspace";
+  int64_t tokens = 0;
+  int experts = 0;
+  bool tallied = false;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.rows("tokens", tokens), v.field("experts", experts), v.field("tallied", tallied);
+  }
+  int64_t bytes() const { return choice_workspace(tokens, experts, tallied); }
+};
+
+struct ChooseBackwardLaunch : OnStream {
+  static constexpr const char* kName = "choose_backward";
+  ChoiceBackward call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), visit_choice(v, call.rule), v.field("ids", call.ids);
+    v.field("d_weights", call.d_weights), v.field("d_sums", call.d_sums), v.field("d_squares", call.d_squares);
+    v.field("d_logits", call.d_logits);
+  }
+  void complete() {}
+  void run() const { choose_backward(call, device, stream); }
 };
 
 struct RouteLaunch : OnStream {

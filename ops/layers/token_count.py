@@ -1,4 +1,4 @@
-"""How many tokens each expert has had since the last update of the selection bias."""
+"""What has been counted of tokens that train since the last update of the selection bias."""
 
 from __future__ import annotations
 
@@ -46,18 +46,23 @@ class TokenCount(nn.Module):
     layer without a gradient of its input count nothing.
 
     Attributes:
-        load: int64 [E]. It is no buffer: DDP broadcasts buffers, FSDP casts them, and averaged models average them.
+        load: int64, of the shape of the counts. It is no buffer: DDP broadcasts buffers, FSDP casts them, and averaged
+            models average them.
     """
 
     load: Tensor
 
-    def __init__(self, num_experts: int, device: torch.device | str | None = None) -> None:
+    def __init__(self, shape: tuple[int, ...], device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.load = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.load = torch.zeros(shape, dtype=torch.int64, device=device)
+
+    def counts(self, y: Tensor) -> bool:
+        """Whether a gradient may pass the output ``y`` of a call."""
+        return self.training and y.requires_grad
 
     def forward(self, y: Tensor, counts: Tensor) -> Tensor:
-        """The output ``y`` of a layer, to be used in its place; ``counts`` int64 [E] are those of the call."""
-        if not (self.training and y.requires_grad):
+        """The output ``y`` of a layer, to be used in its place; ``counts`` int64 are those of the call."""
+        if not self.counts(y):
             return y
         load = self.load_on(counts.device)
         if torch.compiler.is_dynamo_compiling():

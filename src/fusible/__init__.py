@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         GroupedMLP,
         GroupedTensor,
         Identity,
+        IdentityExperts,
         Linear,
         MakeExtraOutput,
         NoRecipe,
@@ -83,7 +84,22 @@ if TYPE_CHECKING:
         quantize_,
         same_weights,
     )
-    from .ops.layers import MoE, MoEOutput, Router, Routes
+    from .ops.layers import (
+        GlobalLoss,
+        Groups,
+        MoE,
+        MoEOutput,
+        QuantileBias,
+        Record,
+        Router,
+        Routes,
+        SequenceLoss,
+        SignBias,
+        SwitchLoss,
+        ZLoss,
+        record_routes,
+        update_biases,
+    )
 
 __version__ = "0.1.0"
 
@@ -114,6 +130,7 @@ __all__ = [
     "Float8Tensor",
     "FusedOp",
     "GLUScale",
+    "GlobalLoss",
     "Grads",
     "GroupedLinear",
     "GroupedLinearChain",
@@ -122,7 +139,9 @@ __all__ = [
     "GroupedLoRA",
     "GroupedMLP",
     "GroupedTensor",
+    "Groups",
     "Identity",
+    "IdentityExperts",
     "Keyword",
     "Linear",
     "MakeExtraOutput",
@@ -137,8 +156,10 @@ __all__ = [
     "Pointwise",
     "PointwiseChain",
     "Promises",
+    "QuantileBias",
     "QuantizedGroupedTensor",
     "ReGLU",
+    "Record",
     "RefusedError",
     "RoutedLoRA",
     "RoutedMLP",
@@ -149,9 +170,13 @@ __all__ = [
     "ScaledActivation",
     "ScaledClampedSwiGLU",
     "ScaledSwiGLU",
+    "SequenceLoss",
     "Sequential",
+    "SignBias",
     "SwiGLU",
+    "SwitchLoss",
     "TensorSpec",
+    "ZLoss",
     "__version__",
     "check_device_errors",
     "config",
@@ -164,10 +189,12 @@ __all__ = [
     "interleaved",
     "optional",
     "quantize_",
+    "record_routes",
     "register_fusion",
     "same_weights",
     "testing",
     "unregister",
+    "update_biases",
 ]
 
 _PACKAGES = ("fuser", "ops", "ops.layers")  # where the other names are
