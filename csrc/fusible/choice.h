@@ -25,8 +25,8 @@ struct ChoiceRule {
   float scale;
 };
 
-// Experts go by scores with the bias; by logits where there are neither a bias nor groups. Higher first, NaN before
-// all, of equal ones the lower expert. Addresses are null for what is not there or not wanted.
+// Experts are ordered by scores plus bias, or by logits without bias and groups. Higher first, NaN before all, the
+// lower expert first among equals. Addresses are null for absent operands and unwanted results.
 struct Choice {
   ChoiceRule rule;
   int groups, keep, best;  // a token chooses from the `keep` groups with the highest sums of their `best` keys; 1: none
@@ -34,7 +34,7 @@ struct Choice {
   const uint8_t* valid;    // [tokens]: a token with 0 goes to no expert
   const int64_t* given;    // [tokens, top_k]: the experts, unless all are -1
   int64_t* ids;            // [tokens, top_k], the best one first; -1 for a token that is not valid
-  float* weights;          // [tokens, top_k]; 0 where there is no expert
+  float* weights;          // [tokens, top_k]; 0 without an expert
   int64_t* counts;         // [experts]: the slots of each
   // All or none: sums over valid tokens whose highest logit is finite
   int64_t* slots;  // [experts + 1]: their slots by expert; last, their number

@@ -54,7 +54,7 @@ std::string text(const WrongSize& wrong) {
   text << (negative ? ", which is negative"
            : rows   ? ", more than the rows that the groups before it leave"
                     : ", and there are fewer");
-  text << ". What does not fit was cut off, so the results of that call mean nothing. fusible.config(debug=True), or "
+  text << ". Sizes were cut to fit, so the results of that call mean nothing. fusible.config(debug=True), or "
           "FUSIBLE_DEBUG=1, checks them before each call";
   return text.str();
 }

@@ -50,11 +50,12 @@ class Rows(NamedTuple):
     """Rows of tokens, which are contracted over their features.
 
     Attributes:
-        data: [T, K], bytes or packed codes; or the values in bfloat16, but for the factors of groups.
-        scales: of blocks of 1 x 128, float32 [ceil(K / 128), pitch], with pitch = T rounded up to 4: the scale of token
-            t, block b at [b, t]. Of whole rows, float32 [T]. As a recipe stores them otherwise. None: ``data`` are
+        data: [T, K], bytes or packed codes; or the values in bfloat16, without the factors of groups.
+        scales: for blocks of 1 x 128, float32 [ceil(K / 128), pitch], with pitch = T rounded up to 4: the scale of
+        token
+            t, block b at [b, t]. For whole rows, float32 [T]. Else in the recipe's own layout. None: ``data`` are
             values.
-        amax: float32 [E], from which a product has a factor of each group; None: it has none.
+        amax: float32 [E], gives a factor of a product for each group; None: no factors.
     """
 
     data: Tensor
@@ -83,7 +84,7 @@ class Columns(NamedTuple):
 
 
 class Transposition(Enum):
-    """What becomes of a weight before the gradient of rows, which contracts it over N, reads it."""
+    """The change of a weight before the gradient of rows, which contracts it over N, reads it."""
 
     NOTHING = "nothing"  # a product reads it as it is
     VIEW = "view"  # its bytes are transposed already, and their scales become a view; or its values do
@@ -97,12 +98,12 @@ class Weight(NamedTuple):
 
     Attributes:
         data: [E, N, K], bytes or packed codes, contracted over K; or the values in bfloat16.
-        scales: of blocks, float32 [E, blocks of N, blocks of K], with any strides. Blocks restart at each group, and at
-            each of two halves of its rows where these are gate and up. Of whole rows, float32 [E, N]. As a recipe
-            stores them otherwise. None: ``data`` are values.
+        scales: for blocks, float32 [E, blocks of N, blocks of K], with any strides. Blocks restart at each group, and
+        at each of two halves of its rows if these are gate and up. For whole rows, float32 [E, N]. Else in the recipe's
+        own layout. None: ``data`` are values.
         amax: as of :class:`Rows`.
-        packed: how the product reads bytes that are multiplied in 16 bits; None: it reads none.
-        turn: what the gradient of rows does with it first.
+        packed: the layout of bytes that are multiplied in 16 bits; None: not such bytes.
+        turn: the operation of the gradient of rows on it.
     """
 
     data: Tensor

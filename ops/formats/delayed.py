@@ -76,11 +76,11 @@ class Delayed(Steps):
 
 
 class DelayedScales(NamedTuple):
-    """What a tensor with delayed scaling carries from step to step.
+    """The state of a tensor with delayed scaling between steps.
 
     Attributes:
         history: float32 [history, E]: row 0 is of the step that runs, the last rows of those before.
-        encode: float32 [E], what the values of this step are multiplied by.
+        encode: float32 [E], the factors of the values of this step.
     """
 
     history: Tensor

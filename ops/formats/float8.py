@@ -1,4 +1,4 @@
-"""What the formats of 8 bits with scales in float32 share: their switches, and e4m3 or e5m2 for gradients."""
+"""The common part of 8-bit formats with float32 scales: their switches, and e4m3 or e5m2 for gradients."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Float8(Recipe):
         return weight
 
     def format(self, is_gradient: bool) -> Format:
-        """What values are rounded to."""
+        """The format that values are rounded to."""
         return FORMATS[self.gradient] if is_gradient else E4M3
 
 

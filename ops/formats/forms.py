@@ -12,7 +12,7 @@ from .recipe import RECIPES, Recipe
 
 _NAMES = ("weight", SCALES, AMAX)
 _EXACT_IN_FLOAT32 = (torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-"""What checkpoints have for scales of float32."""
+"""The dtypes in which checkpoints store scales of float32."""
 
 
 @lru_cache(maxsize=256)
@@ -22,7 +22,7 @@ def form_of(recipe: Recipe, shape: tuple[int, int, int]) -> Weight:
 
 
 def misfit(recipe: Recipe, shape: tuple[int, int, int], copy: Weight) -> str | None:
-    """What of the copy of a weight [E, N, K] is not as the recipe keeps it; None: nothing is."""
+    """The difference of a stored weight [E, N, K] from the recipe's form, or None."""
     for name, value, like in zip(_NAMES, copy.tensors, form_of(recipe, shape).tensors, strict=True):
         if value is None and like is None:
             continue
@@ -64,7 +64,7 @@ def misfits(shape: tuple[int, int, int], copy: Weight) -> str:
 def _possible(shape: tuple[int, int, int]) -> list[Recipe]:
     """One recipe of each form that a weight of this shape can have; those with the fewest scales come first.
 
-    What their switches say of scales and gradients does not change the form.
+    Switches of scales and gradients do not change the form.
     """
     recipes = [recipe() for recipe in RECIPES.values()]
     fitting = [recipe for recipe in recipes if recipe.size_refusal(shape[2], shape[1]) is None]

@@ -2,7 +2,7 @@
 
 A number format is a file with one class, which says what it refuses, how it quantises tokens and weights, which values
 that stands for, and what its products read. :func:`register` makes it known: to state dicts, saved tensors and checks
-of arguments. What follows here is for a format that no kernel knows: PyTorch quantises, and products are those of the
+of arguments. The defaults here serve a format that no kernel knows: PyTorch quantises, and products are those of the
 values in bfloat16.
 
 Tokens [T, K] are sorted by group, with the rows of each in ``split_sizes``. Their rows are contracted over K, their
@@ -57,7 +57,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name in messages."""
         return type(self).__name__
 
     @property
@@ -184,7 +184,7 @@ class Recipe:
     def token_operands(
         self, x: Tensor, split_sizes: Tensor, rows: bool, columns: bool, is_gradient: bool = False
     ) -> tuple[Rows | None, Columns | None]:
-        """What products read of tokens [T, K], as far as it is wanted."""
+        """The wanted operands of products for tokens [T, K]."""
         by_row = self.row_operand(self.rows(x, split_sizes, is_gradient), split_sizes) if rows else None
         if not columns:
             return by_row, None
@@ -192,7 +192,7 @@ class Recipe:
         return by_row, self.column_operand(by_column, split_sizes, x.shape[0])
 
     def weight_operands(self, weight: Tensor, both: bool) -> WeightOperands:
-        """What products read of a weight [E, N, K]; ``both``: the gradient of rows, too."""
+        """The operands of products for a weight [E, N, K]; ``both``: also for the gradient of rows."""
         stored = self.weight(weight)
         forward = self.weight_operand(stored)
         if not both:
@@ -204,7 +204,7 @@ class Recipe:
     # ---- products in 16 bits of values that kernels round
 
     def rounding(self, x: Tensor, is_gradient: bool) -> dict[str, Any]:
-        """What the kernels that round tokens take besides them."""
+        """The additional arguments of kernels that round tokens."""
         return {}
 
     def filled_sizes(self, split_sizes: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class Recipe:
         return self
 
     def scales_of_forward(self, linear: nn.Module) -> Tensor | None:
-        """What the last forward of a linear has multiplied x by, which its backward may need; None: nothing is kept."""
+        """The factor of x in the last forward of a linear, which its backward may need; None: nothing is kept."""
         return None
 
     def with_scales(self, encode: Tensor | None) -> Recipe:

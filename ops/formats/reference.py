@@ -62,7 +62,7 @@ def encode_scales(amax: Tensor, is_power_of_two: bool, format: Format, dtype: to
 
 
 def decode_scales(encode: Tensor, amax: Tensor) -> Tensor:
-    """What bytes are multiplied by; NaN, which nobody overlooks, for a block with a value that is not finite."""
+    """The factors that decode bytes; NaN, to stay visible, for a block with a value that is not finite."""
     return torch.where(amax.isfinite(), torch.ones_like(encode) / encode, torch.nan)
 
 

@@ -1,4 +1,4 @@
-"""Layers that are built from ops, with routers, load balancing and shared experts around them."""
+"""Layers built from ops, with routers, load balancing and shared experts."""
 
 from .balance import QuantileBias, SignBias
 from .losses import GlobalLoss, SequenceLoss, SwitchLoss, ZLoss

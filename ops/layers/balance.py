@@ -1,4 +1,4 @@
-"""Biases that even out the load of experts without a loss: what they count, and how they move."""
+"""Biases that balance the load of experts without a loss: their counts and their updates."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from .route import Routes
 
 
 class Balance(Protocol):
-    """How the selection bias of a router moves."""
+    """The update rule of a router's selection bias."""
 
     def check(self, num_experts: int, rule: ChoiceRule) -> None:
-        """Raises ValueError for a rule that it cannot balance."""
+        """Raises ValueError for a routing rule that it cannot balance."""
 
     def shape(self, num_experts: int) -> tuple[int, ...]:
-        """Of what is counted."""
+        """The shape of the counts."""
 
     def count(self, routes: Routes, bias: Tensor) -> Tensor:
-        """Whole numbers of a call, which are added up over calls and ranks."""
+        """Integers counted in a call, which are added up over calls and ranks."""
 
     def next_bias(self, bias: Tensor, load: Tensor, top_k: int) -> Tensor:
-        """float32 [E], from what was counted since the last step."""
+        """The bias after a step, float32 [E], from the counts since the last step."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class SignBias:
 
     Args:
         rate: DeepSeek-V3 has 1e-3.
-        centre: the mean of a step is taken off it, as in torchtitan.
+        centre: the mean of the step is subtracted from it, as in torchtitan.
     """
 
     rate: float
@@ -45,18 +45,18 @@ class SignBias:
         check_numbers("SignBias", rate=self.rate)
 
     def check(self, num_experts: int, rule: ChoiceRule) -> None:
-        """It balances any."""
+        """Accepts every rule."""
 
     def shape(self, num_experts: int) -> tuple[int, ...]:
-        """One load an expert."""
+        """One load per expert."""
         return (num_experts,)
 
     def count(self, routes: Routes, bias: Tensor) -> Tensor:
-        """int64 [E]: the slots of each expert."""
+        """The slots of each expert, int64 [E]."""
         return routes.tokens_per_expert
 
     def next_bias(self, bias: Tensor, load: Tensor, top_k: int) -> Tensor:
-        """A step further."""
+        """The bias moved by one step."""
         step = balancing_step(load, self.rate)
         return bias + (step - step.mean() if self.centre else step)
 
@@ -80,7 +80,7 @@ class QuantileBias:
         check_sizes("QuantileBias", None, bins=self.bins)
 
     def check(self, num_experts: int, rule: ChoiceRule) -> None:
-        """It balances sigmoid scores without groups, of which some are left over."""
+        """Accepts sigmoid scores without groups that leave experts out."""
         if rule.scores != "sigmoid" or rule.groups > 1:
             raise ValueError(
                 "Router: QuantileBias needs scores='sigmoid' without groups, as scores lie between 0 and 1; got "
@@ -92,12 +92,12 @@ class QuantileBias:
             )
 
     def shape(self, num_experts: int) -> tuple[int, ...]:
-        """One histogram an expert."""
+        """One histogram per expert."""
         return (num_experts, self.bins)
 
     @torch.no_grad()
     def count(self, routes: Routes, bias: Tensor) -> Tensor:
-        """int64 [E, bins]: how many tokens need which bias. A token without a finite one is left out."""
+        """The number of tokens that need each bias, int64 [E, bins]. Tokens without a finite one are left out."""
         scores = log_scores(wide(routes.logits), routes.scores).exp()
         cutoff = (scores + bias).sort(dim=-1, descending=True).values[:, routes.top_k_index.shape[1]]
         needed = cutoff.unsqueeze(-1) - scores
@@ -110,7 +110,7 @@ class QuantileBias:
         return total.scatter_add_(0, bins.flatten(), counted).view(-1, self.bins)
 
     def next_bias(self, bias: Tensor, load: Tensor, top_k: int) -> Tensor:
-        """The quantiles; unchanged where no token was counted."""
+        """The quantiles; unchanged if no token was counted."""
         low, high = _bounds(bias)
         wanted = load.sum(-1, keepdim=True).double() * top_k / load.shape[0]
         before = load.cumsum(-1)
@@ -122,7 +122,7 @@ class QuantileBias:
 
 
 def balancing_step(counts: Tensor, rate: float) -> Tensor:
-    """float32 [E]: what to add to the selection bias after an optimiser step: ``rate * sign(mean load - load)``.
+    """float32 [E]: the change of the selection bias after an optimiser step: ``rate * sign(mean load - load)``.
 
     Loads are compared as whole numbers, however large they are.
     """
@@ -131,5 +131,5 @@ def balancing_step(counts: Tensor, rate: float) -> Tensor:
 
 
 def _bounds(bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The range of what scores between 0 and 1 can need (Kimi-K3 report, appendix D)."""
+    """The range of the bias that scores between 0 and 1 can need (Kimi-K3 report, appendix D)."""
     return bias.min() - 1, bias.max() + 1

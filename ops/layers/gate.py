@@ -1,4 +1,4 @@
-"""The product of a router, in float32 whatever the tokens and the weight are."""
+"""The product of a router, in float32 for all dtypes of tokens and weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...fuser import Grads, Op, Promises, TensorSpec
 
 
 class Gate(Op):
-    """Logits [T, E] of tokens [T, H]: few numbers, on which much depends, so that they are worth their bits.
+    """Logits [T, E] of tokens [T, H]: few but important numbers, so they are computed in float32.
 
     Arxiv 2101.03961, section 2.4. For the backward it keeps the tokens as they are, which the experts keep anyway, and
     no copy of them in float32.

@@ -1,6 +1,6 @@
 """Losses of routers: each a factor and a formula over the tokens that count.
 
-A token that is not valid counts nowhere, and neither does one whose highest logit is NaN or infinite. Without tokens a
+Tokens that are not valid, or whose highest logit is NaN or infinite, do not count. Without tokens a
 loss is 0. Gradients flow through probabilities and logits alone, as counts have none.
 """
 
@@ -19,16 +19,16 @@ from ..values.checks import check_numbers
 
 @dataclass(frozen=True, eq=False)
 class Tally:
-    """What a call of a router leaves for its losses.
+    """The state of a router's call for its losses.
 
     Attributes:
-        slots: int64 [E + 1]: how many slots each expert has; last, of how many tokens.
+        slots: int64 [E + 1]: the number of slots of each expert; last, the number of tokens.
         sums: [E]: the sums over these tokens of each expert's probability, differentiable.
         squares: [1]: the sum of the squared logsumexp of their logits, differentiable.
         logits: [T, E], differentiable.
         top_k_index: int64 [T, k].
-        scores: what the logits are made into.
-        sequences: which sequence each token is of: int [T]; or the length of all.
+        scores: the function that turns logits into scores.
+        sequences: the sequence of each token, int [T]; or the length of all sequences.
     """
 
     slots: Tensor
@@ -41,10 +41,10 @@ class Tally:
 
 
 class Loss(Protocol):
-    """A part of the loss of a router."""
+    """One term of a router's loss."""
 
     def __call__(self, tally: Tally, /) -> Tensor:
-        """The loss of a call, with its factor; a number with a gradient."""
+        """The loss of a call times its factor, a differentiable number."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ class GlobalLoss:
 
 @dataclass(frozen=True)
 class SequenceLoss:
-    """The mean over sequences of what :class:`SwitchLoss` is in each (DeepSeek-V3, arxiv 2412.19437, 17 to 20).
+    """The mean over sequences of :class:`SwitchLoss` in each (DeepSeek-V3, arxiv 2412.19437, 17 to 20).
 
-    A call says by ``sequences`` which tokens belong together. A sequence without tokens that count is left out.
+    The argument ``sequences`` of a call groups its tokens. Sequences without valid tokens are left out.
     """
 
     alpha: float
@@ -138,7 +138,7 @@ def _balance(slots: Tensor, sums: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _sequence_of_token(sequences: Tensor | int | None, tokens: int, device: torch.device) -> tuple[Tensor, int]:
-    """int64 [T]: the number of each token's sequence, and a number that none reaches; waits for nothing."""
+    """The number of each token's sequence, int64 [T], and an upper bound of the numbers; waits for nothing."""
     if isinstance(sequences, int):
         return torch.arange(tokens, device=device) // sequences, -(-tokens // sequences)
     assert sequences is not None

@@ -27,7 +27,7 @@ from .shared_expert import SharedExpert
 
 @serialized_as("fusible.MoEOutput")
 class MoEOutput(NamedTuple):
-    """What :class:`MoE` returns.
+    """The result of :class:`MoE`.
 
     Attributes:
         y: the output, in the shape of the input.
@@ -133,7 +133,7 @@ class MoE(nn.Module):
 
     @property
     def load(self) -> Tensor | None:
-        """int64 [E]: what :meth:`update_bias` will look at; None if there is no bias."""
+        """The load that :meth:`update_bias` will read, int64 [E]; None if there is no bias."""
         return self.router.load
 
     def reset_parameters(self) -> None:
@@ -181,7 +181,7 @@ class MoE(nn.Module):
         return MoEOutput(y.view(x.shape), routes.loss, routes.tokens_per_expert)
 
     def _flat(self, name: str, x: Tensor, value: Any) -> Any:
-        """By token, as the router has it."""
+        """Reshapes an argument to one row per token, as the router takes it."""
         if not isinstance(value, Tensor):
             return value
         of_token = (self.router.top_k,) if name == "ids" else ()
@@ -218,7 +218,7 @@ def _without_none(**options: Any) -> dict[str, Any]:
 
 
 def _experts(hidden: int, ffn: int, experts: int, spec: ActivationSpec, options: dict[str, Any]) -> Sequential:
-    """Those of a layer; the options are of its linears."""
+    """The experts of a layer; the options are those of its linears."""
     columns = 2 * ffn if spec.gated else ffn
     return Sequential(
         OrderedDict(

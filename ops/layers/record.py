@@ -1,4 +1,4 @@
-"""Experts that routers have chosen, noted to be given again: of a rollout, for the update that learns from it."""
+"""Recording of the experts that routers choose, for replay: in a rollout, for the update that learns from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Record:
     """The experts of the calls of some routers, in the layout that inference engines store.
 
     Attributes:
-        names: of the routers in the model, in the order of their layers; of a router alone it is empty.
+        names: the names of the routers in the model, in the order of their layers; empty for a single router.
     """
 
     def __init__(self, routers: Sequence[nn.Module], names: Sequence[str] = ("",)) -> None:
@@ -24,7 +24,7 @@ class Record:
 
     @contextmanager
     def recording(self) -> Iterator[Record]:
-        """In the body, notes what the routers choose."""
+        """Records the choices of the routers within the body."""
         with ExitStack() as hooks:
             for router, ids in zip(self._routers, self._ids, strict=True):
                 hooks.enter_context(router.register_forward_hook(_Noting(ids)))
@@ -34,7 +34,7 @@ class Record:
     def ids(self) -> Tensor:
         """int16 [T, L, k]: the experts of each token in each layer, of all calls together; [T, k] of a router alone.
 
-        Those of a token that was not valid are -1.
+        Invalid tokens have -1.
 
         Raises:
             RuntimeError: a router has had no tokens, or more than another one.
@@ -50,7 +50,7 @@ class Record:
 
 
 class _Noting:
-    """A forward hook."""
+    """A forward hook that records a router's choice."""
 
     def __init__(self, ids: list[Tensor]) -> None:
         self._ids = ids

@@ -1,4 +1,4 @@
-"""Which experts tokens go to, and with which weights, from logits."""
+"""Routes: the experts of tokens and their weights, from logits."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..values.checks import check_sizes
 
 @dataclass(frozen=True)
 class Groups:
-    """Experts lie in groups of neighbours, and a token chooses from some of them (arxiv 2412.19437, section 2.1.2).
+    """Groups of neighbouring experts; a token chooses from some groups (arxiv 2412.19437, section 2.1.2).
 
     Args:
-        count: how many groups there are.
-        keep: how many a token chooses from: those with the highest sums of their best keys.
-        best: how many keys of a group are added up: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
+        count: the number of groups.
+        keep: the number of groups that a token chooses from: those with the highest sums of their best keys.
+        best: the number of keys of a group that are added up: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
 
     Raises:
         ArgumentError: numbers that are not positive ints.
@@ -44,7 +44,7 @@ class Groups:
 
 @serialized_as("fusible.Routes")
 class Routes(NamedTuple):
-    """Where tokens go.
+    """The experts and weights of each token.
 
     Attributes:
         top_k_index: int64 [T, k], the experts of each token, the best one first; -1 for a token that is not valid.
@@ -64,9 +64,9 @@ class Routes(NamedTuple):
 
     @property
     def probabilities(self) -> Tensor:
-        """[T, E]: the scores of each token, divided by their sum; differentiable. Formed when it is asked for.
+        """[T, E]: the scores of each token, divided by their sum; differentiable. Computed on access.
 
-        Those of a token that is not valid are equal, and have no gradient.
+        Invalid tokens have equal probabilities without a gradient.
         """
         nowhere = (self.top_k_index == -1).all(-1, keepdim=True)
         return probabilities(wide(self.logits).masked_fill(nowhere, 0), self.scores)
@@ -135,13 +135,15 @@ def _chosen(
 
 
 def _in_graph(logits: Any, bias: Any, valid: Any, ids: Any, *rule: Any) -> Any:
-    """:func:`_chosen` with what graphs have for arguments."""
+    """:func:`_chosen` with arguments that graphs can store."""
     return _chosen(logits, ChoiceRule(*rule), bias, valid, ids)
 
 
 @constant
 def _register_with_dynamo() -> None:
-    """Makes a call a node of the graph, at the first that is traced: the decorator imports the compiler."""
+    """Registers the call with Dynamo as a node of the graph when it is first traced: the decorator imports the
+    compiler.
+    """
     torch.compiler.allow_in_graph(_in_graph)  # type: ignore[no-untyped-call]
 
 
@@ -153,18 +155,18 @@ def _op(rule: ChoiceRule) -> Choose:
 def rule_of(
     top_k: int, scores: str, normalize: bool, scale: float, groups: Groups | None, tallied: bool = False
 ) -> ChoiceRule:
-    """The rule, as kernels have it."""
+    """The rule in the form of the kernels."""
     limited = () if groups is None else (groups.count, groups.keep, min(groups.best, 2**31 - 1))
     return ChoiceRule(top_k, scores, normalize, float(scale), *limited or (1, 1, 1), tallied=tallied)
 
 
 def whole(ids: Tensor | None) -> Tensor | None:
-    """The ids as the kernels have them."""
+    """The ids in the form of the kernels."""
     return None if ids is None else ids.long()
 
 
 def check_choice(op: str, num_experts: int, top_k: int, scores: str, groups: Groups | None) -> None:
-    """Raises for a choice that cannot be."""
+    """Raises for an impossible choice."""
     if scores not in SCORES:
         raise ValueError(f"{op}: scores must be one of {', '.join(SCORES)}, got {scores!r}")
     if top_k > num_experts:
@@ -181,7 +183,7 @@ def check_choice(op: str, num_experts: int, top_k: int, scores: str, groups: Gro
 
 
 def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids: Tensor | None) -> None:
-    """Raises for tensors of another shape or dtype; with ``config(debug=True)`` for ids of no expert, too."""
+    """Raises for tensors of another shape or dtype; with ``config(debug=True)`` also for ids without an expert."""
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ArgumentError(f"{op}: logits must be floating-point [T, E], got {_form(logits)}")
     tokens, experts = logits.shape
@@ -206,7 +208,7 @@ def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids
 
 
 def _check_ids(op: str, ids: Tensor, experts: int) -> None:
-    """Waits for the device."""
+    """Checks the values of ids; waits for the device."""
     wrong = ((ids.long() < -1) | (ids.long() >= experts)).any(-1).nonzero()
     if wrong.numel():
         row = int(wrong[0])

@@ -116,12 +116,12 @@ class Router(WideBuffers):
 
     @property
     def top_k(self) -> int:
-        """How many experts each token goes to."""
+        """The number of experts that each token goes to."""
         return self.rule.top_k
 
     @property
     def load(self) -> Tensor | None:
-        """What :meth:`update_bias` will look at: for :class:`SignBias` int64 [E]; None without a balance."""
+        """The load that :meth:`update_bias` will read: for :class:`SignBias` int64 [E]; None without a balance."""
         bias, count = self.selection_bias, self.token_count
         return None if bias is None or count is None else count.load_on(bias.device)
 
@@ -164,7 +164,8 @@ class Router(WideBuffers):
         return routes._replace(loss=sum(others, first))
 
     def count(self, y: Tensor, routes: Routes) -> Tensor:
-        """The output ``y`` of what the routes were used in, to be used in its place: its tokens are then counted.
+        """Returns the output ``y`` of the layer that used the routes, to be used in its place: its tokens are then
+        counted.
 
         A call in training mode that records gradients counts, once under activation checkpointing.
         """
@@ -176,7 +177,7 @@ class Router(WideBuffers):
 
     @torch.no_grad()
     def update_bias(self, group: Any = None) -> None:
-        """Moves the selection bias towards an even load, from what was counted since the last update.
+        """Moves the selection bias towards an even load, from the counts since the last update.
 
         Args:
             group: the ranks whose tokens count, as ``torch.distributed`` takes it. None: this process alone.
@@ -194,7 +195,9 @@ class Router(WideBuffers):
 
     @contextmanager
     def record(self) -> Iterator[Record]:
-        """In the body, notes the experts of every call: ``record.ids``, int16 [T, k], to be given again as ``ids``."""
+        """Records the experts of every call within the body: ``record.ids``, int16 [T, k], can be passed again as
+        ``ids``.
+        """
         with Record([self]).recording() as record:
             yield record
 
@@ -205,7 +208,7 @@ class Router(WideBuffers):
 
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[Record]:
-    """In the body, notes the experts that every :class:`Router` of the model chooses, in the order of the modules.
+    """Records within the body the experts that every :class:`Router` of the model chooses, in the order of the modules.
 
     ``record.ids`` is int16 [T, L, k], as engines store routes, and ``record.names`` are the L routers. Layer i is given
     ``record.ids[:, i]`` again as ``ids``: weights are then those of its own logits, with their gradient (arxiv
@@ -236,7 +239,7 @@ def update_biases(model: nn.Module, group: Any = None) -> None:
 
 
 def _groups(count: int, keep: int) -> Groups | None:
-    """From two numbers; None where there is one group of all experts."""
+    """The groups for two numbers; None for one group of all experts."""
     check_sizes("Router", None, groups=count, top_groups=keep)
     if keep > count:
         raise ValueError(

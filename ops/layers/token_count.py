@@ -1,4 +1,4 @@
-"""What has been counted of tokens that train since the last update of the selection bias."""
+"""Counts of tokens that train, since the last update of the selection bias."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...fuser.contract.torch_private import current_graph_task
 
 
 class _AddWhenTrained(torch.autograd.Function):
-    """``y`` as it is. When its gradient passes, ``counts`` are added to ``load``."""
+    """Returns ``y`` unchanged. When its gradient passes, ``counts`` are added to ``load``."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, counts: Tensor, load: Tensor) -> Tensor:
@@ -33,7 +33,9 @@ def _added_when_trained(y: Tensor, counts: Tensor, load: Tensor) -> Tensor:
 
 @constant
 def _register_with_dynamo() -> None:
-    """Makes a call a node of the graph, at the first that is traced. Dynamo itself warns of each autograd function."""
+    """Registers the call as a node of the graph when it is first traced. Dynamo itself warns of each
+    autograd function.
+    """
     torch.compiler.allow_in_graph(_added_when_trained)  # type: ignore[no-untyped-call]
 
 
@@ -61,7 +63,7 @@ class TokenCount(nn.Module):
         return self.training and y.requires_grad
 
     def forward(self, y: Tensor, counts: Tensor) -> Tensor:
-        """The output ``y`` of a layer, to be used in its place; ``counts`` int64 are those of the call."""
+        """Returns the output ``y`` of a layer, to be used in its place; ``counts``, int64, are those of the call."""
         if not self.counts(y):
             return y
         load = self.load_on(counts.device)
@@ -73,13 +75,13 @@ class TokenCount(nn.Module):
         return _added_when_trained(y, counts, load)
 
     def load_on(self, device: torch.device) -> Tensor:
-        """The load, which stays on this device; zeros if it has had no data, as it is in no state dict."""
+        """The load, moved to this device; zeros if it had no data, as it is in no state dict."""
         if self.load.device != device:
             without_data = "meta" in (self.load.device.type, device.type)
             self.load = torch.zeros_like(self.load, device=device) if without_data else self.load.to(device)
         return self.load
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """``.to()`` and its kin change the device alone."""
+        """Applies ``.to()`` and the like; only changes the device."""
         self.load_on(fn(torch.empty(0, device=self.load.device)).device)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

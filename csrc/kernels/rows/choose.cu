@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 1)
   if (threadIdx.x == 0) sums[r.experts] = shared[0];
 }
 
-// 32 numbers a block: a warp adds those of some blocks, then the first one adds the warps, always in this order.
+// 32 numbers per block: a warp adds those of some blocks, then the first warp adds the warps, always in this order.
 constexpr int kAdders = 16;
 __global__ void __launch_bounds__(32 * kAdders) add_blocks(const __grid_constant__ Choice c, int blocks) {
   __shared__ int64_t counts[kAdders][32], others[kAdders][32];

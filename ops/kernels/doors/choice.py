@@ -1,7 +1,7 @@
 """The door to the choice of experts: one kernel of ours forward and one backward, or PyTorch's operations.
 
-As with the order of rows, only our own kernels are custom ops. Such an op may run on another device than it was traced
-on, or under other switches. So it asks again when it runs.
+As for routing, only our own kernels are custom ops. Such an op may run on another device than it was traced on, or
+under other switches, so it checks again when it runs.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _refusal(p: Choosing | ChoosingBackward) -> str | None:
 
 
 def _record(why: str | None, name: str, nbytes: int, read: Tensor) -> None:
-    """Tells a trace, if there is one, of a kernel; and why not of ours, which on a CPU nobody expects."""
+    """Records a kernel in a trace, with the reason why it is not ours, except on a CPU."""
     if trace.active():
         kernel = f"{hopper.NAME} ({name})" if why is None else pytorch.NAME
         trace.record(trace.KernelCall(kernel, why if why and read.is_cuda else "", 0, nbytes))

@@ -74,7 +74,7 @@ def backward(p: ChoosingBackward, out: Tensor) -> None:
 
 
 def _common(logits: Tensor, rule: ChoiceRule) -> dict[str, object]:
-    """What both launches have."""
+    """The common arguments of both launches."""
     device, (tokens, experts) = logits.get_device(), logits.shape
     return {
         "device": device,

@@ -164,7 +164,7 @@ def _launch(
 def _dense_inputs(
     operands: Mapping[str, tuple[str, ...]], tensors: Operands, width: int, block: int
 ) -> tuple[Input, ...]:
-    """The inputs of operands with several numbers, dense. Those of a stack may be narrower than it."""
+    """The inputs of operands with several numbers, dense. Operands in a stack may be narrower than it."""
     dense = [None if each is None else each.contiguous() for each in tensors_of(operands, tensors, width)]
     return inputs_of(operands, dense, block)
 

@@ -14,7 +14,7 @@ SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
 @dataclass(frozen=True)
 class ChoiceRule:
-    """How tokens choose experts.
+    """The rule by which tokens choose experts.
 
     Attributes:
         top_k: how many experts a token goes to.
@@ -36,7 +36,7 @@ class ChoiceRule:
 
 
 class Chosen(NamedTuple):
-    """What a choice gives. The last three are sums for losses, None where they are not wanted.
+    """The results of a choice. The last three are sums for losses, None if they are not wanted.
 
     They leave out a token that is not valid, and one whose highest logit is NaN or infinite.
 
@@ -77,7 +77,7 @@ class Choosing:
 
     @property
     def bytes(self) -> int:
-        """Of what is read."""
+        """The bytes that are read."""
         return nbytes(self.logits, self.bias, self.valid, self.fixed_ids)
 
 
@@ -102,5 +102,5 @@ class ChoosingBackward:
 
     @property
     def bytes(self) -> int:
-        """Of what is read."""
+        """The bytes that are read."""
         return nbytes(self.logits, self.ids, self.d_weights, self.d_sums, self.d_squares)

@@ -14,7 +14,7 @@ NAME = "torch"
 
 
 def wide(logits: Tensor) -> Tensor:
-    """In float32 at least."""
+    """The logits in at least float32."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -88,7 +88,9 @@ def _choose(logits: Tensor, rule: ChoiceRule, bias: Tensor | None) -> Tensor:
 
 
 def _best(keys: Tensor, count: int) -> Tensor:
-    """int64 [T, count]: where the highest keys of each row stand, equal ones in order; ``topk`` promises no order."""
+    """The positions of the highest keys of each row, int64 [T, count], equal ones in order; ``topk``
+    promises no order.
+    """
     return keys.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
 
 
@@ -101,7 +103,7 @@ def _within_groups(keys: Tensor, rule: ChoiceRule) -> Tensor:
 
 
 def _weights(logits: Tensor, ids: Tensor, rule: ChoiceRule) -> Tensor:
-    """[T, k], without the scale: the scores at the ids; 0 where there is no expert, or a logit of -inf rules it out."""
+    """The scores at the ids, [T, k], without the scale; 0 for no expert, or where a logit of -inf excludes it."""
     chosen, never = _chosen(logits, ids)
     chosen = log_scores(chosen, rule.scores)
     if not rule.normalize:
@@ -113,7 +115,7 @@ def _weights(logits: Tensor, ids: Tensor, rule: ChoiceRule) -> Tensor:
 
 
 def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, k]: the logits at the ids, and where there is none, or one of -inf."""
+    """The logits at the ids, [T, k], and where there is no expert or a logit of -inf."""
     exists = (ids >= 0) & (ids < logits.shape[-1])
     chosen = logits.gather(-1, ids.masked_fill(~exists, 0))
     return chosen, ~exists | (chosen == -math.inf)
@@ -129,17 +131,17 @@ def _tallies(logits: Tensor, ids: Tensor, rule: ChoiceRule) -> tuple[Tensor, Ten
 
 
 def _of_no_token(ids: Tensor) -> Tensor:
-    """bool [T, 1]: whether all ids of a token are -1: a missing row of given ones has been chosen by now."""
+    """Whether all ids of a token are -1, bool [T, 1]; missing rows of given ids have been chosen by now."""
     return (ids == -1).all(-1, keepdim=True)
 
 
 def _is_regular(logits: Tensor) -> Tensor:
-    """bool [T, 1]: whether the highest logit is finite; NaN counts as higher than all."""
+    """Whether the highest logit is finite, bool [T, 1]; NaN counts as higher than all."""
     return logits.amax(-1, keepdim=True).isfinite()
 
 
 def _of_weights(logits: Tensor, rule: ChoiceRule, ids: Tensor, d_weights: Tensor) -> Tensor:
-    """The gradient by the weights, which reaches chosen logits alone, but for softmax over all experts."""
+    """The gradient through the weights, which only reaches chosen logits, except for softmax over all experts."""
     chosen, never = _chosen(logits, ids)
     weights = _weights(logits, ids, rule)
     product = rule.scale * d_weights * weights  # the gradients of the logarithms

@@ -82,8 +82,8 @@ def raise_reported(device: torch.device) -> None:
     group, size = wrong
     why = "which is negative" if size < 0 else "more than the rows that the groups before it leave"
     raise RuntimeError(
-        f"split_sizes on the device of an earlier call were wrong: the size of group {group} is {size}, {why}. What "
-        "does not fit was cut off, so the results of that call mean nothing. fusible.config(debug=True), or "
+        f"split_sizes on the device of an earlier call were wrong: the size of group {group} is {size}, {why}. "
+        "Sizes were cut to fit, so the results of that call mean nothing. fusible.config(debug=True), or "
         "FUSIBLE_DEBUG=1, checks them before each call"
     )
 
