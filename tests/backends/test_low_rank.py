@@ -9,7 +9,7 @@ from checks.low_rank import Case, cases
 from emulation import build, harness
 
 from fusible import config
-from fusible.ops.kernels.dispatch import low_rank_refusal
+from fusible.ops.kernels.dispatch import refusal
 from fusible.ops.kernels.doors import low_rank as passes
 from fusible.ops.kernels.hopper import low_rank as kernel
 from fusible.ops.kernels.problems.gemm import Layout
@@ -149,6 +149,6 @@ def test_one_factor_is_frozen(frozen: str, kinds: list[str]) -> None:
 def test_other_backends_make_products() -> None:
     p = low_rank.problem("cpu", Case(Layout.NN, RAGGED))
     with config(backend="loop"):
-        assert low_rank_refusal(p) == "config(backend='loop')"
+        assert refusal(p) == "config(backend='loop')"
     with config(backend="auto"):
-        assert low_rank_refusal(p) is None
+        assert refusal(p) is None

@@ -248,7 +248,7 @@ def forward(t: Tensors, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     problem.epilogue = Activate(case.spec, t.scales, preact, t.vectors, t.matrices)
     problem.second = second_pair(t, t.b1)
     assert hopper.refusal(problem) is None
-    assert hopper.epilogue_refusal(problem) is None
+    assert epilogue.refusal(problem) is None
     addressings = hopper.addressing(weights), hopper.NO_MATRICES if t.bias is None else hopper.bias_addressing(t.bias)
     epilogue.forward(problem, problem.epilogue, *addressings, case.variant)
     return preact, postact
@@ -275,7 +275,7 @@ def backward(
     problem = GroupedGemm(layout, t.dy, weights, t.sizes, out.preact)
     problem.epilogue = ActivateBackward(case.spec, t.scales, preact, out, t.vectors)
     problem.second = second_pair(t, t.a2)
-    assert hopper.epilogue_refusal(problem) is None
+    assert epilogue.refusal(problem) is None
     epilogue.backward(problem, problem.epilogue, hopper.addressing(weights), case.variant)
     return out
 

@@ -21,8 +21,6 @@ NAME = "hopper"
 MAX_GROUPS = 512
 MAX_ROWS = 2**30 - 1
 
-epilogue_refusal, slower_epilogue = epilogue.refusal, epilogue.slower
-
 LAYOUTS = {Layout.NT: 0, Layout.NN: 1, Layout.TN: 2}
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -10,7 +11,17 @@ from torch import Tensor
 from ...programs.program import Program
 from ...values.activation_spec import ActivationSpec
 from .gemm import ActivationGrads, FunctionOperands, PointwiseGrads, PointwiseRows
-from .interface import PointwiseKernels
+from .rows import ActivateRows, FunctionOfRows
+
+
+class PointwiseKernels(Protocol):
+    """A module of kernels for pointwise programs, over rows that are there."""
+
+    def forward(self, program: Program, rows: PointwiseRows, out: Tensor, /) -> None:
+        """Fills ``out`` [rows, C]."""
+
+    def backward(self, program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGrads, /) -> None:
+        """Fills what ``out`` has tensors for, from ``dy`` [rows, C]."""
 
 
 class FunctionKernels(NamedTuple):
@@ -23,10 +34,6 @@ class FunctionKernels(NamedTuple):
     kernels: PointwiseKernels
     program: Program
     of_groups: FunctionOperands | None = None
-
-    @property
-    def NAME(self) -> str:
-        return self.kernels.NAME
 
     def forward(self, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
         """``out`` [..., F] = function of ``preact`` [..., C] and ``scales`` [...], rounded once."""
@@ -56,3 +63,18 @@ class FunctionKernels(NamedTuple):
 
 def _flat(rows: Tensor) -> Tensor:
     return rows.view(-1, rows.shape[-1]) if rows.numel() else rows.reshape(rows.shape[:-1].numel(), rows.shape[-1])
+
+
+def function_by(kernels: PointwiseKernels) -> Callable[[FunctionOfRows], None]:
+    """What computes activations that users have written by these kernels."""
+
+    def run(problem: FunctionOfRows) -> None:
+        p = problem.activation
+        assert p.spec.program is not None
+        function = FunctionKernels(kernels, p.spec.program, p.of_groups)
+        if isinstance(p, ActivateRows):
+            function.forward(p.preact, p.spec, p.scales, p.out)
+        else:
+            function.backward(p.dpostact, p.preact, p.spec, p.scales, p.out)
+
+    return run
