@@ -47,7 +47,7 @@ def sums():
     return ColumnSums(dense(T, F), torch.tensor([2, 4]), dense(E, F))
 
 
-def apart(p):
+def why_apart(p):
     return products.epilogue_apart(p, dispatch.choose(p).kernels)
 
 
@@ -93,21 +93,21 @@ def test_rows_that_our_kernels_do_not_take():
 @pytest.mark.usefixtures("gpu")
 def test_an_epilogue_that_does_not_fit_says_why():
     assert runner(with_block(24)) is gemm.run
-    assert apart(with_block(24)) == "has no tile for blocks of 24 columns"
-    assert apart(with_block(32)) is None
+    assert why_apart(with_block(24)) == "has no tile for blocks of 24 columns"
+    assert why_apart(with_block(32)) is None
     with config(strict=True):
-        assert apart(with_block(32)) is None
+        assert why_apart(with_block(32)) is None
         with pytest.raises(RefusedError, match="a kernel of its own, because hopper's epilogue has no tile for blocks"):
-            apart(with_block(24))
+            why_apart(with_block(24))
 
 
 @pytest.mark.usefixtures("gpu")
 def test_a_backward_epilogue_that_does_not_fit_raises_when_strict():
     grads = ActivationGrads(dense(T, 2 * F), None, None)
     epilogue = ActivateBackward(gated("silu", None, 1.0, 0.0, interleaved(12)), None, dense(T, 2 * F), grads)
-    assert apart(problem(epilogue)) == "has no loads for blocks of 12 columns"
+    assert why_apart(problem(epilogue)) == "has no loads for blocks of 12 columns"
     with config(strict=True), pytest.raises(RefusedError, match="no loads for blocks of 12 columns"):
-        apart(problem(epilogue))
+        why_apart(problem(epilogue))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -126,14 +126,14 @@ def test_a_backward_epilogue_that_is_slower_is_a_kernel_of_its_own(rows, depth, 
         Layout.NN, dense(tokens, depth), dense(2, depth, hidden), sizes, grads.preact, fresh=True, epilogue=epilogue
     )
     with config(strict=True):
-        reason = apart(wanted)
+        reason = why_apart(wanted)
 
     assert reason == ("is slower at 160 to 320 rows per group and such a depth" if apart else None)
 
 
 def test_a_cpu_asks_no_kernel_of_ours():
     assert runner(with_block(24)) is grouped_mm_cpu.run
-    assert apart(with_block(24)) is None
+    assert why_apart(with_block(24)) is None
     assert dispatch.choose(activation(dense(T, F))).reason == "hopper needs a CUDA device, got cpu"
     with config(backend="hopper"), pytest.raises(RefusedError, match="needs a CUDA device, got cpu"):
         dispatch.choose(activation(dense(T, F)))
