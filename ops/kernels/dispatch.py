@@ -64,7 +64,11 @@ class _Pools(dict[tuple[Kind[Any], str, str], Pool]):
 
     def __missing__(self, key: tuple[Kind[Any], str, str]) -> Pool:
         kind, only, device = key
-        fitting = [kernels for kernels in kind.kernels if kernels.device in (None, device)]
+        fitting = [
+            kernels
+            for kernels in kind.kernels
+            if kernels.device in (None, device) or (kernels.interpreted and kernels.backend == only)
+        ]
         there = {kernels.backend for kernels in fitting}
         absent = {
             kernels.backend: f"needs a {str(kernels.device).upper()} device, got {device}"

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ....fuser.contract.config import active_config
 from ...values.activation_spec import ActivationSpec
+from ..dispatch import allows
 from ..extension import address
 from ..hopper import routed_mlp as backend
+from ..hopper.gemm import NAME
 from ..hopper.routed_mlp import Experts, RoutedMlp
 from ..pytorch import routed_mlp as short_layer
 from ..pytorch import short_mlp
@@ -41,7 +42,7 @@ class _Prepared(NamedTuple):
     spec: ActivationSpec
 
 
-_NATIVE = ("auto", "hopper")  # switches that let the kernels of the extension run
+_SHORT = "short calls on a CPU"  # which no switch names, so they run where none is given
 _prepared: dict[tuple[int, ...], _Prepared] = {}
 _MOST = 4096  # layers, or addresses of their weights
 
@@ -51,7 +52,7 @@ def one_call(experts: Experts) -> RoutedMlp | None:
 
     Memory that was freed, or a view, may be of another dtype or pitch at the same address.
     """
-    if active_config().backend not in _NATIVE:
+    if not allows(NAME):
         return None
     up, down, up_bias, down_bias, spec, transposed = experts
     addresses = up.data_ptr(), down.data_ptr(), address(up_bias), address(down_bias)
@@ -71,7 +72,7 @@ def on_cpu(
     experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> tuple[Tensor, Kept, Order] | None:
     """The output of a short call on a CPU, where nothing but the host takes time, and what a backward reads."""
-    if active_config().backend != "auto" or short_layer.refusal(x, top_k_index, experts.up, experts.down) is not None:
+    if not allows(_SHORT) or short_layer.refusal(x, top_k_index, experts.up, experts.down) is not None:
         return None
     return short_layer.run(x, top_k_index, top_k_weights, experts)
 
@@ -80,6 +81,6 @@ def rows_on_cpu(
     experts: Experts, x: Tensor, split_sizes: Tensor, scales: Tensor | None, *, after: bool
 ) -> tuple[Tensor, Kept] | None:
     """The same of a few rows, sorted by expert, and what a backward reads; ``after``: the second linear is scaled."""
-    if active_config().backend != "auto":
+    if not allows(_SHORT):
         return None
     return short_mlp.run(x, experts, split_sizes, scales, after)

@@ -79,7 +79,8 @@ def _of(name: str | Callable[[Any], str], **fields: Any) -> Kernels[Any]:
 
 
 _GEMM = GemmKernels(
-    *(NAME, _name_of, gemm.run, gemm.refusal, "cuda", gemm.configuration),
+    *(NAME, _name_of, gemm.run, gemm.refusal, "cuda"),
+    configuration=gemm.configuration,
     has_epilogues=True,
     epilogue_refusal=epilogue.refusal,
     slower_epilogue=epilogue.slower,

@@ -118,9 +118,11 @@ def _form(problem: GroupedGemm, operands: ColumnOperands, columns: int) -> funct
     backward, program = isinstance(ending, ActivateBackward), operands.program
     types, of_elements = operands.types[: len(program.columns)], operands.types[len(program.columns) :]
     sums = isinstance(ending, ActivateBackward) and ending.grads.vectors is not None
-    layout = problem.layout, problem.a.dtype, operands.block, columns
+    blocks = functions.blocks_of(program, backward, operands.block, columns)
     scales = ending is not None and ending.scales is not None
-    return functions.form_of(program, backward, *layout, *extras, types, sums, scales, of_elements)
+    return functions.EpilogueForm(
+        *(program, backward, problem.layout, problem.a.dtype, *blocks, *extras, types, sums, scales, of_elements)
+    )
 
 
 def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ActivationFields:

@@ -25,6 +25,7 @@ class Kernels(Generic[P]):
         refusal: why a problem cannot be solved here, in words that follow "it"; None: it can. Kernels without a
             refusal take every problem.
         device: the type of the devices that they run on; None for any.
+        interpreted: whether they run on other devices, too, where they are asked for by name.
         configuration: what is chosen for a problem, in words.
         warn: called with a problem that runs here because others refused it, under ``config(backend="auto")``.
     """
@@ -34,6 +35,7 @@ class Kernels(Generic[P]):
     run: Callable[[P], None]
     refusal: Callable[[P], str | None] | None = None
     device: str | None = None
+    interpreted: bool = False
     configuration: Callable[[P], str] | None = None
     warn: Callable[[P], None] | None = None
 
