@@ -6,7 +6,7 @@ are asked in order. Kernels that run under any name are a fallback: what every b
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 from ...fuser import RefusedError
@@ -51,11 +51,13 @@ class Pool(NamedTuple):
     Attributes:
         choices: in order, each with the backends that have none for the device.
         absent: these backends, and why.
-        taken: keys of problems that the first kernels take; as many as there are layers of different sizes.
+        cache_key: that of the first kernels.
+        taken: keys of problems that these take; as many as there are layers of different sizes.
     """
 
     choices: tuple[Choice, ...]
     absent: tuple[tuple[str, str], ...]
+    cache_key: Callable[[Any], Hashable | None] | None
     taken: set[Hashable]
 
 
@@ -81,7 +83,8 @@ class _Pools(dict[tuple[Kind[Any], str, str], Pool]):
         excluded_by = f"config(backend={only!r})" if only != "auto" and excluded else ""
         allowed += [_OF_DOOR] if kind.by_door else []
         choices = [Choice(k, refused, excluded_by if k.backend is None else "") for k in allowed]
-        self[key] = pool = Pool(tuple(choices), refused, set())
+        cache_key = choices[0].kernels.cache_key if choices else None
+        self[key] = pool = Pool(tuple(choices), refused, cache_key, set())
         return pool
 
 
@@ -115,7 +118,7 @@ def choose(problem: Any, tracing: bool = False) -> Choice:
     tensor, only = kind.reads(problem), active_config().backend
     on_cuda = tensor.is_cuda
     pool = _pools[kind, only, "cuda" if on_cuda else tensor.device.type]
-    key = kind.cache_key(problem) if on_cuda and not tracing and kind.cache_key is not None else None
+    key = None if pool.cache_key is None or tracing else pool.cache_key(problem)
     if key is not None and key in pool.taken:
         return pool.choices[0]
     for choice in pool.choices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from ..problems import kinds
@@ -80,6 +81,7 @@ def _of(name: str | Callable[[Any], str], **fields: Any) -> Kernels[Any]:
 
 _GEMM = GemmKernels(
     *(NAME, _name_of, gemm.run, gemm.refusal, "cuda"),
+    cache_key=attrgetter("cache_key"),
     configuration=gemm.configuration,
     has_epilogues=True,
     epilogue_refusal=epilogue.refusal,
@@ -144,6 +146,7 @@ KERNELS: tuple[tuple[Kind[Any], Kernels[Any]], ...] = (
             lambda p: f"{permute.NAME} ({p.PASS})",
             run=_permute,
             refusal=lambda p: permute.refusal(p.ids, p.num_experts, p.dtype),
+            cache_key=attrgetter("cache_key"),
         ),
     ),
     (kinds.LOW_RANK, _of(low_rank.NAME, run=low_rank.run, refusal=low_rank.refusal)),

@@ -24,6 +24,8 @@ class Kernels(Generic[P]):
         run: solves a problem that is not refused.
         refusal: why a problem cannot be solved here, in words that follow "it"; None: it can. Kernels without a
             refusal take every problem.
+        cache_key: what alone decides whether a problem is refused: equal keys are taken alike. None where it takes more
+            to say; kernels without this are asked at every call.
         device: the type of the devices that they run on; None for any.
         interpreted: whether they run on other devices, too, where they are asked for by name.
         configuration: what is chosen for a problem, in words.
@@ -36,6 +38,7 @@ class Kernels(Generic[P]):
     refusal: Callable[[P], str | None] | None = None
     device: str | None = None
     interpreted: bool = False
+    cache_key: Callable[[P], Hashable | None] | None = None
     configuration: Callable[[P], str] | None = None
     warn: Callable[[P], None] | None = None
 
@@ -74,8 +77,6 @@ class Kind(Generic[P]):
         subject: what errors call a problem.
         types: of the problems.
         reads: a tensor that a problem reads, whose device decides who may solve it.
-        cache_key: what decides whether the first kernels take a problem; equal keys are taken alike. None where it
-            takes more to say; kinds without this are asked at every call.
         is_empty: whether there is nothing to solve.
         flops: the floating-point operations of a problem.
         configuration: a problem in words, if its kernels have none.
@@ -87,7 +88,6 @@ class Kind(Generic[P]):
     subject: str
     reads: Callable[[P], Tensor]
     types: tuple[type, ...] = ()
-    cache_key: Callable[[P], Hashable | None] | None = None
     is_empty: Callable[[P], bool] | None = None
     flops: Callable[[P], int] | None = None
     configuration: Callable[[P], str] | None = None

@@ -56,7 +56,6 @@ GEMM: Kind[GroupedGemm] = Kind(
     "grouped GEMM",
     attrgetter("a"),
     types=(GroupedGemm,),
-    cache_key=attrgetter("cache_key"),
     flops=FLOPS,
 )
 RAGGED: Kind[RaggedGemm] = Kind("ragged GEMM", attrgetter("a.data"), types=(RaggedGemm,))
@@ -81,7 +80,6 @@ PERMUTATION: Kind[Permuting] = Kind(
     "permutation of rows",
     attrgetter("ids"),
     types=(OrderSlots, SpreadRows, SumRows, GatherSlots),
-    cache_key=attrgetter("cache_key"),
     by_door=True,
 )
 LOW_RANK: Kind[LowRankPass] = Kind(
