@@ -7,15 +7,21 @@ are asked in order. Kernels that run under any name are a fallback: what every b
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, Protocol
 
 from ...fuser import RefusedError
 from ...fuser.contract import tracing as trace
 from ...fuser.contract.config import active_config
-from .problems.interface import Kernels, Kind
+from .problems.interface import AnyImplementation, AnyKind, Implementation, Table
 from .problems.kinds import KINDS
 
-P = TypeVar("P")
+
+class Measured(Protocol):
+    """A problem that a trace may be told of."""
+
+    @property
+    def bytes(self) -> int:
+        """Every operand read once, the result written once."""
 
 
 class Choice(NamedTuple):
@@ -25,7 +31,7 @@ class Choice(NamedTuple):
         excluded_by: the switch under which no kernels but a fallback may run; empty: they may.
     """
 
-    kernels: Kernels[Any]
+    kernels: AnyImplementation
     refused: tuple[tuple[str, str], ...] = ()
     excluded_by: str = ""
 
@@ -57,14 +63,14 @@ class Pool(NamedTuple):
 
     choices: tuple[Choice, ...]
     absent: tuple[tuple[str, str], ...]
-    cache_key: Callable[[Any], Hashable | None] | None
+    cache_key: Callable[[object], Hashable | None] | None
     taken: set[Hashable]
 
 
-class _Pools(dict[tuple[Kind[Any], str, str], Pool]):
+class _Pools(dict[tuple[AnyKind, str, str], Pool]):
     """Made once for each kind of problem, name and type of device."""
 
-    def __missing__(self, key: tuple[Kind[Any], str, str]) -> Pool:
+    def __missing__(self, key: tuple[AnyKind, str, str]) -> Pool:
         kind, only, device = key
         fitting = [
             kernels
@@ -89,10 +95,10 @@ class _Pools(dict[tuple[Kind[Any], str, str], Pool]):
 
 
 _pools = _Pools()
-_kinds: dict[type, Kind[Any]] = {problem: kind for kind in KINDS for problem in kind.types}
+_kinds: dict[type, AnyKind] = {problem: kind for kind in KINDS for problem in kind.types}
 
 
-def register(kernels: Iterable[tuple[Kind[Any], Kernels[Any]]]) -> None:
+def register(kernels: Table) -> None:
     """Adds the kernels of a backend, which are asked after those that are there."""
     for kind, those in kernels:
         kind.kernels.append(those)
@@ -104,7 +110,7 @@ def allows(backend: str) -> bool:
     return active_config().backend in ("auto", backend)
 
 
-def choose(problem: Any, tracing: bool = False) -> Choice:
+def choose(problem: object, tracing: bool = False) -> Choice:
     """The first kernels that take the problem.
 
     Args:
@@ -136,7 +142,7 @@ def choose(problem: Any, tracing: bool = False) -> Choice:
     return _behind_others(problem, kind, pool, choice)
 
 
-def refusal(problem: Any) -> str | None:
+def refusal(problem: object) -> str | None:
     """Why no backend solves the problem by kernels of its own; None: one does.
 
     Raises:
@@ -146,7 +152,7 @@ def refusal(problem: Any) -> str | None:
     return choice.reason if choice.is_fallback else None
 
 
-def run(problem: Any) -> Choice:
+def run(problem: Measured) -> Choice:
     """Solves the problem by the kernels that are chosen, or tells a trace of them; returns what was chosen.
 
     Raises:
@@ -157,7 +163,7 @@ def run(problem: Any) -> Choice:
     return choice
 
 
-def solve(problem: Any, choice: Choice) -> None:
+def solve(problem: Measured, choice: Choice) -> None:
     """Solves the problem by these kernels, or tells a trace of them. Without data, or rows, there is nothing to do."""
     if trace.active():
         return record(problem, choice)
@@ -166,7 +172,7 @@ def solve(problem: Any, choice: Choice) -> None:
         choice.kernels.run(problem)
 
 
-def record(problem: Any, choice: Choice, reason: str | None = None) -> None:
+def record(problem: Measured, choice: Choice, reason: str | None = None) -> None:
     """Tells a trace of the kernels that solve a problem.
 
     Args:
@@ -187,7 +193,7 @@ def is_strict() -> bool:
     return active_config().strict
 
 
-def _behind_others(problem: Any, kind: Kind[Any], pool: Pool, choice: Choice) -> Choice:
+def _behind_others(problem: object, kind: AnyKind, pool: Pool, choice: Choice) -> Choice:
     """The choice with the reasons of those before it, which are asked again.
 
     Raises:
@@ -204,14 +210,14 @@ def _behind_others(problem: Any, kind: Kind[Any], pool: Pool, choice: Choice) ->
     return choice
 
 
-def _refusals(problem: Any, kernels: Iterable[Kernels[Any]]) -> Iterable[tuple[str, str]]:
+def _refusals(problem: object, kernels: Iterable[AnyImplementation]) -> Iterable[tuple[str, str]]:
     for each in kernels:
         why = None if each.refusal is None else each.refusal(problem)
         if why is not None:
             yield str(each.backend), why
 
 
-def _strict_error(kind: Kind[Any], choice: Choice) -> str:
+def _strict_error(kind: AnyKind, choice: Choice) -> str:
     if not choice.is_fallback:
         return f"strict: the {kind.subject} falls back to {choice.kernels.backend}, because {choice.reason}"
     (backend, why), *others = choice.refused
@@ -219,7 +225,7 @@ def _strict_error(kind: Kind[Any], choice: Choice) -> str:
     return f"the {kind.subject} has no kernel of {backend}, because it {why}{more}"
 
 
-def _no_kernels(problem: Any, kind: Kind[Any], pool: Pool) -> RefusedError:
+def _no_kernels(problem: object, kind: AnyKind, pool: Pool) -> RefusedError:
     refused = (*pool.absent, *_refusals(problem, [choice.kernels for choice in pool.choices]))
     why = "; ".join([f"{backend} {words}" for backend, words in refused])
     return RefusedError(
@@ -227,9 +233,9 @@ def _no_kernels(problem: Any, kind: Kind[Any], pool: Pool) -> RefusedError:
     )
 
 
-def _left_to_door(problem: Any) -> None:
+def _left_to_door(problem: object) -> None:
     raise NotImplementedError(f"the door of {type(problem).__name__} solves it in a way of its own")
 
 
-_OF_DOOR: Kernels[Any] = Kernels(None, "torch", _left_to_door)
+_OF_DOOR: AnyImplementation = Implementation(None, "torch", _left_to_door)
 """Stands for the way that a door has of its own."""

@@ -14,11 +14,11 @@ from .dispatch import Choice
 from .hopper.peers import send_rows
 from .operators import outputs
 from .problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout, Matrices, first
-from .problems.interface import GemmKernels
+from .problems.interface import GemmImplementation
 from .problems.rows import ActivateRows, ActivateRowsBackward, Activating, ColumnSums, ZeroTail, stated
 
 
-def run(problem: GroupedGemm, finish: bool = True) -> GemmKernels:
+def run(problem: GroupedGemm, finish: bool = True) -> GemmImplementation:
     """Computes ``out`` and whatever the epilogue gives, or tells a trace of it; returns the kernels of the product.
 
     Args:
@@ -26,7 +26,7 @@ def run(problem: GroupedGemm, finish: bool = True) -> GemmKernels:
     """
     p, epilogue, tracing = problem, problem.epilogue, trace.active()
     choice = dispatch.choose(p, tracing)
-    kernels: GemmKernels = choice.kernels
+    kernels: GemmImplementation = choice.kernels
     apart = None if epilogue is None else epilogue_apart(p, kernels)
     if not tracing and (not p.a.shape[0] or p.a.is_meta):
         _fill_without_rows(p)
@@ -46,7 +46,7 @@ def run(problem: GroupedGemm, finish: bool = True) -> GemmKernels:
     return kernels
 
 
-def epilogue_apart(problem: GroupedGemm, kernels: GemmKernels) -> str | None:
+def epilogue_apart(problem: GroupedGemm, kernels: GemmImplementation) -> str | None:
     """Why the epilogue is a kernel of its own behind the product by these kernels; None: it is not.
 
     Raises:
@@ -64,7 +64,7 @@ def epilogue_apart(problem: GroupedGemm, kernels: GemmKernels) -> str | None:
     return why
 
 
-def second_apart(problem: GroupedGemm, kernels: GemmKernels) -> str | None:
+def second_apart(problem: GroupedGemm, kernels: GemmImplementation) -> str | None:
     """Why the product of the second pair of operands is a kernel of its own; None: it is not."""
     return f"{kernels.backend} takes one pair" if kernels.second_refusal is None else kernels.second_refusal(problem)
 
@@ -80,14 +80,14 @@ def _record(problem: GroupedGemm, choice: Choice, apart: str | None) -> None:
     """Tells a trace of the product, and of the activation that follows it where that is a kernel of its own."""
     if apart is None:
         return dispatch.record(problem, choice)
-    kernels: GemmKernels = choice.kernels
+    kernels: GemmImplementation = choice.kernels
     why = f"{kernels.backend if not kernels.has_epilogues else 'its epilogue'} {apart}"
     product = product_of(problem)
     dispatch.record(product, choice, "; ".join(filter(None, (choice.reason, why))))
     run_epilogue(problem, first(product.out))
 
 
-def _run_second_apart(problem: GroupedGemm) -> GemmKernels:
+def _run_second_apart(problem: GroupedGemm) -> GemmImplementation:
     """The same where the product of the second pair of operands is a kernel of its own, and so is an epilogue."""
     with_rows = problem if problem.epilogue is None else product_of(problem)
     product = replace(with_rows, second=None, slots=None)
@@ -129,7 +129,7 @@ def run_epilogue(problem: GroupedGemm, rows: Tensor) -> None:
     dispatch.run(stated(stages))
 
 
-def _finish_rows(problem: GroupedGemm, kernels: GemmKernels) -> None:
+def _finish_rows(problem: GroupedGemm, kernels: GemmImplementation) -> None:
     """What the kernels have left of a product of rows: its slots, and the tail of fresh ones."""
     p = problem
     if p.slots is not None and not (kernels.stores_to_slots is not None and kernels.stores_to_slots(p)):
@@ -138,7 +138,7 @@ def _finish_rows(problem: GroupedGemm, kernels: GemmKernels) -> None:
         zero_tail(first(p.out), p.split_sizes)
 
 
-def _finish_epilogue(problem: GroupedGemm, kernels: GemmKernels, apart: str | None) -> None:
+def _finish_epilogue(problem: GroupedGemm, kernels: GemmImplementation, apart: str | None) -> None:
     """What the kernels have left of an epilogue: tails, and sums by group."""
     epilogue = problem.epilogue
     if isinstance(epilogue, Activate):

@@ -15,7 +15,7 @@ from fusible.ops.kernels.doors import routing
 from fusible.ops.kernels.hopper import gemm
 from fusible.ops.kernels.problems import kinds
 from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
-from fusible.ops.kernels.problems.interface import Kernels
+from fusible.ops.kernels.problems.interface import Implementation
 from fusible.ops.kernels.problems.rows import ActivateRows, ColumnSums
 from fusible.ops.kernels.pytorch import grouped_mm_cpu, loop
 from fusible.ops.values.activation_spec import gated, interleaved
@@ -144,14 +144,14 @@ def test_a_cpu_asks_no_kernel_of_ours():
         assert dispatch.choose(activation(dense(T, F))).kernels.name == "torch"
 
 
-def solved_by(backend: str | None, why: str | None = None, **how) -> Kernels:
+def solved_by(backend: str | None, why: str | None = None, **how) -> Implementation:
     """Kernels that refuse for a reason, or take everything."""
-    return Kernels(backend, backend or "torch", lambda p: None, lambda p: why, **how)
+    return Implementation(backend, backend or "torch", lambda p: None, lambda p: why, **how)
 
 
 @pytest.mark.usefixtures("gpu")
 def test_backends_are_asked_in_the_order_of_their_registration():
-    with asked(kinds.COLUMN_SUMS, solved_by("a", "is odd"), solved_by("b"), solved_by("c"), solved_by(None)):
+    with asked(kinds.ROW_PASS, solved_by("a", "is odd"), solved_by("b"), solved_by("c"), solved_by(None)):
         choice = dispatch.choose(sums())
         assert (choice.kernels.name, choice.reason) == ("b", "a is odd")
         with (
@@ -163,7 +163,7 @@ def test_backends_are_asked_in_the_order_of_their_registration():
 
 @pytest.mark.usefixtures("gpu")
 def test_a_fallback_says_why_no_backend_takes_the_problem():
-    with asked(kinds.COLUMN_SUMS, solved_by("a", "is odd"), solved_by("b", "is even"), solved_by(None)):
+    with asked(kinds.ROW_PASS, solved_by("a", "is odd"), solved_by("b", "is even"), solved_by(None)):
         assert dispatch.refusal(sums()) == "a is odd; b is even"
         message = "the pass over rows has no kernel of a, because it is odd, and none of b, because it is even"
         with config(strict=True), pytest.raises(RefusedError, match=message):
@@ -173,7 +173,7 @@ def test_a_fallback_says_why_no_backend_takes_the_problem():
 
 
 def test_a_backend_of_gpus_is_interpreted_where_it_is_asked_for_by_name():
-    with asked(kinds.COLUMN_SUMS, solved_by("loop", device="cuda", interpreted=True), solved_by(None)):
+    with asked(kinds.ROW_PASS, solved_by("loop", device="cuda", interpreted=True), solved_by(None)):
         assert dispatch.refusal(sums()) == "loop needs a CUDA device, got cpu"
         with config(backend="loop"):
             assert dispatch.refusal(sums()) is None
@@ -182,10 +182,10 @@ def test_a_backend_of_gpus_is_interpreted_where_it_is_asked_for_by_name():
 @pytest.mark.parametrize("keyed", [False, True])
 def test_kernels_with_a_key_are_asked_once(keyed):
     asked_for = []
-    kernels = Kernels(
+    kernels = Implementation(
         *("a", "a", lambda p: None, asked_for.append), cache_key=(lambda p: tuple(p.rows.shape)) if keyed else None
     )
-    with asked(kinds.COLUMN_SUMS, kernels):
+    with asked(kinds.ROW_PASS, kernels):
         for _ in range(3):
             dispatch.choose(sums())
 
@@ -194,8 +194,8 @@ def test_kernels_with_a_key_are_asked_once(keyed):
 
 def test_a_trace_is_told_of_the_kernels_and_they_do_not_run():
     ran = []
-    kernels = Kernels("a", lambda p: f"a of {p.rows.shape[0]} rows", ran.append)
-    with asked(kinds.COLUMN_SUMS, kernels), trace.recording() as recorded:
+    kernels = Implementation("a", lambda p: f"a of {p.rows.shape[0]} rows", ran.append)
+    with asked(kinds.ROW_PASS, kernels), trace.recording() as recorded:
         dispatch.run(sums())
 
     assert not ran

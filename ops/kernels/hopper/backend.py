@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from operator import attrgetter
 from typing import Any
 
 from ..problems import kinds
 from ..problems.function import function_by
 from ..problems.gemm import GroupedGemm
-from ..problems.interface import GemmKernels, Kernels, Kind
+from ..problems.interface import AnyImplementation, GemmImplementation, Implementation, Table, solving
 from ..problems.quantized import PackedGemm
 from ..problems.routing import GatherSlots, OrderSlots, Permuting, SlotOrder, SpreadRows, SumRows
-from ..problems.rows import ActivateRows, Activating, FunctionOfRows, PointwiseBackward, PointwiseForward
+from ..problems.rows import Activating, FunctionOfRows, Pointwise, RowPass
 from . import (
     epilogue,
     fake_quantize,
@@ -30,6 +30,7 @@ from . import (
 )
 
 NAME = "hopper"
+KEY = attrgetter("cache_key")
 FEW_ROWS = 16
 """As many of a group, on average, read packed weights as they lie. More than a handful have not been timed."""
 
@@ -38,23 +39,25 @@ def _name_of(problem: GroupedGemm) -> str:
     return NAME if problem.epilogue is None else epilogue.name_of(problem.epilogue.spec)
 
 
-def _activate(p: Activating) -> None:
-    if isinstance(p, ActivateRows):
-        rows.forward(p.preact, p.spec, p.scales, p.out)
-    else:
-        rows.backward(p.dpostact, p.preact, p.spec, p.scales, p.out)
+def _activation_refusal(p: Activating) -> str | None:
+    return rows.activation_refusal(p.preact, p.scales, *p.beside)
+
+
+def _groups_refusal(p: RowPass) -> str | None:
+    return rows.groups_refusal(p.rows, p.split_sizes, p.out)
+
+
+def _pointwise_refusal(p: Pointwise) -> str | None:
+    return pointwise.refusal(p.program, p.columns, p.rows)
+
+
+def _permutation_refusal(p: Permuting) -> str | None:
+    return permute.refusal(p.ids, p.num_experts, p.dtype)
 
 
 def _function_refusal(p: FunctionOfRows) -> str | None:
     assert p.activation.spec.program is not None
     return pointwise.refusal(p.activation.spec.program, p.activation.preact, p.rows)
-
-
-def _pointwise(p: PointwiseForward | PointwiseBackward) -> None:
-    if isinstance(p, PointwiseForward):
-        pointwise.forward(p.program, p.rows, p.out)
-    else:
-        pointwise.backward(p.program, p.rows, p.columns, p.out)
 
 
 def _permute(p: Permuting) -> None:
@@ -75,13 +78,17 @@ def _packed_refusal(p: PackedGemm) -> str | None:
     return packed_gemm.refusal(p)
 
 
-def _of(name: str | Callable[[Any], str], **fields: Any) -> Kernels[Any]:
-    return Kernels(NAME, name, device="cuda", **fields)
+def _of(
+    name: str | Callable[[Any], str],
+    run: Callable[[Any], None],
+    refusal: Callable[[Any], str | None],
+    key: Callable[[Any], Hashable] | None = None,
+) -> AnyImplementation:
+    return Implementation(NAME, name, run, refusal, key, "cuda")
 
 
-_GEMM = GemmKernels(
-    *(NAME, _name_of, gemm.run, gemm.refusal, "cuda"),
-    cache_key=attrgetter("cache_key"),
+_GEMM = GemmImplementation(
+    *(NAME, _name_of, gemm.run, gemm.refusal, KEY, "cuda"),
     configuration=gemm.configuration,
     has_epilogues=True,
     epilogue_refusal=epilogue.refusal,
@@ -92,82 +99,26 @@ _GEMM = GemmKernels(
     finishes_backward=True,
 )
 
-KERNELS: tuple[tuple[Kind[Any], Kernels[Any]], ...] = (
+KERNELS: Table = (
     (kinds.GEMM, _GEMM),
-    (kinds.RAGGED, _of(NAME, run=ragged.run, refusal=ragged.refusal)),
-    (
-        kinds.ACTIVATION,
-        _of("activation", run=_activate, refusal=lambda p: rows.activation_refusal(p.preact, p.scales, *p.beside)),
-    ),
-    (kinds.FUNCTION, _of(NAME, run=function_by(pointwise), refusal=_function_refusal)),
-    (
-        kinds.POINTWISE,
-        _of(
-            f"{NAME} (pointwise)",
-            run=_pointwise,
-            refusal=lambda p: pointwise.refusal(p.program, p.columns, p.rows),
-        ),
-    ),
-    (
-        kinds.COLUMN_SUMS,
-        _of(
-            f"{NAME} (column sums)",
-            run=lambda p: rows.column_sums(p.rows, p.split_sizes, p.out, p.scale),
-            refusal=lambda p: rows.groups_refusal(p.rows, p.split_sizes, p.out),
-        ),
-    ),
-    (
-        kinds.ROW_DOTS,
-        _of(
-            f"{NAME} (row dots)",
-            run=lambda p: rows.row_dots(p.rows, p.vectors, p.split_sizes, p.out),
-            refusal=lambda p: rows.groups_refusal(p.rows, p.split_sizes, p.out),
-        ),
-    ),
-    (
-        kinds.ZERO_TAIL,
-        _of(
-            f"{NAME} (zero tail)",
-            run=lambda p: rows.zero_tail(p.rows, p.split_sizes),
-            refusal=lambda p: rows.groups_refusal(p.rows, p.split_sizes, p.rows),
-        ),
-    ),
+    (kinds.RAGGED, _of(NAME, ragged.run, ragged.refusal)),
+    (kinds.ACTIVATION, _of("activation", solving(rows), _activation_refusal)),
+    (kinds.FUNCTION, _of(NAME, function_by(pointwise), _function_refusal)),
+    (kinds.POINTWISE, _of(f"{NAME} (pointwise)", solving(pointwise), _pointwise_refusal)),
+    (kinds.ROW_PASS, _of(lambda p: f"{NAME} ({p.PASS})", solving(rows), _groups_refusal)),
     (
         kinds.TRANSPOSITION,
         _of(
             f"{NAME} (transpose)",
-            run=lambda p: transpose.run(p.data, p.out),
-            refusal=lambda p: transpose.refusal(p.data),
+            lambda p: transpose.run(p.data, p.out),
+            lambda p: transpose.refusal(p.data),
         ),
     ),
-    (
-        kinds.PERMUTATION,
-        _of(
-            lambda p: f"{permute.NAME} ({p.PASS})",
-            run=_permute,
-            refusal=lambda p: permute.refusal(p.ids, p.num_experts, p.dtype),
-            cache_key=attrgetter("cache_key"),
-        ),
-    ),
-    (kinds.LOW_RANK, _of(low_rank.NAME, run=low_rank.run, refusal=low_rank.refusal)),
-    (
-        kinds.QUANTIZER,
-        _of(f"{NAME} (quantise)", run=quantize.run, refusal=quantize.refusal),
-    ),
-    (
-        kinds.FAKE_QUANTIZER,
-        _of(f"{NAME} (quantise)", run=fake_quantize.run, refusal=fake_quantize.refusal),
-    ),
-    (
-        kinds.SCALED_PRODUCT,
-        _of(f"{NAME} (e4m3)", run=scaled_gemm.run, refusal=scaled_gemm.refusal),
-    ),
-    (
-        kinds.ACTIVATED_PRODUCT,
-        _of(scaled_activation.NAME, run=scaled_activation.run, refusal=scaled_activation.refusal),
-    ),
-    (
-        kinds.PACKED,
-        _of(f"{NAME} (packed weight)", run=packed_gemm.run, refusal=_packed_refusal),
-    ),
+    (kinds.PERMUTATION, _of(lambda p: f"{permute.NAME} ({p.PASS})", _permute, _permutation_refusal, KEY)),
+    (kinds.LOW_RANK, _of(low_rank.NAME, low_rank.run, low_rank.refusal)),
+    (kinds.QUANTIZER, _of(f"{NAME} (quantise)", quantize.run, quantize.refusal)),
+    (kinds.FAKE_QUANTIZER, _of(f"{NAME} (quantise)", fake_quantize.run, fake_quantize.refusal)),
+    (kinds.SCALED_PRODUCT, _of(f"{NAME} (e4m3)", scaled_gemm.run, scaled_gemm.refusal)),
+    (kinds.ACTIVATED_PRODUCT, _of(scaled_activation.NAME, scaled_activation.run, scaled_activation.refusal)),
+    (kinds.PACKED, _of(f"{NAME} (packed weight)", packed_gemm.run, _packed_refusal)),
 )

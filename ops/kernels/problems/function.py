@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -11,17 +11,7 @@ from torch import Tensor
 from ...programs.program import Program
 from ...values.activation_spec import ActivationSpec
 from .gemm import ActivationGrads, FunctionOperands, PointwiseGrads, PointwiseRows
-from .rows import ActivateRows, FunctionOfRows
-
-
-class PointwiseKernels(Protocol):
-    """A module of kernels for pointwise programs, over rows that are there."""
-
-    def forward(self, program: Program, rows: PointwiseRows, out: Tensor, /) -> None:
-        """Fills ``out`` [rows, C]."""
-
-    def backward(self, program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGrads, /) -> None:
-        """Fills what ``out`` has tensors for, from ``dy`` [rows, C]."""
+from .rows import FunctionOfRows, PointwiseKernels
 
 
 class FunctionKernels(NamedTuple):
@@ -71,10 +61,6 @@ def function_by(kernels: PointwiseKernels) -> Callable[[FunctionOfRows], None]:
     def run(problem: FunctionOfRows) -> None:
         p = problem.activation
         assert p.spec.program is not None
-        function = FunctionKernels(kernels, p.spec.program, p.of_groups)
-        if isinstance(p, ActivateRows):
-            function.forward(p.preact, p.spec, p.scales, p.out)
-        else:
-            function.backward(p.dpostact, p.preact, p.spec, p.scales, p.out)
+        p.solve(FunctionKernels(kernels, p.spec.program, p.of_groups))
 
     return run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -14,7 +15,7 @@ P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Kernels(Generic[P]):
+class Implementation(Generic[P]):
     """The kernels of one backend for one kind of problem.
 
     Attributes:
@@ -36,15 +37,20 @@ class Kernels(Generic[P]):
     name: str | Callable[[P], str]
     run: Callable[[P], None]
     refusal: Callable[[P], str | None] | None = None
+    cache_key: Callable[[P], Hashable | None] | None = None
     device: str | None = None
     interpreted: bool = False
-    cache_key: Callable[[P], Hashable | None] | None = None
     configuration: Callable[[P], str] | None = None
     warn: Callable[[P], None] | None = None
 
 
+def solving(kernels: object) -> Callable[[Any], None]:
+    """What solves a problem by the functions of a module: the problem knows which it needs."""
+    return methodcaller("solve", kernels)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class GemmKernels(Kernels[GroupedGemm]):
+class GemmImplementation(Implementation[GroupedGemm]):
     """An implementation of the grouped GEMM, and what it can beside the product.
 
     Attributes:
@@ -93,4 +99,10 @@ class Kind(Generic[P]):
     configuration: Callable[[P], str] | None = None
     optional: bool = False
     by_door: bool = False
-    kernels: list[Kernels[Any]] = field(default_factory=list)
+    kernels: list[Implementation[P]] = field(default_factory=list)
+
+
+AnyImplementation = Implementation[Any]
+AnyKind = Kind[Any]
+Table = tuple[tuple[AnyKind, AnyImplementation], ...]
+"""The kernels that a backend registers, by the kind of their problems."""

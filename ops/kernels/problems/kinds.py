@@ -33,9 +33,11 @@ from .rows import (
     Activating,
     ColumnSums,
     FunctionOfRows,
+    Pointwise,
     PointwiseBackward,
     PointwiseForward,
     RowDots,
+    RowPass,
     ZeroTail,
 )
 from .transposition import Transposition
@@ -52,23 +54,14 @@ def _size(problem: Any) -> str:
 
 FLOPS = attrgetter("flops")
 
-GEMM: Kind[GroupedGemm] = Kind(
-    "grouped GEMM",
-    attrgetter("a"),
-    types=(GroupedGemm,),
-    flops=FLOPS,
-)
+GEMM: Kind[GroupedGemm] = Kind("grouped GEMM", attrgetter("a"), types=(GroupedGemm,), flops=FLOPS)
 RAGGED: Kind[RaggedGemm] = Kind("ragged GEMM", attrgetter("a.data"), types=(RaggedGemm,))
 ACTIVATION: Kind[Activating] = Kind("activation", attrgetter("preact"), types=(ActivateRows, ActivateRowsBackward))
 FUNCTION: Kind[FunctionOfRows] = Kind("pointwise function", attrgetter("activation.preact"), types=(FunctionOfRows,))
-POINTWISE: Kind[PointwiseForward | PointwiseBackward] = Kind(
-    "pointwise function",
-    attrgetter("columns"),
-    types=(PointwiseForward, PointwiseBackward),
+POINTWISE: Kind[Pointwise] = Kind(
+    "pointwise function", attrgetter("columns"), types=(PointwiseForward, PointwiseBackward)
 )
-COLUMN_SUMS: Kind[ColumnSums] = Kind("pass over rows", attrgetter("rows"), types=(ColumnSums,))
-ROW_DOTS: Kind[RowDots] = Kind("pass over rows", attrgetter("rows"), types=(RowDots,))
-ZERO_TAIL: Kind[ZeroTail] = Kind("pass over rows", attrgetter("rows"), types=(ZeroTail,))
+ROW_PASS: Kind[RowPass] = Kind("pass over rows", attrgetter("rows"), types=(ColumnSums, RowDots, ZeroTail))
 TRANSPOSITION: Kind[Transposition] = Kind(
     "transposition of bytes",
     attrgetter("data"),
@@ -77,18 +70,10 @@ TRANSPOSITION: Kind[Transposition] = Kind(
     configuration=_size,
 )
 PERMUTATION: Kind[Permuting] = Kind(
-    "permutation of rows",
-    attrgetter("ids"),
-    types=(OrderSlots, SpreadRows, SumRows, GatherSlots),
-    by_door=True,
+    "permutation of rows", attrgetter("ids"), types=(OrderSlots, SpreadRows, SumRows, GatherSlots), by_door=True
 )
 LOW_RANK: Kind[LowRankPass] = Kind(
-    "pass of low rank",
-    attrgetter("x"),
-    types=(LowRankPass,),
-    flops=FLOPS,
-    optional=True,
-    by_door=True,
+    "pass of low rank", attrgetter("x"), types=(LowRankPass,), flops=FLOPS, optional=True, by_door=True
 )
 QUANTIZER: Kind[Quantizing] = Kind(
     "quantiser",
@@ -133,6 +118,6 @@ PACKED: Kind[PackedGemm] = Kind(
 )
 
 KINDS = (
-    *(GEMM, RAGGED, ACTIVATION, FUNCTION, POINTWISE, COLUMN_SUMS, ROW_DOTS, ZERO_TAIL, TRANSPOSITION, LOW_RANK),
+    *(GEMM, RAGGED, ACTIVATION, FUNCTION, POINTWISE, ROW_PASS, TRANSPOSITION, LOW_RANK),
     *(PERMUTATION, QUANTIZER, FAKE_QUANTIZER, SCALED_PRODUCT, ACTIVATED_PRODUCT, PACKED),
 )

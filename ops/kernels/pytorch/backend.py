@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from ..problems import kinds
 from ..problems.function import function_by
 from ..problems.gemm import GroupedGemm
-from ..problems.interface import GemmKernels, Kernels, Kind
-from ..problems.rows import ActivateRows, Activating, PointwiseBackward, PointwiseForward
+from ..problems.interface import GemmImplementation, Implementation, Table, solving
+from ..problems.rows import RowPass
 from ..problems.transposition import Transposition
 from . import (
     activation,
@@ -31,57 +29,30 @@ def _warn_of_float32(problem: GroupedGemm) -> None:
         float32.warn_once()
 
 
-def _activate(p: Activating) -> None:
-    if isinstance(p, ActivateRows):
-        activation.forward(p.preact, p.spec, p.scales, p.out)
-    else:
-        activation.backward(p.dpostact, p.preact, p.spec, p.scales, p.out)
-
-
-def _pointwise(p: PointwiseForward | PointwiseBackward) -> None:
-    if isinstance(p, PointwiseForward):
-        pointwise.forward(p.program, p.rows, p.out)
-    else:
-        pointwise.backward(p.program, p.rows, p.columns, p.out)
-
-
 def _transpose(p: Transposition) -> None:
     p.out.view(torch.uint8).copy_(p.data.view(torch.uint8).mT)
 
 
-def _row_kernels(module: Any, device: str | None) -> tuple[tuple[Kind[Any], Kernels[Any]], ...]:
-    """The passes over rows that know groups, of a module that has all of them."""
-    sums, dots, tail = (
-        lambda p: module.column_sums(p.rows, p.split_sizes, p.out, p.scale),
-        lambda p: module.row_dots(p.rows, p.vectors, p.split_sizes, p.out),
-        lambda p: module.zero_tail(p.rows, p.split_sizes),
-    )
-    of_kinds = ((kinds.COLUMN_SUMS, sums), (kinds.ROW_DOTS, dots), (kinds.ZERO_TAIL, tail))
-    return tuple([(kind, Kernels(None, module.NAME, run, device=device)) for kind, run in of_kinds])
-
-
-_GROUPED_MM = GemmKernels(grouped_mm.NAME, grouped_mm.NAME, grouped_mm.run, grouped_mm.refusal, "cuda")
-_ON_CPU = GemmKernels(
-    *(grouped_mm_cpu.NAME, grouped_mm_cpu.NAME, grouped_mm_cpu.run, grouped_mm_cpu.refusal, "cpu"),
+GROUPED_MM = GemmImplementation(grouped_mm.NAME, grouped_mm.NAME, grouped_mm.run, grouped_mm.refusal, device="cuda")
+_ON_CPU = GemmImplementation(
+    *(grouped_mm_cpu.NAME, grouped_mm_cpu.NAME, grouped_mm_cpu.run, grouped_mm_cpu.refusal),
+    device="cpu",
     has_epilogues=True,
     zeroes_tail=True,
 )
-_LOOP = GemmKernels(
-    *(loop.NAME, loop.NAME, loop.run, loop.refusal),
-    warn=_warn_of_float32,
-    has_epilogues=True,
-)
+LOOP = GemmImplementation(loop.NAME, loop.NAME, loop.run, loop.refusal, warn=_warn_of_float32, has_epilogues=True)
+ROWS_OF_GROUPED_MM: Implementation[RowPass] = Implementation(None, grouped_mm.NAME, solving(grouped_mm), device="cuda")
 
-KERNELS: tuple[tuple[Kind[Any], Kernels[Any]], ...] = (
-    *((kinds.GEMM, _GROUPED_MM), (kinds.GEMM, _ON_CPU), (kinds.GEMM, _LOOP)),
-    (kinds.RAGGED, Kernels(loop.NAME, loop.NAME, ragged_loop.run, ragged_loop.refusal)),
-    (kinds.ACTIVATION, Kernels(None, activation.NAME, _activate)),
-    (kinds.FUNCTION, Kernels(None, pointwise.NAME, function_by(pointwise))),
-    (kinds.POINTWISE, Kernels(None, pointwise.NAME, _pointwise)),
-    *_row_kernels(grouped_mm, "cuda"),  # which keeps split sizes on the device
-    *_row_kernels(loop, None),
-    (kinds.TRANSPOSITION, Kernels(None, "torch (transpose)", _transpose)),
-    (kinds.QUANTIZER, Kernels(None, f"{quantize.NAME} (quantise)", quantize.run)),
-    (kinds.FAKE_QUANTIZER, Kernels(None, f"{fake_quantize.NAME} (quantise)", fake_quantize.run)),
-    (kinds.SCALED_PRODUCT, Kernels(None, f"{scaled_gemm.NAME} (e4m3)", scaled_gemm.run)),
+KERNELS: Table = (
+    *((kinds.GEMM, GROUPED_MM), (kinds.GEMM, _ON_CPU), (kinds.GEMM, LOOP)),
+    (kinds.RAGGED, Implementation(loop.NAME, loop.NAME, ragged_loop.run, ragged_loop.refusal)),
+    (kinds.ACTIVATION, Implementation(None, activation.NAME, solving(activation))),
+    (kinds.FUNCTION, Implementation(None, pointwise.NAME, function_by(pointwise))),
+    (kinds.POINTWISE, Implementation(None, pointwise.NAME, solving(pointwise))),
+    (kinds.ROW_PASS, ROWS_OF_GROUPED_MM),  # which keep split sizes on the device
+    (kinds.ROW_PASS, Implementation(None, loop.NAME, solving(loop))),
+    (kinds.TRANSPOSITION, Implementation(None, "torch (transpose)", _transpose)),
+    (kinds.QUANTIZER, Implementation(None, f"{quantize.NAME} (quantise)", quantize.run)),
+    (kinds.FAKE_QUANTIZER, Implementation(None, f"{fake_quantize.NAME} (quantise)", fake_quantize.run)),
+    (kinds.SCALED_PRODUCT, Implementation(None, f"{scaled_gemm.NAME} (e4m3)", scaled_gemm.run)),
 )
