@@ -7,21 +7,13 @@ are asked in order. Kernels that run under any name are a fallback: what every b
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ...fuser import RefusedError
 from ...fuser.contract import tracing as trace
 from ...fuser.contract.config import active_config
-from .problems.interface import AnyImplementation, AnyKind, Implementation, Table
+from .problems.interface import AnyImplementation, AnyKind, Implementation, Measured, Table
 from .problems.kinds import KINDS
-
-
-class Measured(Protocol):
-    """A problem that a trace may be told of."""
-
-    @property
-    def bytes(self) -> int:
-        """Every operand read once, the result written once."""
 
 
 class Choice(NamedTuple):

@@ -26,7 +26,7 @@ def run(problem: GroupedGemm, finish: bool = True) -> GemmImplementation:
     """
     p, epilogue, tracing = problem, problem.epilogue, trace.active()
     choice = dispatch.choose(p, tracing)
-    kernels: GemmImplementation = choice.kernels
+    kernels: GemmImplementation = choice.kernels  # type: ignore[assignment]  # as this kind of problem has
     apart = None if epilogue is None else epilogue_apart(p, kernels)
     if not tracing and (not p.a.shape[0] or p.a.is_meta):
         _fill_without_rows(p)
@@ -80,7 +80,7 @@ def _record(problem: GroupedGemm, choice: Choice, apart: str | None) -> None:
     """Tells a trace of the product, and of the activation that follows it where that is a kernel of its own."""
     if apart is None:
         return dispatch.record(problem, choice)
-    kernels: GemmImplementation = choice.kernels
+    kernels: GemmImplementation = choice.kernels  # type: ignore[assignment]  # as this kind of problem has
     why = f"{kernels.backend if not kernels.has_epilogues else 'its epilogue'} {apart}"
     product = product_of(problem)
     dispatch.record(product, choice, "; ".join(filter(None, (choice.reason, why))))

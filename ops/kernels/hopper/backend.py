@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from operator import attrgetter
-from typing import Any
+from typing import TypeVar
 
 from ..problems import kinds
 from ..problems.function import function_by
 from ..problems.gemm import GroupedGemm
-from ..problems.interface import AnyImplementation, GemmImplementation, Implementation, Table, solving
+from ..problems.interface import GemmImplementation, Implementation, Table, solving
 from ..problems.quantized import PackedGemm
 from ..problems.routing import GatherSlots, OrderSlots, Permuting, SlotOrder, SpreadRows, SumRows
 from ..problems.rows import Activating, FunctionOfRows, Pointwise, RowPass
+from ..problems.transposition import Transposition
 from . import (
     epilogue,
     fake_quantize,
@@ -29,6 +30,7 @@ from . import (
     transpose,
 )
 
+P = TypeVar("P")
 NAME = "hopper"
 KEY = attrgetter("cache_key")
 FEW_ROWS = 16
@@ -72,6 +74,14 @@ def _permute(p: Permuting) -> None:
             permute.of_slots(p.source, p.ids, p.tokens_per_expert, p.out)
 
 
+def _transpose(p: Transposition) -> None:
+    transpose.run(p.data, p.out)
+
+
+def _transposition_refusal(p: Transposition) -> str | None:
+    return transpose.refusal(p.data)
+
+
 def _packed_refusal(p: PackedGemm) -> str | None:
     if p.rows > FEW_ROWS * p.groups:
         return f"{p.rows} rows of {p.groups} groups are not few: more than {FEW_ROWS} of each, on average"
@@ -79,11 +89,11 @@ def _packed_refusal(p: PackedGemm) -> str | None:
 
 
 def _of(
-    name: str | Callable[[Any], str],
-    run: Callable[[Any], None],
-    refusal: Callable[[Any], str | None],
-    key: Callable[[Any], Hashable] | None = None,
-) -> AnyImplementation:
+    name: str | Callable[[P], str],
+    run: Callable[[P], None],
+    refusal: Callable[[P], str | None],
+    key: Callable[[P], Hashable] | None = None,
+) -> Implementation[P]:
     return Implementation(NAME, name, run, refusal, key, "cuda")
 
 
@@ -106,14 +116,7 @@ KERNELS: Table = (
     (kinds.FUNCTION, _of(NAME, function_by(pointwise), _function_refusal)),
     (kinds.POINTWISE, _of(f"{NAME} (pointwise)", solving(pointwise), _pointwise_refusal)),
     (kinds.ROW_PASS, _of(lambda p: f"{NAME} ({p.PASS})", solving(rows), _groups_refusal)),
-    (
-        kinds.TRANSPOSITION,
-        _of(
-            f"{NAME} (transpose)",
-            lambda p: transpose.run(p.data, p.out),
-            lambda p: transpose.refusal(p.data),
-        ),
-    ),
+    (kinds.TRANSPOSITION, _of(f"{NAME} (transpose)", _transpose, _transposition_refusal)),
     (kinds.PERMUTATION, _of(lambda p: f"{permute.NAME} ({p.PASS})", _permute, _permutation_refusal, KEY)),
     (kinds.LOW_RANK, _of(low_rank.NAME, low_rank.run, low_rank.refusal)),
     (kinds.QUANTIZER, _of(f"{NAME} (quantise)", quantize.run, quantize.refusal)),

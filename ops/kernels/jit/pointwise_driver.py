@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from functools import cache
 from operator import itemgetter
-from typing import Any
 
 import torch
 
@@ -17,18 +16,20 @@ _PARAMS = struct.Struct(f"@qII4P{6 * MOST_OPERANDS}PPi?3xP{MOST_CONSTANTS}f")
 PARAMS_BYTES = -(-_PARAMS.size // 8) * 8  # of PointwiseParams, which is aligned as its addresses are
 
 
-_NUMBERS = itemgetter("rows", "columns", "block", "x", "dy", "y", "dx")
+_NUMBERS = itemgetter("columns", "block", "x", "dy", "y", "dx")
 _LISTS = itemgetter("numbers", "dnumbers", "vectors", "dcolumns", "matrices", "dmatrices")
 _OF_GROUPS = itemgetter("sizes", "groups", "int64_sizes")
 
 
-def pointwise(*, function: int, device: int, stream: int, constants: tuple[float, ...], **fields: Any) -> None:
+def pointwise(
+    *, function: int, device: int, stream: int, rows: int, constants: tuple[float, ...], **fields: object
+) -> None:
     """Launches a compiled kernel. What the fields are is said in csrc/fusible/pointwise_params.h."""
     unused = (0.0,) * (MOST_CONSTANTS - len(constants))
     nowhere = 0  # to report wrong sizes to, which is the extension's
     operands = [address for each in _LISTS(fields) for address in _filled(each)]
-    params = _PARAMS.pack(*_NUMBERS(fields), *operands, *_OF_GROUPS(fields), nowhere, *constants, *unused)
-    blocks = min(-(-fields["rows"] // (THREADS // 32)), _most_blocks(device))  # a warp has a row
+    params = _PARAMS.pack(rows, *_NUMBERS(fields), *operands, *_OF_GROUPS(fields), nowhere, *constants, *unused)
+    blocks = min(-(-rows // (THREADS // 32)), _most_blocks(device))  # a warp has a row
     driver.launch(function, blocks, THREADS, params, device, stream)
 
 

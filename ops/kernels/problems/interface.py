@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from operator import methodcaller
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
 from .gemm import GroupedGemm
 
 P = TypeVar("P")
+
+
+class Measured(Protocol):
+    """A problem that a trace may be told of."""
+
+    @property
+    def bytes(self) -> int:
+        """Every operand read once, the result written once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +52,7 @@ class Implementation(Generic[P]):
     warn: Callable[[P], None] | None = None
 
 
-def solving(kernels: object) -> Callable[[Any], None]:
+def solving(kernels: object) -> methodcaller:
     """What solves a problem by the functions of a module: the problem knows which it needs."""
     return methodcaller("solve", kernels)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
 
 from torch import Tensor
 
 from .fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 from .gemm import GroupedGemm, first
-from .interface import Kind
+from .interface import Kind, Measured
 from .low_rank import LowRankPass
 from .quantized import (
     ActivatedScaledGemm,
@@ -47,7 +46,7 @@ def _read_by(problem: FakeQuantizing) -> Tensor:
     return problem.x if isinstance(problem, FakeQuantizeRows) else first(problem.weight)
 
 
-def _size(problem: Any) -> str:
+def _size(problem: Measured) -> str:
     """What it computes, and the bytes that it moves."""
     return f"{problem}, {problem.bytes / 1e6:.1f} MB"
 
