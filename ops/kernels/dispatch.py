@@ -106,7 +106,7 @@ def choose(problem: object, tracing: bool = False) -> Choice:
     """The first kernels that take the problem.
 
     Args:
-        tracing: the tensors hold no data, and the reason is wanted.
+        tracing: the tensors hold no data, or the reason is wanted, which an eager call does without.
 
     Raises:
         RefusedError: none take it; or a backend that is asked for by name does not; or, when strict, the first one on a
@@ -129,8 +129,10 @@ def choose(problem: object, tracing: bool = False) -> Choice:
         if key is not None:
             pool.taken.add(key)
         return choice
-    if not on_cuda and not tracing and only == "auto":
-        return choice  # on a CPU kernels refuse in silence
+    if not tracing and only == "auto" and not (on_cuda and is_strict()):
+        if choice.kernels.warn is not None:
+            choice.kernels.warn(problem)
+        return choice  # an eager call does not show the reason
     return _behind_others(problem, kind, pool, choice)
 
 
@@ -197,8 +199,6 @@ def _behind_others(problem: object, kind: AnyKind, pool: Pool, choice: Choice) -
     asked = config.backend != "auto"
     if choice.refused and not kind.optional and (asked or (config.strict and on_cuda)):
         raise RefusedError(_strict_error(kind, choice))
-    if choice.kernels.warn is not None and not asked and not trace.active():
-        choice.kernels.warn(problem)
     return choice
 
 

@@ -82,7 +82,7 @@ def test_another_backend_means_pytorch_everywhere():
 @pytest.mark.usefixtures("gpu")
 def test_rows_that_our_kernels_do_not_take():
     wide = dense(T, F, dtype=torch.float64)
-    choice = dispatch.choose(activation(wide))
+    choice = dispatch.choose(activation(wide), tracing=True)
     assert choice.kernels.name == "torch"
     assert "needs dense rows of 16 or 32 bits, got torch.float64" in choice.reason
     for switches in ({"strict": True}, {"backend": "hopper"}):
@@ -152,7 +152,7 @@ def solved_by(backend: str | None, why: str | None = None, **how) -> Implementat
 @pytest.mark.usefixtures("gpu")
 def test_backends_are_asked_in_the_order_of_their_registration():
     with asked(kinds.ROW_PASS, solved_by("a", "is odd"), solved_by("b"), solved_by("c"), solved_by(None)):
-        choice = dispatch.choose(sums())
+        choice = dispatch.choose(sums(), tracing=True)
         assert (choice.kernels.name, choice.reason) == ("b", "a is odd")
         with (
             config(strict=True),

@@ -51,7 +51,7 @@ def packed_gemm(
         out = new_packed_product(a, data, out_dtype)
     vectors = None if bias is None else stacked(bias)
     problem = PackedGemm(a, data, scales, format, split_sizes, out, vectors, row_scale, alpha, bias_scale, fresh)
-    choice = dispatch.choose(problem, tracing=True)
+    choice = dispatch.choose(problem, trace.active())
     if choice.is_fallback:
         return _multiply_in_16_bits(problem, choice.words)
     dispatch.solve(problem, choice)

@@ -70,8 +70,8 @@ def scaled_gemm_activation(
     rows = QuantizedRows(a, a_scales)
     product = ScaledGemm(rows, weight, weight_scales, 1, split_sizes, preact, bias, bias_scale=bias_scale, fresh=True)
     problem = ActivatedScaledGemm(product, activation, scales, power_of_two, out.rows, vectors)
-    of_product = choose(product, tracing=True)
-    choice = of_product if of_product.is_fallback else choose(problem, tracing=True)
+    of_product = choose(product, trace.active())
+    choice = of_product if of_product.is_fallback else choose(problem, trace.active())
     if not choice.is_fallback:
         solve(problem, choice)
         return out
