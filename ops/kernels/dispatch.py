@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...fuser import RefusedError
 from ...fuser.contract import tracing as trace
 from ...fuser.contract.config import active_config
-from .problems.interface import AnyImplementation, AnyKind, Implementation, Measured, Table
+from .problems.interface import AnyImplementation, AnyKind, Implementation, Implementations, Measured
 from .problems.kinds import KINDS
 
 
@@ -90,7 +90,7 @@ _pools = _Pools()
 _kinds: dict[type, AnyKind] = {problem: kind for kind in KINDS for problem in kind.types}
 
 
-def register(kernels: Table) -> None:
+def register(kernels: Implementations) -> None:
     """Adds the kernels of a backend, which are asked after those that are there."""
     for kind, those in kernels:
         kind.kernels.append(those)

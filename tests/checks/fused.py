@@ -30,7 +30,7 @@ from fusible.ops.kernels.problems.gemm import (
     OperandPair,
     Operands,
 )
-from fusible.ops.kernels.problems.interface import ActivationKernels
+from fusible.ops.kernels.problems.rows import ActivationKernels
 from fusible.ops.kernels.pytorch import activation as pointwise
 from fusible.ops.programs.halves import join, split
 from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved

@@ -9,10 +9,10 @@ from typing import TypeVar
 from ..problems import kinds
 from ..problems.function import function_by
 from ..problems.gemm import GroupedGemm
-from ..problems.interface import GemmImplementation, Implementation, Table, solving
+from ..problems.interface import GemmImplementation, Implementation, Implementations, solving
 from ..problems.quantized import PackedGemm
 from ..problems.routing import GatherSlots, OrderSlots, Permuting, SlotOrder, SpreadRows, SumRows
-from ..problems.rows import Activating, FunctionOfRows, Pointwise, RowPass
+from ..problems.rows import Activating, FunctionOfRows, PointwisePass, RowPass
 from ..problems.transposition import Transposition
 from . import (
     epilogue,
@@ -49,7 +49,7 @@ def _groups_refusal(p: RowPass) -> str | None:
     return rows.groups_refusal(p.rows, p.split_sizes, p.out)
 
 
-def _pointwise_refusal(p: Pointwise) -> str | None:
+def _pointwise_refusal(p: PointwisePass) -> str | None:
     return pointwise.refusal(p.program, p.columns, p.rows)
 
 
@@ -109,7 +109,7 @@ _GEMM = GemmImplementation(
     finishes_backward=True,
 )
 
-KERNELS: Table = (
+KERNELS: Implementations = (
     (kinds.GEMM, _GEMM),
     (kinds.RAGGED, _of(NAME, ragged.run, ragged.refusal)),
     (kinds.ACTIVATION, _of("activation", solving(rows), _activation_refusal)),

@@ -112,5 +112,5 @@ class Kind(Generic[P]):
 
 AnyImplementation = Implementation[Any]
 AnyKind = Kind[Any]
-Table = tuple[tuple[AnyKind, AnyImplementation], ...]
+Implementations = tuple[tuple[AnyKind, AnyImplementation], ...]
 """The kernels that a backend registers, by the kind of their problems."""

@@ -32,9 +32,9 @@ from .rows import (
     Activating,
     ColumnSums,
     FunctionOfRows,
-    Pointwise,
     PointwiseBackward,
     PointwiseForward,
+    PointwisePass,
     RowDots,
     RowPass,
     ZeroTail,
@@ -57,7 +57,7 @@ GEMM: Kind[GroupedGemm] = Kind("grouped GEMM", attrgetter("a"), types=(GroupedGe
 RAGGED: Kind[RaggedGemm] = Kind("ragged GEMM", attrgetter("a.data"), types=(RaggedGemm,))
 ACTIVATION: Kind[Activating] = Kind("activation", attrgetter("preact"), types=(ActivateRows, ActivateRowsBackward))
 FUNCTION: Kind[FunctionOfRows] = Kind("pointwise function", attrgetter("activation.preact"), types=(FunctionOfRows,))
-POINTWISE: Kind[Pointwise] = Kind(
+POINTWISE: Kind[PointwisePass] = Kind(
     "pointwise function", attrgetter("columns"), types=(PointwiseForward, PointwiseBackward)
 )
 ROW_PASS: Kind[RowPass] = Kind("pass over rows", attrgetter("rows"), types=(ColumnSums, RowDots, ZeroTail))

@@ -210,7 +210,7 @@ class ZeroTail:
 
 
 RowPass = ColumnSums | RowDots | ZeroTail
-Pointwise = PointwiseForward | PointwiseBackward
+PointwisePass = PointwiseForward | PointwiseBackward
 
 
 def stated(problem: Activating) -> Activating | FunctionOfRows:

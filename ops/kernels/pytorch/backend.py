@@ -7,7 +7,7 @@ import torch
 from ..problems import kinds
 from ..problems.function import function_by
 from ..problems.gemm import GroupedGemm
-from ..problems.interface import GemmImplementation, Implementation, Table, solving
+from ..problems.interface import GemmImplementation, Implementation, Implementations, solving
 from ..problems.rows import RowPass
 from ..problems.transposition import Transposition
 from . import (
@@ -43,7 +43,7 @@ _ON_CPU = GemmImplementation(
 LOOP = GemmImplementation(loop.NAME, loop.NAME, loop.run, loop.refusal, warn=_warn_of_float32, has_epilogues=True)
 ROWS_OF_GROUPED_MM: Implementation[RowPass] = Implementation(None, grouped_mm.NAME, solving(grouped_mm), device="cuda")
 
-KERNELS: Table = (
+KERNELS: Implementations = (
     *((kinds.GEMM, GROUPED_MM), (kinds.GEMM, _ON_CPU), (kinds.GEMM, LOOP)),
     (kinds.RAGGED, Implementation(loop.NAME, loop.NAME, ragged_loop.run, ragged_loop.refusal)),
     (kinds.ACTIVATION, Implementation(None, activation.NAME, solving(activation))),
