@@ -50,7 +50,7 @@ from .problems.rows import (
     stated,
 )
 from .pytorch.wrong_sizes import raise_reported
-from .tensor_lists import addresses_of, form_guards, has_objects
+from .tensor_lists import addresses_of, has_objects
 
 __all__ = [
     "ActivationGrads",
@@ -64,7 +64,6 @@ __all__ = [
     "addresses_of",
     "backends",
     "compile_ahead",
-    "form_guards",
     "grouped_gemm",
     "has_objects",
     "kernel_cache",

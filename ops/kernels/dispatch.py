@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ...fuser import RefusedError
 from ...fuser.contract import tracing as trace
-from ...fuser.contract.config import active_config
+from ..values.switches import active_switches
 from .problems.interface import AnyImplementation, AnyKind, Implementation, Implementations, Measured
 from .problems.kinds import KINDS
 
@@ -99,7 +99,7 @@ def register(kernels: Implementations) -> None:
 
 def allows(backend: str) -> bool:
     """Whether the switches let a backend of this name run."""
-    return active_config().backend in ("auto", backend)
+    return active_switches().backend in ("auto", backend)
 
 
 def choose(problem: object, tracing: bool = False) -> Choice:
@@ -113,7 +113,7 @@ def choose(problem: object, tracing: bool = False) -> Choice:
             CUDA device does not. Never for a kind that is optional.
     """
     kind = _kinds[type(problem)]
-    tensor, only = kind.reads(problem), active_config().backend
+    tensor, only = kind.reads(problem), active_switches().backend
     on_cuda = tensor.is_cuda
     pool = _pools[kind, only, "cuda" if on_cuda else tensor.device.type]
     key = None if pool.cache_key is None or tracing else pool.cache_key(problem)
@@ -184,7 +184,7 @@ def record(problem: Measured, choice: Choice, reason: str | None = None) -> None
 
 def is_strict() -> bool:
     """Whether a kernel that falls back is an error."""
-    return active_config().strict
+    return active_switches().strict
 
 
 def _behind_others(problem: object, kind: AnyKind, pool: Pool, choice: Choice) -> Choice:
@@ -195,7 +195,7 @@ def _behind_others(problem: object, kind: AnyKind, pool: Pool, choice: Choice) -
     """
     before = [each.kernels for each in pool.choices[: pool.choices.index(choice)]]
     choice = choice._replace(refused=(*pool.absent, *_refusals(problem, before)))
-    config, on_cuda = active_config(), kind.reads(problem).is_cuda
+    config, on_cuda = active_switches(), kind.reads(problem).is_cuda
     asked = config.backend != "auto"
     if choice.refused and not kind.optional and (asked or (config.strict and on_cuda)):
         raise RefusedError(_strict_error(kind, choice))
@@ -221,7 +221,7 @@ def _no_kernels(problem: object, kind: AnyKind, pool: Pool) -> RefusedError:
     refused = (*pool.absent, *_refusals(problem, [choice.kernels for choice in pool.choices]))
     why = "; ".join([f"{backend} {words}" for backend, words in refused])
     return RefusedError(
-        f"no backend for this {kind.subject}: {why or f'{active_config().backend} has no kernel for it'}"
+        f"no backend for this {kind.subject}: {why or f'{active_switches().backend} has no kernel for it'}"
     )
 
 

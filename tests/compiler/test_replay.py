@@ -116,7 +116,7 @@ class Experts:
         return [y.detach(), *[t.grad for t in leaves if t.grad is not None]]
 
     def anew(self) -> list[Tensor]:
-        """What :meth:`step` gives for the same values in a copy, which knows nothing of earlier calls."""
+        """The results of :meth:`step` for the same values in a copy, which has no state of earlier calls."""
         other = copy(self)
         other.model = deepcopy(self.model)
         for own, parameter in zip(self.model.parameters(), other.model.parameters(), strict=True):

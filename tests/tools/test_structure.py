@@ -165,7 +165,9 @@ def test_it_counts_the_calls_of_another_tree(tmp_path: Path) -> None:
 
 
 def type_names(node: ast.AST) -> list[str]:
-    """What a node defines: a class, or at the top of a file an alias such as ``Row = tuple[str, ...]``."""
+    """The type names that a node defines: a class, or at the top of a file an alias such as ``Row =
+    tuple[str, ...]``.
+    """
     match node:
         case ast.ClassDef(name=name):
             return [name]

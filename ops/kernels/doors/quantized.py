@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ....fuser.contract import tracing as trace
-from ....fuser.contract.config import active_config
 from ....fuser.replay import capture
 from ...formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
 from ...values.activation_spec import ActivationSpec
+from ...values.switches import active_switches
 from .. import activate, activate_backward, products
 from ..dispatch import choose, run, solve
 from ..operators.custom_ops import kernel
@@ -389,7 +389,7 @@ def quantize(problem: Quantizing) -> None:
 def _multiply(problem: Multiplying) -> None:
     """Runs a product, or tells a trace of it."""
     choice, operand = choose(problem, trace.active()), problem.a.data
-    if choice.is_fallback and operand.is_cuda and active_config().backend != "loop":
+    if choice.is_fallback and operand.is_cuda and active_switches().backend != "loop":
         _multiply_in_16_bits(problem, choice.reason)
     elif trace.active() or problem.rows:
         solve(problem, choice)

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from ..problems import kinds
+from ..problems.choice import Choosing, ChoosingBackward
 from ..problems.function import function_by
 from ..problems.gemm import GroupedGemm
 from ..problems.interface import GemmImplementation, Implementation, Implementations, solving
@@ -15,6 +16,7 @@ from ..problems.routing import GatherSlots, OrderSlots, Permuting, SlotOrder, Sp
 from ..problems.rows import Activating, FunctionOfRows, PointwisePass, RowPass
 from ..problems.transposition import Transposition
 from . import (
+    choice,
     epilogue,
     fake_quantize,
     gemm,
@@ -60,6 +62,15 @@ def _permutation_refusal(p: Permuting) -> str | None:
 def _function_refusal(p: FunctionOfRows) -> str | None:
     assert p.activation.spec.program is not None
     return pointwise.refusal(p.activation.spec.program, p.activation.preact, p.rows)
+
+
+def _choose(p: Choosing | ChoosingBackward) -> None:
+    if isinstance(p, Choosing):
+        assert p.out is not None
+        choice.forward(p, p.out)
+    else:
+        assert p.out is not None
+        choice.backward(p, p.out)
 
 
 def _permute(p: Permuting) -> None:
@@ -118,6 +129,7 @@ KERNELS: Implementations = (
     (kinds.ROW_PASS, _of(lambda p: f"{NAME} ({p.PASS})", solving(rows), _groups_refusal)),
     (kinds.TRANSPOSITION, _of(f"{NAME} (transpose)", _transpose, _transposition_refusal)),
     (kinds.PERMUTATION, _of(lambda p: f"{permute.NAME} ({p.PASS})", _permute, _permutation_refusal, KEY)),
+    (kinds.CHOICE, _of(lambda p: f"{choice.NAME} ({p.PASS})", _choose, choice.refusal)),
     (kinds.LOW_RANK, _of(low_rank.NAME, low_rank.run, low_rank.refusal)),
     (kinds.QUANTIZER, _of(f"{NAME} (quantise)", quantize.run, quantize.refusal)),
     (kinds.FAKE_QUANTIZER, _of(f"{NAME} (quantise)", fake_quantize.run, fake_quantize.refusal)),

@@ -24,7 +24,7 @@ _OF_GROUPS = itemgetter("sizes", "groups", "int64_sizes")
 def pointwise(
     *, function: int, device: int, stream: int, rows: int, constants: tuple[float, ...], **fields: object
 ) -> None:
-    """Launches a compiled kernel. What the fields are is said in csrc/fusible/pointwise_params.h."""
+    """Launches a compiled kernel. The fields are described in csrc/fusible/pointwise_params.h."""
     unused = (0.0,) * (MOST_CONSTANTS - len(constants))
     nowhere = 0  # to report wrong sizes to, which is the extension's
     operands = [address for each in _LISTS(fields) for address in _filled(each)]
@@ -39,5 +39,5 @@ def _filled(addresses: list[int]) -> list[int]:
 
 @cache
 def _most_blocks(device: int) -> int:
-    """As many as run at once."""
+    """The number of blocks that can run at once."""
     return int(_BLOCKS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count)

@@ -6,6 +6,7 @@ from operator import attrgetter
 
 from torch import Tensor
 
+from .choice import Choosing, ChoosingBackward
 from .fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 from .gemm import GroupedGemm, first
 from .interface import Kind, Measured
@@ -71,6 +72,9 @@ TRANSPOSITION: Kind[Transposition] = Kind(
 PERMUTATION: Kind[Permuting] = Kind(
     "permutation of rows", attrgetter("ids"), types=(OrderSlots, SpreadRows, SumRows, GatherSlots), by_door=True
 )
+CHOICE: Kind[Choosing | ChoosingBackward] = Kind(
+    "choice of experts", attrgetter("logits"), types=(Choosing, ChoosingBackward), by_door=True
+)
 LOW_RANK: Kind[LowRankPass] = Kind(
     "pass of low rank", attrgetter("x"), types=(LowRankPass,), flops=FLOPS, optional=True, by_door=True
 )
@@ -118,5 +122,5 @@ PACKED: Kind[PackedGemm] = Kind(
 
 KINDS = (
     *(GEMM, RAGGED, ACTIVATION, FUNCTION, POINTWISE, ROW_PASS, TRANSPOSITION, LOW_RANK),
-    *(PERMUTATION, QUANTIZER, FAKE_QUANTIZER, SCALED_PRODUCT, ACTIVATED_PRODUCT, PACKED),
+    *(PERMUTATION, CHOICE, QUANTIZER, FAKE_QUANTIZER, SCALED_PRODUCT, ACTIVATED_PRODUCT, PACKED),
 )
