@@ -106,6 +106,16 @@ def activate_backward(
 def backward_workspace_bytes(
     *, groups: int, tokens: int, columns: int, dscales: bool, bias_columns: int, dvectors: int,
 ) -> int: ...
+def choose(
+    *, device: int, stream: int, logits: int, type: int, tokens: int, experts: int, top_k: int, scores: int,
+    normalize: bool, scale: float, groups: int, keep: int, best: int, bias: int, valid: int, given: int, ids: int,
+    weights: int, counts: int, slots: int, sums: int, squares: int, workspace: int,
+) -> None: ...
+def choose_backward(
+    *, device: int, stream: int, logits: int, type: int, tokens: int, experts: int, top_k: int, scores: int,
+    normalize: bool, scale: float, ids: int, d_weights: int, d_sums: int, d_squares: int, d_logits: int,
+) -> None: ...
+def choose_workspace(*, tokens: int, experts: int, tallied: bool) -> int: ...
 def column_sums(
     *, device: int, stream: int, rows: int, type: int, tokens: int, columns: int, pitch: int, groups: int, sizes: int,
     int64_sizes: bool, scale: int, out: int, out_type: int, workspace: int,

@@ -161,8 +161,8 @@ def launch(problem: GroupedGemm, variant: int = -1, dynamic: bool = True) -> Non
         variant=variant,
         workspace_bytes=workspace.nbytes,
         zero_tail=p.fresh and not p.tail_unspecified and not is_wgrad,
-        **workspace.fields,
         **second_fields(p.second),
+        **workspace.fields,
     )
     if not p.fresh:
         torch.autograd.graph.increment_version(p.out)
