@@ -74,7 +74,7 @@ ARROWS = {  # package -> its parts, and which parts each may import; nothing sta
             "backends",
             "products",
         ),
-        "doors": ("problems", "operators", "extension", "hopper", "dispatch", "products", "__init__"),
+        "doors": ("problems", "operators", "extension", "hopper", "pytorch", "dispatch", "products", "__init__"),
     },
 }
 
