@@ -20,7 +20,8 @@ from torch import Tensor
 from fusible import MXFP4, MXFP8, NVFP4, Float8Block, Float8Row, Float8Tensor
 from fusible.ops import kernels
 from fusible.ops.formats.recipe import Recipe
-from fusible.ops.kernels import Layout, dispatch
+from fusible.ops.kernels import Layout
+from fusible.ops.kernels.hopper import backend
 from fusible.ops.kernels.problems.gemm import nbytes
 from fusible.ops.quantized.linear import product
 from fusible.ops.quantized.operands import copies_of
@@ -37,11 +38,11 @@ RECIPES: Mapping[str, tuple[Recipe, int]] = {  # with the number of rows up to w
     "Float8Row": (Float8Row(), 0),
     "Float8Tensor": (Float8Tensor(), 0),
     "MXFP8": (MXFP8(), 0),
-    "MXFP8, as it lies": (MXFP8(), dispatch.FEW_ROWS),
+    "MXFP8, as it lies": (MXFP8(), backend.FEW_ROWS),
     "NVFP4": (NVFP4(), 0),
-    "NVFP4, as it lies": (NVFP4(), dispatch.FEW_ROWS),
+    "NVFP4, as it lies": (NVFP4(), backend.FEW_ROWS),
     "MXFP4": (MXFP4(), 0),
-    "MXFP4, as it lies": (MXFP4(), dispatch.FEW_ROWS),
+    "MXFP4, as it lies": (MXFP4(), backend.FEW_ROWS),
 }
 
 
@@ -67,7 +68,7 @@ def quantised(recipe: Recipe, rows_as_they_lie: int, x: Tensor, weight: Tensor, 
     assert rows is not None
 
     def run() -> Tensor:
-        with patch.object(dispatch, "FEW_ROWS", rows_as_they_lie):
+        with patch.object(backend, "FEW_ROWS", rows_as_they_lie):
             return product(recipe, rows, recipe.stored_operand(copy), sizes, torch.bfloat16)
 
     return run, nbytes(copy.data, copy.scales)

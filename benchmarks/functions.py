@@ -170,7 +170,11 @@ def first_calls(function: Function) -> FirstCalls:
     assert spec is not None
     assert spec.program is not None
     forms = [
-        epilogue.form_of(spec.program, backward, layout, torch.bfloat16, None, 768, False)
+        epilogue.EpilogueForm(
+            *(spec.program, backward, layout, torch.bfloat16),
+            *epilogue.blocks_of(spec.program, backward, None, 768),
+            False,
+        )
         for backward, layout in ((False, Layout.NT), (True, Layout.NN))
     ]
     with _empty_cache():

@@ -14,6 +14,7 @@ from fusible.ops import kernels
 from fusible.ops.formats.recipe import Recipe
 from fusible.ops.kernels.extension import compiled
 from fusible.ops.kernels.hopper import gemm as hopper
+from fusible.ops.kernels.hopper.operands import LAYOUTS
 from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout, stacked
 from fusible.ops.kernels.pytorch import grouped_mm as grouped_mm_backend
 from fusible.ops.quantized.linear import product, transposed_operand, weight_grad
@@ -64,12 +65,12 @@ def tiles(p: GroupedGemm) -> dict[str, Function]:
         return {}
 
     def run(variant: int) -> Tensor:
-        hopper.launch(p.layout, p.a, p.b, p.out, p.split_sizes, accumulate=p.beta is not None, variant=variant)
+        hopper.launch(p, variant)
         return stacked(p.out)
 
     extension, wide = compiled(), stacked(p.out).dtype is torch.float32
     built = extension.FP32_OUTPUT_TILE_VARIANTS if wide else extension.TILE_VARIANTS
-    return {f"tile {variant}": partial(run, variant) for variant in built[hopper.LAYOUTS[p.layout]]}
+    return {f"tile {variant}": partial(run, variant) for variant in built[LAYOUTS[p.layout]]}
 
 
 def dense(p: GroupedGemm) -> Function:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fusible.ops.formats.copies import BLOCK, Columns, Rows, ceil_blocks
 from fusible.ops.kernels.hopper import gemm, quantize, scaled_activation, scaled_gemm
-from fusible.ops.kernels.problems.gemm import Layout
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
 from fusible.ops.kernels.problems.quantized import ActivatedScaledGemm, QuantizeActivation, ScaledGemm, ScaledWgrad
 from fusible.ops.values.activation_spec import ActivationSpec
 
@@ -162,7 +162,7 @@ def forward(o: GemmOperands) -> dict[str, Function]:
     by_bfloat16 = torch.empty_like(out)
 
     def bf16() -> Tensor:
-        gemm.launch(Layout.NT, o.x, o.weight, by_bfloat16, o.sizes)
+        gemm.launch(GroupedGemm(Layout.NT, o.x, o.weight, o.sizes, by_bfloat16))
         return by_bfloat16
 
     return functions | {"bf16": bf16} | _torch_forward(rowwise) | _deepgemm(partial(deepgemm.float8_product, problem))
@@ -243,7 +243,7 @@ def wgrad(o: GemmOperands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str
     by_bfloat16 = torch.empty_like(out)
 
     def bf16() -> Tensor:
-        gemm.launch(Layout.TN, o.dy, o.x, by_bfloat16, o.sizes)
+        gemm.launch(GroupedGemm(Layout.TN, o.dy, o.x, o.sizes, by_bfloat16))
         return by_bfloat16
 
     return functions | {"bf16": bf16} | _torch_wgrad(o) | _deepgemm(partial(deepgemm.float8_wgrad, adding))

@@ -18,7 +18,18 @@ namespace fusible::python {
 
 namespace py = pybind11;
 
-// The names of the fields of a call.
+// The type of a field in Python, as `ops/_C.pyi` declares it.
+template <class T>
+constexpr const char* python_type() {
+  if constexpr (std::is_same_v<T, bool>) return "bool";
+  if constexpr (std::is_same_v<T, float>) return "float";
+  if constexpr (std::is_same_v<T, Activation>) return "Activation";
+  if constexpr (std::is_same_v<T, Constants>) return "tuple[float, ...]";
+  if constexpr (std::is_same_v<T, Addresses> || std::is_same_v<T, Numbers>) return "list[int]";
+  return "int";
+}
+
+// The names and types of the fields of a call.
 class Signature {
  public:
   static constexpr size_t kMost = 64;
@@ -37,6 +48,7 @@ class Signature {
   template <class T>
   void field(const char* name, T&) {
     names_.push_back(PyUnicode_InternFromString(name));
+    types_.push_back(python_type<T>());
   }
   void rows(const char* name, int64_t& value) { field(name, value); }
   void optional() { required_ = names_.size(); }
@@ -64,6 +76,14 @@ class Signature {
     return text + ")";
   }
 
+  // The same with types, which `inspect` does not read.
+  std::string declaration() const {
+    std::string text = "(*";
+    for (size_t i = 0; i < names_.size(); ++i)
+      text += std::string(", ") + name(i) + ": " + types_[i] + (i < required_ ? "" : " = ...");
+    return text + ")";
+  }
+
  private:
   size_t position(const char* function, PyObject* keyword) const {
     for (size_t i = 0; i < names_.size(); ++i)
@@ -72,6 +92,7 @@ class Signature {
   }
 
   std::vector<PyObject*> names_;
+  std::vector<const char*> types_;
   size_t required_ = std::numeric_limits<size_t>::max();
 };
 
@@ -174,13 +195,17 @@ PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t positional, PyObje
   return nullptr;
 }
 
-// Defines the function of a launch or of a workspace.
+// Defines the function of a launch or of a workspace, and says in `declarations` how `ops/_C.pyi` declares it.
 template <class Call>
 void def(py::module_& module, const char* text) {
   static const std::string documentation = Call::kName + Signature::of<Call>().text() + "\n--\n\n" + text;
   static PyMethodDef method{Call::kName, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call<Call>)),
                             METH_FASTCALL | METH_KEYWORDS, documentation.c_str()};
   module.attr(Call::kName) = py::reinterpret_steal<py::object>(PyCFunction_NewEx(&method, nullptr, nullptr));
+  if (!py::hasattr(module, "declarations")) module.attr("declarations") = py::dict();
+  constexpr bool counts_bytes = requires(Call call) { call.bytes(); };
+  module.attr("declarations")[Call::kName] =
+      Signature::of<Call>().declaration() + " -> " + (counts_bytes ? "int" : "None");
 }
 
 }  // namespace fusible::python

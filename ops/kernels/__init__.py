@@ -9,7 +9,6 @@ Weights that are the transposed view of dense ones are read as they lie, by the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,19 +17,7 @@ from ...fuser.contract import tracing as trace
 from ..programs.program import Program
 from ..values.activation_spec import ActivationSpec
 from ..values.grouped_tensor import GroupedTensor
-from . import extension, recording, unfused
-from .dispatch import (
-    Choice,
-    activation_kernels,
-    choose,
-    choose_ragged,
-    pointwise_choice,
-    row_choice,
-    row_kernels,
-    second_refusal,
-)
-from .hopper import gemm as hopper
-from .hopper import rows as hopper_rows
+from . import backends, dispatch, extension, products
 from .hopper.ahead import compile_ahead
 from .hopper.peers import send_rows
 from .jit.cache import kernel_cache
@@ -50,10 +37,18 @@ from .problems.gemm import (
     PointwiseRows,
     RowSlots,
     first,
-    nbytes,
 )
 from .problems.independent import Independent
 from .problems.ragged import RaggedGemm
+from .problems.rows import (
+    ActivateRows,
+    ActivateRowsBackward,
+    ColumnSums,
+    PointwiseBackward,
+    PointwiseForward,
+    RowDots,
+    stated,
+)
 from .pytorch.wrong_sizes import raise_reported
 from .tensor_lists import addresses_of, has_objects
 
@@ -67,6 +62,7 @@ __all__ = [
     "PointwiseGrads",
     "RowSlots",
     "addresses_of",
+    "backends",
     "compile_ahead",
     "grouped_gemm",
     "has_objects",
@@ -141,15 +137,7 @@ def grouped_gemm(
     problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale, fresh)
     problem.second, problem.tail_unspecified, problem.slots = second, tail_unspecified, slots
     problem.independent = independent
-    choice = _run(problem)
-    if choice is not None:
-        if slots is not None and not (choice.backend is hopper and hopper.stores_to_slots(problem)):
-            send_rows(first(out), slots)
-        has_tail = fresh and not tail_unspecified and layout is not Layout.TN
-        if has_tail and isinstance(out, Tensor) and not choice.zeroes_tail:
-            _zero_tail(out, split_sizes, choice)
-    elif not problem.rows:
-        outputs.fill_without_rows(problem)
+    products.run(problem)
     return out
 
 
@@ -172,13 +160,7 @@ def ragged_gemm(
     Raises:
         ArgumentError: the depths of a group's operands differ, where the host knows them.
     """
-    problem = RaggedGemm(layout, a, b, out, alpha, beta, bias, fresh)
-    backend, reason = choose_ragged(problem)
-    if trace.active():
-        moved = nbytes(a.data, b.data, out.data, bias)
-        trace.record(trace.KernelCall(backend.NAME, reason, 0, moved))
-    elif not a.data.is_meta:
-        backend.run(problem)
+    dispatch.run(RaggedGemm(layout, a, b, out, alpha, beta, bias, fresh))
 
 
 @kernel(
@@ -215,13 +197,9 @@ def grouped_linear_activation(
     preact, postact = outputs.new_preact_and_postact(x, weight, activation, keep_preact)
     layout, weight, second = _fold_transpose(Layout.NT, weight, second)
     problem = GroupedGemm(layout, x, weight, split_sizes, postact, bias=bias, bias_scale=bias_scale, fresh=True)
-    problem.epilogue, problem.second = Activate(activation, scales, preact, vectors, matrices), second
-    problem.arrived = arrived
-    choice = _run(problem)
-    if choice is not None and not tail_unspecified:
-        for tokens in (preact, postact):
-            if tokens is not None:
-                _zero_tail(tokens, split_sizes, choice)
+    problem.epilogue = Activate(activation, scales, preact, vectors, matrices, tail_unspecified)
+    problem.second, problem.arrived = second, arrived
+    products.run(problem)
     return preact, postact
 
 
@@ -252,14 +230,7 @@ def grouped_linear_activation_backward(
     layout, weight, second = _fold_transpose(Layout.NN, weight, second)
     problem = GroupedGemm(layout, dy, weight, split_sizes, out.preact, fresh=True)
     problem.epilogue, problem.second = ActivateBackward(activation, scales, preact, out, vectors), second
-    choice = _run(problem)
-    if choice is not None:
-        if choice.backend is not hopper or choice.epilogue_reason is not None:
-            _finish_by_rows(out, split_sizes, choice)
-    elif not problem.rows:
-        for sums in (out.bias, *(() if out.vectors is None else out.vectors)):
-            if sums is not None:
-                sums.zero_()
+    products.run(problem)
     return out
 
 
@@ -273,9 +244,7 @@ def activate(
 ) -> Tensor:
     """``act(preact) * scales[:, None]``, rounded once; ``vectors``: the numbers of columns that it reads."""
     postact, of_groups = outputs.new_postact(preact, activation), _of_groups(vectors, split_sizes)
-    if _activation_runs(activation, preact, scales, postact, of_groups=of_groups):
-        kernels = activation_kernels(activation, preact, scales, postact, of_groups=of_groups)
-        kernels.forward(preact, activation, scales, postact)
+    dispatch.run(stated(ActivateRows(preact, activation, scales, postact, of_groups)))
     return postact
 
 
@@ -295,10 +264,7 @@ def activate_backward(
     """Gradients of ``preact`` and, if wanted, of scales and vectors; and, if wanted, what :func:`activate` gave."""
     wants = want_scales, want_postact, None, None, vectors, want_vectors
     out, of_groups = outputs.new_grads(preact, activation, scales, *wants), _of_groups(vectors, split_sizes)
-    if _activation_runs(activation, preact, scales, dpostact, *out[:3], of_groups=of_groups):
-        rows = dpostact, out.preact, out.postact
-        kernels = activation_kernels(activation, preact, scales, *rows, of_groups=of_groups)
-        kernels.backward(dpostact, preact, activation, scales, out)
+    dispatch.run(stated(ActivateRowsBackward(dpostact, preact, activation, scales, out, of_groups)))
     return out
 
 
@@ -315,10 +281,7 @@ def pointwise(
 ) -> Tensor:
     """[rows, C]: the value of a program over dense rows, rounded once; see :class:`PointwiseRows`."""
     y, rows = outputs.new_value(x, program), PointwiseRows(x, block, numbers, constants, vectors, split_sizes, matrices)
-    if trace.active():
-        recording.pointwise(program, x, rows, y)
-    elif not x.is_meta:
-        pointwise_choice(program, x, rows)[0].forward(program, rows, y)
+    dispatch.run(PointwiseForward(program, x, rows, y))
     return y
 
 
@@ -327,7 +290,7 @@ def pointwise_refusal(
 ) -> str | None:
     """Why no kernel of ours computes a program of such operands, so that PyTorch does, line by line; None: one does."""
     rows = PointwiseRows(x, None, numbers, vectors=vectors, matrices=matrices)
-    return pointwise_choice(program, x, rows)[1] or None
+    return dispatch.refusal(PointwiseForward(program, x, rows, x))
 
 
 @kernel(
@@ -364,10 +327,7 @@ def pointwise_backward(
     wanted = want_x, want_numbers, want_vectors, number_dtypes, vector_dtypes, matrices, want_matrices, matrix_dtypes
     out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, *wanted)
     rows = PointwiseRows(x, block, numbers, constants, vectors, split_sizes, matrices)
-    if trace.active():
-        recording.pointwise(program, dy, rows, x, *out)
-    elif not dy.is_meta:
-        pointwise_choice(program, dy, rows)[0].backward(program, rows, dy, out)
+    dispatch.run(PointwiseBackward(program, dy, rows, out))
     return out
 
 
@@ -375,10 +335,7 @@ def pointwise_backward(
 def column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
     """[E, N]: the sum of the rows of each group, each times its ``scale`` [T]; the gradient of a bias."""
     out = outputs.new_sums(tokens, split_sizes, dtype)
-    if trace.active():
-        recording.column_sums(tokens, split_sizes, out, scale)
-    elif not tokens.is_meta:
-        row_kernels(tokens, split_sizes, out).column_sums(tokens, split_sizes, out, scale)
+    dispatch.run(ColumnSums(tokens, split_sizes, out, scale))
     return out
 
 
@@ -386,32 +343,8 @@ def column_sums(tokens: Tensor, split_sizes: Tensor, dtype: torch.dtype, scale: 
 def row_dots(tokens: Tensor, vectors: Matrices, split_sizes: Tensor, dtype: torch.dtype) -> Tensor:
     """[T]: each row times its group's vector, 0 past the last group; the gradient of a bias's scale."""
     out = outputs.new_dots(tokens, dtype)
-    if trace.active():
-        recording.row_dots(tokens, vectors, split_sizes, out)
-    elif not tokens.is_meta:
-        row_kernels(tokens, split_sizes, out).row_dots(tokens, vectors, split_sizes, out)
+    dispatch.run(RowDots(tokens, vectors, split_sizes, out))
     return out
-
-
-def _finish_by_rows(grads: ActivationGrads, split_sizes: Tensor, choice: Choice) -> None:
-    """What of a backward through an activation knows groups: the tail of the scales' gradient, the bias's gradient."""
-    if grads.scales is not None:
-        _zero_tail(grads.scales.unsqueeze(-1), split_sizes, choice)
-    if grads.bias is None:
-        return
-    if trace.active():
-        recording.column_sums(grads.preact, split_sizes, grads.bias, None)
-    else:
-        row_kernels(grads.preact, split_sizes, grads.bias).column_sums(grads.preact, split_sizes, grads.bias, None)
-
-
-def _zero_tail(out: Tensor, split_sizes: Tensor, choice: Choice) -> None:
-    """Of rows that are allocated here; our own kernel, which is there where our backend is, touches nothing else."""
-    kernels, reason = (hopper_rows, "") if choice.backend is hopper else row_choice(out, split_sizes, out)
-    if trace.active():
-        recording.zero_tail(kernels, reason, out)
-    else:
-        kernels.zero_tail(out, split_sizes)
 
 
 _TRANSPOSED = {Layout.NT: Layout.NN, Layout.NN: Layout.NT}
@@ -437,50 +370,3 @@ def _stored(a: Tensor, b: Tensor) -> OperandPair:
 
 def _of_groups(vectors: Operands, split_sizes: Tensor | None) -> FunctionOperands | None:
     return None if vectors is None or split_sizes is None else FunctionOperands(vectors, split_sizes)
-
-
-def _activation_runs(
-    spec: ActivationSpec,
-    preact: Tensor,
-    scales: Tensor | None,
-    *rows: Tensor | None,
-    of_groups: FunctionOperands | None = None,
-) -> bool:
-    """Whether to run an activation; a trace is told instead."""
-    if trace.active():
-        recording.activation(spec, preact, scales, *rows, of_groups=of_groups)
-        return False
-    return not preact.is_meta
-
-
-def _run(problem: GroupedGemm) -> Choice | None:
-    """Runs a product, or tells a trace of it; None if there is nothing to run: no rows, or a meta device."""
-    tracing = trace.active()
-    choice = choose(problem, tracing)
-    if problem.second is not None and second_refusal(problem, choice) is not None:
-        return _run_apart(problem)
-    if tracing:
-        recording.product(problem, choice)
-        return choice
-    if not problem.a.shape[0] or problem.a.is_meta:
-        return None
-    if choice.epilogue_reason is None:
-        choice.backend.run(problem)
-    else:
-        unfused.run(choice.backend, problem)
-    return choice
-
-
-def _run_apart(problem: GroupedGemm) -> Choice | None:
-    """The same where the product of the second pair of operands is a kernel of its own, and so is an epilogue."""
-    with_rows = problem if problem.epilogue is None else unfused.product_of(problem)
-    product = replace(with_rows, second=None)
-    choice = _run(product)
-    _run(unfused.second_product(problem, product.out))
-    if problem.epilogue is None:
-        return choice
-    if trace.active():
-        recording.epilogue(problem, first(product.out))
-    elif choice is not None:
-        unfused.run_epilogue(problem, first(product.out))
-    return choice and choice._replace(epilogue_reason="follows a second product")

@@ -1,309 +1,233 @@
-"""Which kernel runs, and why none before it: the one place that obeys ``config(backend=..., strict=...)``.
+"""Who solves a problem: the one place that asks backends, obeys ``config(backend=..., strict=...)`` and tells a trace.
 
-Our own kernels run on a Hopper GPU under ``backend="auto"`` and ``"hopper"``; under any other name everything runs on
-PyTorch, the passes over rows and the routing included.
+Backends register kernels for kinds of problems (``backends.py``). Those that allow it by their name and by the device
+are asked in order. Kernels that run under any name are a fallback: what every backend has in place of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
-
-import torch
-from torch import Tensor
+from collections.abc import Callable, Hashable, Iterable
+from typing import NamedTuple
 
 from ...fuser import RefusedError
-from ..programs.program import Program
-from ..values.activation_spec import ActivationSpec
+from ...fuser.contract import tracing as trace
 from ..values.switches import active_switches
-from .hopper import fake_quantize as hopper_fake_quantize
-from .hopper import gemm as hopper
-from .hopper import low_rank as hopper_low_rank
-from .hopper import packed_gemm as hopper_packed
-from .hopper import pointwise as jit_pointwise
-from .hopper import quantize as hopper_quantize
-from .hopper import ragged as hopper_ragged
-from .hopper import rows as hopper_rows
-from .hopper import scaled_activation as hopper_scaled_activation
-from .hopper import scaled_gemm as hopper_scaled
-from .problems.fake_quantized import FakeQuantizeRows, FakeQuantizing
-from .problems.function import FunctionKernels
-from .problems.gemm import FunctionOperands, GroupedGemm, PointwiseRows, first
-from .problems.interface import (
-    ActivationKernels,
-    Backend,
-    FakeQuantizers,
-    PointwiseKernels,
-    Quantizers,
-    RowKernels,
-    ScaledProducts,
-)
-from .problems.low_rank import LowRankPass
-from .problems.quantized import ActivatedScaledGemm, Multiplying, PackedGemm, Quantizing, source
-from .problems.ragged import RaggedGemm
-from .pytorch import activation as pytorch_activation
-from .pytorch import fake_quantize as pytorch_fake_quantize
-from .pytorch import float32, grouped_mm, grouped_mm_cpu, loop, ragged_loop
-from .pytorch import pointwise as pytorch_pointwise
-from .pytorch import quantize as pytorch_quantize
-from .pytorch import scaled_gemm as pytorch_scaled
-
-P_contra = TypeVar("P_contra", contravariant=True)
-
-
-class Candidate(Protocol[P_contra]):
-    """What can be chosen for problems of a kind."""
-
-    @property
-    def NAME(self) -> str: ...
-
-    def refusal(self, problem: P_contra, /) -> str | None:
-        """Why the problem cannot be run here; None: it can."""
-
-
-class RaggedBackend(Candidate[RaggedGemm], Protocol):
-    """An implementation of the grouped GEMM of groups of any shapes."""
-
-    def run(self, problem: RaggedGemm, /) -> None:
-        """Computes ``problem.out``."""
-
-
-C = TypeVar("C", bound=Candidate[Any])
-K = TypeVar("K")
-FEW_ROWS = 16
-"""As many of a group, on average, read packed weights as they lie. More than a handful have not been timed."""
+from .problems.interface import AnyImplementation, AnyKind, Implementation, Implementations, Measured
+from .problems.kinds import KINDS
 
 
 class Choice(NamedTuple):
-    """A backend, and why none before it; and why the epilogue is a kernel of its own, None where it is none."""
+    """The kernels for a problem, and which backends refused it before, with their reasons.
 
-    backend: Backend
-    reason: str = ""
-    epilogue_reason: str | None = None
+    Attributes:
+        excluded_by: the switch under which no kernels but a fallback may run; empty: they may.
+    """
+
+    kernels: AnyImplementation
+    refused: tuple[tuple[str, str], ...] = ()
+    excluded_by: str = ""
 
     @property
-    def zeroes_tail(self) -> bool:
-        """Whether rows of a fresh result past the last group are zero."""
-        return self.backend in (hopper, grouped_mm_cpu)
+    def is_fallback(self) -> bool:
+        """Whether no backend solves the problem by kernels of its own."""
+        return self.kernels.backend is None
+
+    @property
+    def words(self) -> str:
+        """The reason, without the names of the backends."""
+        return self.excluded_by or "; ".join([why for _, why in self.refused])
+
+    @property
+    def reason(self) -> str:
+        """Why no kernels before these; empty: these are the first."""
+        return self.excluded_by or "; ".join([f"{backend} {why}" for backend, why in self.refused])
 
 
-_BACKENDS: tuple[Backend, ...] = (hopper, grouped_mm, loop)
-_CPU_BACKENDS: tuple[Backend, ...] = (hopper, grouped_mm_cpu, loop)
-_RAGGED_BACKENDS: tuple[RaggedBackend, ...] = (hopper_ragged, ragged_loop)
-_HOPPER = Choice(hopper)
-# on a CPU, with any epilogue; why, only a trace wants to know
-_LOOP_ON_CPU = Choice(loop)
-_GROUPED_MM_ON_CPU = Choice(grouped_mm_cpu)
-_first_takes: set[tuple[Hashable, ...]] = set()  # kinds of problems; as many as there are layers of different sizes
+class Pool(NamedTuple):
+    """The kernels for a kind of problem that a name and a device allow.
+
+    Attributes:
+        choices: in order, each with the backends that have none for the device.
+        absent: these backends, and why.
+        cache_key: that of the first kernels.
+        taken: keys of problems that these take; as many as there are layers of different sizes.
+    """
+
+    choices: tuple[Choice, ...]
+    absent: tuple[tuple[str, str], ...]
+    cache_key: Callable[[object], Hashable | None] | None
+    taken: set[Hashable]
 
 
-def choose(problem: GroupedGemm, tracing: bool) -> Choice:
-    """The first backend that can run the problem, or the one that the configuration asks for.
+class _Pools(dict[tuple[AnyKind, str, str], Pool]):
+    """Made once for each kind of problem, name and type of device."""
+
+    def __missing__(self, key: tuple[AnyKind, str, str]) -> Pool:
+        kind, only, device = key
+        fitting = [
+            kernels
+            for kernels in kind.kernels
+            if kernels.device in (None, device) or (kernels.interpreted and kernels.backend == only)
+        ]
+        there = {kernels.backend for kernels in fitting}
+        absent = {
+            kernels.backend: f"needs a {str(kernels.device).upper()} device, got {device}"
+            for kernels in kind.kernels
+            if kernels.backend not in (None, *there) and only in ("auto", kernels.backend)
+        }
+        allowed = [kernels for kernels in fitting if kernels.backend is None or only in ("auto", kernels.backend)]
+        refused = tuple([(str(backend), why) for backend, why in absent.items()])
+        excluded = not refused and all([kernels.backend is None for kernels in allowed])
+        excluded_by = f"config(backend={only!r})" if only != "auto" and excluded else ""
+        allowed += [_OF_DOOR] if kind.by_door else []
+        choices = [Choice(k, refused, excluded_by if k.backend is None else "") for k in allowed]
+        cache_key = choices[0].kernels.cache_key if choices else None
+        self[key] = pool = Pool(tuple(choices), refused, cache_key, set())
+        return pool
+
+
+_pools = _Pools()
+_kinds: dict[type, AnyKind] = {problem: kind for kind in KINDS for problem in kind.types}
+
+
+def register(kernels: Implementations) -> None:
+    """Adds the kernels of a backend, which are asked after those that are there."""
+    for kind, those in kernels:
+        kind.kernels.append(those)
+    _pools.clear()
+
+
+def allows(backend: str) -> bool:
+    """Whether the switches let a backend of this name run."""
+    return active_switches().backend in ("auto", backend)
+
+
+def choose(problem: object, tracing: bool = False) -> Choice:
+    """The first kernels that take the problem.
 
     Args:
-        tracing: the tensors hold no data, and the reason is wanted.
+        tracing: the tensors hold no data, or the reason is wanted, which an eager call does without.
 
     Raises:
-        RefusedError: the backend asked for cannot; or, when strict, the first one cannot on a CUDA device, or it can
-            but for the epilogue.
+        RefusedError: none take it; or a backend that is asked for by name does not; or, when strict, the first one on a
+            CUDA device does not. Never for a kind that is optional.
     """
-    only = active_switches().backend
-    if not tracing and not problem.a.is_cuda and only == "auto":
-        return _LOOP_ON_CPU if grouped_mm_cpu.refusal(problem) is not None else _GROUPED_MM_ON_CPU
-    choice = _choose_backend(problem, tracing, only)
-    if problem.epilogue is None:
+    kind = _kinds[type(problem)]
+    tensor, only = kind.reads(problem), active_switches().backend
+    on_cuda = tensor.is_cuda
+    pool = _pools[kind, only, "cuda" if on_cuda else tensor.device.type]
+    key = None if pool.cache_key is None or tracing else pool.cache_key(problem)
+    if key is not None and key in pool.taken:
+        return pool.choices[0]
+    for choice in pool.choices:
+        refusal = choice.kernels.refusal
+        if refusal is None or refusal(problem) is None:
+            break
+    else:
+        raise _no_kernels(problem, kind, pool)
+    if choice is pool.choices[0] and not (pool.absent and only != "auto"):
+        if key is not None:
+            pool.taken.add(key)
         return choice
-    why = choice.backend.epilogue_refusal(problem)
-    if why is None:
-        slower = hopper.slower_epilogue(problem) if choice.backend is hopper else None
-        return choice if slower is None else choice._replace(epilogue_reason=slower)
-    if choice.backend is hopper and active_switches().strict:
-        raise RefusedError(
-            f"strict: the activation runs as a kernel of its own, because {hopper.NAME}'s epilogue {why}"
-        )
-    return choice._replace(epilogue_reason=why)
+    if not tracing and only == "auto" and not (on_cuda and is_strict()):
+        if choice.kernels.warn is not None:
+            choice.kernels.warn(problem)
+        return choice  # an eager call does not show the reason
+    return _behind_others(problem, kind, pool, choice)
 
 
-def second_refusal(problem: GroupedGemm, choice: Choice) -> str | None:
-    """Why the product of the second pair of operands is a kernel of its own; None: there is none, or it is not."""
-    if problem.second is None:
-        return None
-    return hopper.second_refusal(problem) if choice.backend is hopper else f"{choice.backend.NAME} takes one pair"
+def refusal(problem: object) -> str | None:
+    """Why no backend solves the problem by kernels of its own; None: one does.
+
+    Raises:
+        RefusedError: as of :func:`choose`.
+    """
+    choice = choose(problem, tracing=True)
+    return choice.reason if choice.is_fallback else None
 
 
-def _choose_backend(problem: GroupedGemm, tracing: bool, only: str) -> Choice:
-    if tracing:
-        return _ask(problem, only)
-    key = problem.cache_key if only in ("auto", hopper.NAME) else None
-    if key in _first_takes:
-        return _HOPPER
-    choice = _ask(problem, only)
-    if choice.backend is loop and only == "auto" and problem.a.dtype == torch.float32 and problem.a.is_cuda:
-        float32.warn_once()
-    if key is not None and choice.backend is hopper:
-        _first_takes.add(key)
+def run(problem: Measured) -> Choice:
+    """Solves the problem by the kernels that are chosen, or tells a trace of them; returns what was chosen.
+
+    Raises:
+        RefusedError: as of :func:`choose`.
+    """
+    choice = choose(problem, trace.active())
+    solve(problem, choice)
     return choice
 
 
-def _ask(problem: GroupedGemm, only: str) -> Choice:
-    on_cpu = not problem.a.is_cuda and problem.a.device.type == "cpu"
-    backends = _CPU_BACKENDS if on_cpu else _BACKENDS
-    return Choice(*_first_that_takes(backends, problem, only, "grouped GEMM", problem.a.is_cuda))
+def solve(problem: Measured, choice: Choice) -> None:
+    """Solves the problem by these kernels, or tells a trace of them. Without data, or rows, there is nothing to do."""
+    if trace.active():
+        return record(problem, choice)
+    kind = _kinds[type(problem)]
+    if not kind.reads(problem).is_meta and (kind.is_empty is None or not kind.is_empty(problem)):
+        choice.kernels.run(problem)
 
 
-def choose_ragged(problem: RaggedGemm) -> tuple[RaggedBackend, str]:
-    """As :func:`choose`, for groups of any shapes; and why none before it."""
-    only = active_switches().backend
-    return _first_that_takes(_RAGGED_BACKENDS, problem, only, "ragged GEMM", problem.a.data.is_cuda)
-
-
-def _first_that_takes(backends: Sequence[C], problem: Any, only: str, subject: str, on_cuda: bool) -> tuple[C, str]:
-    """The first backend that takes the problem, and why none before it.
+def record(problem: Measured, choice: Choice, reason: str | None = None) -> None:
+    """Tells a trace of the kernels that solve a problem.
 
     Args:
-        only: the name of the one that may, or ``"auto"``.
-        subject: names such problems in errors.
-        on_cuda: whether a fallback is one, when strict.
+        reason: why no faster ones do, if not that of the choice.
+    """
+    kind, kernels = _kinds[type(problem)], choice.kernels
+    name = kernels.name if isinstance(kernels.name, str) else kernels.name(problem)
+    if reason is None:  # nobody expects other kernels than the fallback on a CPU
+        reason = choice.reason if kind.reads(problem).is_cuda or not choice.is_fallback else ""
+    flops = 0 if kind.flops is None else kind.flops(problem)
+    describe = kernels.configuration or kind.configuration
+    words = "" if describe is None else describe(problem)
+    trace.record(trace.KernelCall(name, reason, flops, problem.bytes, words))
+
+
+def is_strict() -> bool:
+    """Whether a kernel that falls back is an error."""
+    return active_switches().strict
+
+
+def _behind_others(problem: object, kind: AnyKind, pool: Pool, choice: Choice) -> Choice:
+    """The choice with the reasons of those before it, which are asked again.
 
     Raises:
-        RefusedError: none takes it; or, when strict, not the first.
+        RefusedError: see :func:`choose`.
     """
-    refusals: list[str] = []
-    for backend in backends:
-        if only not in ("auto", backend.NAME):
-            continue
-        why = backend.refusal(problem)
-        if why is None:
-            reason = "; ".join(refusals)
-            if reason and on_cuda and active_switches().strict:
-                raise RefusedError(f"strict: the {subject} falls back to {backend.NAME}, because {reason}")
-            return backend, reason
-        refusals.append(f"{backend.NAME} {why}")
-    raise RefusedError(f"no backend for this {subject}: {'; '.join(refusals) or f'{only} has no kernel for it'}")
+    before = [each.kernels for each in pool.choices[: pool.choices.index(choice)]]
+    choice = choice._replace(refused=(*pool.absent, *_refusals(problem, before)))
+    config, on_cuda = active_switches(), kind.reads(problem).is_cuda
+    asked = config.backend != "auto"
+    if choice.refused and not kind.optional and (asked or (config.strict and on_cuda)):
+        raise RefusedError(_strict_error(kind, choice))
+    return choice
 
 
-def activation_kernels(
-    spec: ActivationSpec,
-    preact: Tensor,
-    scales: Tensor | None,
-    *rows: Tensor | None,
-    of_groups: FunctionOperands | None = None,
-) -> ActivationKernels:
-    """For an activation of ``preact``, with ``rows`` that are read or written beside it."""
-    return activation_choice(spec, preact, scales, *rows, of_groups=of_groups)[0]
+def _refusals(problem: object, kernels: Iterable[AnyImplementation]) -> Iterable[tuple[str, str]]:
+    for each in kernels:
+        why = None if each.refusal is None else each.refusal(problem)
+        if why is not None:
+            yield str(each.backend), why
 
 
-def activation_choice(
-    spec: ActivationSpec,
-    preact: Tensor,
-    scales: Tensor | None,
-    *rows: Tensor | None,
-    of_groups: FunctionOperands | None = None,
-) -> tuple[ActivationKernels, str]:
-    """:func:`activation_kernels`, and why not our own."""
-    if spec.program is not None:
-        read = PointwiseRows(preact, spec.block, None if scales is None else (scales,))
-        read = read if of_groups is None else read._replace(**of_groups._asdict())
-        kernels, why = pointwise_choice(spec.program, preact, read)
-        return FunctionKernels(kernels, spec.program, of_groups), why
-    refusal = partial(hopper_rows.activation_refusal, preact, scales, *rows)
-    return _ours_or(pytorch_activation, hopper_rows, refusal, "activation", preact)
+def _strict_error(kind: AnyKind, choice: Choice) -> str:
+    if not choice.is_fallback:
+        return f"strict: the {kind.subject} falls back to {choice.kernels.backend}, because {choice.reason}"
+    (backend, why), *others = choice.refused
+    more = "".join([f", and none of {name}, because it {words}" for name, words in others])
+    return f"the {kind.subject} has no kernel of {backend}, because it {why}{more}"
 
 
-def pointwise_choice(program: Program, columns: Tensor, rows: PointwiseRows) -> tuple[PointwiseKernels, str]:
-    """For a pointwise program over such columns, with what else it reads; and why not our own."""
-    refusal = partial(jit_pointwise.refusal, program, columns, rows)
-    return _ours_or(pytorch_pointwise, jit_pointwise, refusal, "pointwise function", columns)
+def _no_kernels(problem: object, kind: AnyKind, pool: Pool) -> RefusedError:
+    refused = (*pool.absent, *_refusals(problem, [choice.kernels for choice in pool.choices]))
+    why = "; ".join([f"{backend} {words}" for backend, words in refused])
+    return RefusedError(
+        f"no backend for this {kind.subject}: {why or f'{active_switches().backend} has no kernel for it'}"
+    )
 
 
-def row_kernels(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> RowKernels:
-    """For passes over rows [T, N] that know groups."""
-    return row_choice(tokens, split_sizes, out)[0]
+def _left_to_door(problem: object) -> None:
+    raise NotImplementedError(f"the door of {type(problem).__name__} solves it in a way of its own")
 
 
-def row_choice(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> tuple[RowKernels, str]:
-    """:func:`row_kernels`, and why not our own."""
-    # what keeps split sizes on the device on CUDA, and makes no indices on a CPU
-    fallback: RowKernels = grouped_mm if tokens.is_cuda else loop
-    refusal = partial(hopper_rows.groups_refusal, tokens, split_sizes, out)
-    return _ours_or(fallback, hopper_rows, refusal, "pass over rows", tokens)
-
-
-def quantizers(problem: Quantizing) -> tuple[Quantizers, str]:
-    """What makes the copies, and why not our own kernels."""
-    refusal = partial(hopper_quantize.refusal, problem)
-    return _ours_or(pytorch_quantize, hopper_quantize, refusal, "quantiser", source(problem))
-
-
-def fake_quantizers(problem: FakeQuantizing) -> tuple[FakeQuantizers, str]:
-    """What rounds to the values of copies, and why not our own kernels."""
-    read = problem.x if isinstance(problem, FakeQuantizeRows) else first(problem.weight)
-    refusal = partial(hopper_fake_quantize.refusal, problem)
-    return _ours_or(pytorch_fake_quantize, hopper_fake_quantize, refusal, "quantiser", read)
-
-
-def scaled_products(problem: Multiplying) -> tuple[ScaledProducts, str]:
-    """What multiplies quantised operands, and why not our own kernels."""
-    refusal = partial(hopper_scaled.refusal, problem)
-    return _ours_or(pytorch_scaled, hopper_scaled, refusal, "product of quantised operands", problem.a.data)
-
-
-def packed_refusal(problem: PackedGemm) -> str | None:
-    """Why our own kernel does not read packed weights as they lie; None: it does. Nothing is lost without it."""
-    backend = active_switches().backend
-    if backend not in ("auto", hopper.NAME):
-        return f"config(backend={backend!r})"
-    if problem.rows > FEW_ROWS * problem.groups:
-        return f"{problem.rows} rows of {problem.groups} groups are not few: more than {FEW_ROWS} of each, on average"
-    return hopper_packed.refusal(problem)
-
-
-def scaled_epilogue_refusal(problem: ActivatedScaledGemm) -> str | None:
-    """Why the activation behind a product of quantised operands is a kernel of its own; None: it is the epilogue."""
-    backend, why = scaled_products(problem.product)
-    return hopper_scaled_activation.refusal(problem) if backend is hopper_scaled else why
-
-
-def low_rank_refusal(problem: LowRankPass) -> str | None:
-    """Why our own kernel does not make a pass of low rank; None: it does. Products in its place are no fallback."""
-    only = active_switches().backend
-    if only not in ("auto", hopper.NAME):
-        return f"config(backend={only!r})"
-    if not problem.x.is_cuda and only == "auto":
-        return f"{hopper.NAME} needs a CUDA device, got {problem.x.device.type}"
-    return hopper_low_rank.refusal(problem)
-
-
-def native_refusal(refusal: Callable[[], str | None], subject: str, read: Tensor) -> str | None:
-    """Why a kernel of ours that an op declares for itself does not run; None: it does.
-
-    Args:
-        refusal: why the kernel does not take the arguments, in words that follow "it"; None: it takes them.
-        subject: what errors call it.
-        read: a tensor that it reads.
-
-    Raises:
-        RefusedError: our own are asked for by name, or strictly on a CUDA device, and cannot.
-    """
-    ours, why = _ours_or(False, True, refusal, subject, read)
-    return None if ours else why
-
-
-def _ours_or(fallback: K, ours: K, refusal: Callable[[], str | None], subject: str, read: Tensor) -> tuple[K, str]:
-    """Our own kernels where they are allowed and take the tensors, else the fallback and why; ``read`` is a tensor.
-
-    Raises:
-        RefusedError: our own are asked for by name, or strictly on a CUDA device, and cannot.
-    """
-    config = active_switches()
-    if config.backend not in ("auto", hopper.NAME):
-        return fallback, f"config(backend={config.backend!r})"
-    if not read.is_cuda and config.backend == "auto":
-        return fallback, f"{hopper.NAME} needs a CUDA device, got {read.device.type}"
-    why = refusal()
-    if why is None:
-        return ours, ""
-    if config.backend == hopper.NAME or config.strict:
-        raise RefusedError(f"the {subject} has no kernel of {hopper.NAME}, because it {why}")
-    return fallback, f"{hopper.NAME} {why}"
+_OF_DOOR: AnyImplementation = Implementation(None, "torch", _left_to_door)
+"""Stands for the way that a door has of its own."""

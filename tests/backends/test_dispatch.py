@@ -5,14 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from emulation import harness
+from kernels_asked import asked, runner
 
 from fusible import config
 from fusible.fuser import RefusedError
-from fusible.ops.kernels import dispatch
+from fusible.fuser.contract import tracing as trace
+from fusible.ops.kernels import dispatch, products
 from fusible.ops.kernels.doors import routing
-from fusible.ops.kernels.hopper import gemm, rows
+from fusible.ops.kernels.hopper import gemm
+from fusible.ops.kernels.problems import kinds
 from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
-from fusible.ops.kernels.pytorch import activation, grouped_mm, grouped_mm_cpu, loop
+from fusible.ops.kernels.problems.interface import Implementation
+from fusible.ops.kernels.problems.rows import ActivateRows, ColumnSums
+from fusible.ops.kernels.pytorch import grouped_mm_cpu, loop
 from fusible.ops.values.activation_spec import gated, interleaved
 
 T, E, F, K = 6, 2, 64, 32
@@ -37,6 +42,18 @@ def problem(epilogue=None, dtype=BF16):
     return GroupedGemm(Layout.NT, x, weight, sizes, dense(T, F, dtype=dtype), fresh=True, epilogue=epilogue)
 
 
+def activation(preact):
+    return ActivateRows(preact, SPEC, None, torch.empty_like(preact[..., ::2]))
+
+
+def sums():
+    return ColumnSums(dense(T, F), torch.tensor([2, 4]), dense(E, F))
+
+
+def why_apart(p):
+    return products.epilogue_apart(p, dispatch.choose(p).kernels)
+
+
 def with_block(block):
     return problem(Activate(gated("silu", None, 1.0, 0.0, interleaved(block)), None, None))
 
@@ -45,56 +62,55 @@ def with_block(block):
 @pytest.mark.parametrize("backend", ["auto", "hopper"])
 def test_our_kernels_run_where_they_are_allowed(backend):
     with config(backend=backend):
-        assert dispatch.choose(problem(), tracing=False).backend is gemm
-        assert dispatch.activation_kernels(SPEC, dense(T, F), None) is rows
-        assert dispatch.row_kernels(dense(T, F), torch.tensor([2, 4]), dense(E, F)) is rows
+        assert runner(problem()) is gemm.run
+        assert dispatch.choose(activation(dense(T, F))).kernels.name == "activation"
+        assert dispatch.choose(sums()).kernels.backend == "hopper"
         assert routing.refusal(torch.zeros(T, 2, dtype=torch.int64), E, BF16) is None
 
 
 @pytest.mark.usefixtures("gpu")
 def test_another_backend_means_pytorch_everywhere():
     with config(backend="loop"):
-        assert dispatch.choose(problem(), tracing=False).backend is loop
-        kernels, reason = dispatch.activation_choice(SPEC, dense(T, F), None)
-        assert kernels is activation
-        assert reason == "config(backend='loop')"
-        assert dispatch.row_kernels(dense(T, F), torch.tensor([2, 4]), dense(E, F)) is grouped_mm  # no sync on CUDA
+        assert runner(problem()) is loop.run
+        choice = dispatch.choose(activation(dense(T, F)))
+        assert choice.kernels.name == "torch"
+        assert choice.reason == "config(backend='loop')"
+        assert dispatch.choose(sums()).kernels.name == "grouped_mm"  # no sync on CUDA
         assert routing.refusal(torch.zeros(T, 2, dtype=torch.int64), E, BF16) == "config(backend='loop')"
 
 
 @pytest.mark.usefixtures("gpu")
 def test_rows_that_our_kernels_do_not_take():
     wide = dense(T, F, dtype=torch.float64)
-    kernels, reason = dispatch.activation_choice(SPEC, wide, None)
-    assert kernels is activation
-    assert "needs dense rows of 16 or 32 bits, got torch.float64" in reason
+    choice = dispatch.choose(activation(wide), tracing=True)
+    assert choice.kernels.name == "torch"
+    assert "needs dense rows of 16 or 32 bits, got torch.float64" in choice.reason
     for switches in ({"strict": True}, {"backend": "hopper"}):
         with (
             config(**switches),
             pytest.raises(RefusedError, match="the activation has no kernel of hopper, because it"),
         ):
-            dispatch.activation_kernels(SPEC, wide, None)
+            dispatch.choose(activation(wide))
 
 
 @pytest.mark.usefixtures("gpu")
 def test_an_epilogue_that_does_not_fit_says_why():
-    choice = dispatch.choose(with_block(24), tracing=False)
-    assert choice.backend is gemm
-    assert choice.epilogue_reason == "has no tile for blocks of 24 columns"
-    assert dispatch.choose(with_block(32), tracing=False).epilogue_reason is None
+    assert runner(with_block(24)) is gemm.run
+    assert why_apart(with_block(24)) == "has no tile for blocks of 24 columns"
+    assert why_apart(with_block(32)) is None
     with config(strict=True):
-        assert dispatch.choose(with_block(32), tracing=False).epilogue_reason is None
+        assert why_apart(with_block(32)) is None
         with pytest.raises(RefusedError, match="a kernel of its own, because hopper's epilogue has no tile for blocks"):
-            dispatch.choose(with_block(24), tracing=False)
+            why_apart(with_block(24))
 
 
 @pytest.mark.usefixtures("gpu")
 def test_a_backward_epilogue_that_does_not_fit_raises_when_strict():
     grads = ActivationGrads(dense(T, 2 * F), None, None)
     epilogue = ActivateBackward(gated("silu", None, 1.0, 0.0, interleaved(12)), None, dense(T, 2 * F), grads)
-    assert dispatch.choose(problem(epilogue), tracing=False).epilogue_reason == "has no loads for blocks of 12 columns"
+    assert why_apart(problem(epilogue)) == "has no loads for blocks of 12 columns"
     with config(strict=True), pytest.raises(RefusedError, match="no loads for blocks of 12 columns"):
-        dispatch.choose(problem(epilogue), tracing=False)
+        why_apart(problem(epilogue))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -113,15 +129,79 @@ def test_a_backward_epilogue_that_is_slower_is_a_kernel_of_its_own(rows, depth, 
         Layout.NN, dense(tokens, depth), dense(2, depth, hidden), sizes, grads.preact, fresh=True, epilogue=epilogue
     )
     with config(strict=True):
-        reason = dispatch.choose(wanted, tracing=False).epilogue_reason
+        reason = why_apart(wanted)
 
     assert reason == ("is slower at 160 to 320 rows per group and such a depth" if apart else None)
 
 
 def test_a_cpu_asks_no_kernel_of_ours():
-    assert dispatch.choose(with_block(24), tracing=False) == (grouped_mm_cpu, "", None)
-    assert dispatch.activation_choice(SPEC, dense(T, F), None) == (activation, "hopper needs a CUDA device, got cpu")
+    assert runner(with_block(24)) is grouped_mm_cpu.run
+    assert why_apart(with_block(24)) is None
+    assert dispatch.choose(activation(dense(T, F))).reason == "hopper needs a CUDA device, got cpu"
     with config(backend="hopper"), pytest.raises(RefusedError, match="needs a CUDA device, got cpu"):
-        dispatch.activation_kernels(SPEC, dense(T, F), None)
+        dispatch.choose(activation(dense(T, F)))
     with config(strict=True):  # a CPU has no other kernels: nothing fell back
-        assert dispatch.activation_kernels(SPEC, dense(T, F), None) is activation
+        assert dispatch.choose(activation(dense(T, F))).kernels.name == "torch"
+
+
+def solved_by(backend: str | None, why: str | None = None, **how) -> Implementation:
+    """Kernels that refuse for a reason, or take everything."""
+    return Implementation(backend, backend or "torch", lambda p: None, lambda p: why, **how)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_backends_are_asked_in_the_order_of_their_registration():
+    with asked(kinds.ROW_PASS, solved_by("a", "is odd"), solved_by("b"), solved_by("c"), solved_by(None)):
+        choice = dispatch.choose(sums(), tracing=True)
+        assert (choice.kernels.name, choice.reason) == ("b", "a is odd")
+        with (
+            config(strict=True),
+            pytest.raises(RefusedError, match="strict: the pass over rows falls back to b, because a"),
+        ):
+            dispatch.choose(sums())
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_fallback_says_why_no_backend_takes_the_problem():
+    with asked(kinds.ROW_PASS, solved_by("a", "is odd"), solved_by("b", "is even"), solved_by(None)):
+        assert dispatch.refusal(sums()) == "a is odd; b is even"
+        message = "the pass over rows has no kernel of a, because it is odd, and none of b, because it is even"
+        with config(strict=True), pytest.raises(RefusedError, match=message):
+            dispatch.choose(sums())
+        with config(backend="loop", strict=True):
+            assert dispatch.refusal(sums()) == "config(backend='loop')"
+
+
+def test_a_backend_of_gpus_is_interpreted_where_it_is_asked_for_by_name():
+    with asked(kinds.ROW_PASS, solved_by("loop", device="cuda", interpreted=True), solved_by(None)):
+        assert dispatch.refusal(sums()) == "loop needs a CUDA device, got cpu"
+        with config(backend="loop"):
+            assert dispatch.refusal(sums()) is None
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+def test_kernels_with_a_key_are_asked_once(keyed):
+    asked_for = []
+    kernels = Implementation(
+        *("a", "a", lambda p: None, asked_for.append), cache_key=(lambda p: tuple(p.rows.shape)) if keyed else None
+    )
+    with asked(kinds.ROW_PASS, kernels):
+        for _ in range(3):
+            dispatch.choose(sums())
+
+    assert len(asked_for) == (1 if keyed else 3)
+
+
+def test_a_trace_is_told_of_the_kernels_and_they_do_not_run():
+    ran = []
+    kernels = Implementation("a", lambda p: f"a of {p.rows.shape[0]} rows", ran.append)
+    with asked(kinds.ROW_PASS, kernels), trace.recording() as recorded:
+        dispatch.run(sums())
+
+    assert not ran
+    assert [(call.kernel, call.bytes) for call in recorded.calls] == [("a of 6 rows", 2 * (T * F + E * F))]
+
+
+def test_a_kind_without_backends_is_refused():
+    with asked(kinds.GEMM), pytest.raises(RefusedError, match="no backend for this grouped GEMM: auto has no kernel"):
+        dispatch.choose(problem())

@@ -23,7 +23,7 @@ from fusible.ops import kernels
 from fusible.ops.kernels import extension
 from fusible.ops.kernels.hopper import epilogue
 from fusible.ops.kernels.hopper import gemm as hopper
-from fusible.ops.kernels.problems.gemm import Layout
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
 from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 
 pytestmark = [
@@ -198,7 +198,7 @@ def test_tails_of_more_calls_than_one_clearing_takes(emulation: harness.Emulatio
     given = [a, b, *outs, *of_groups]
     with emulation.Capture([(tensor.data_ptr(), tensor.nbytes) for tensor in given], 12) as capture:
         for out, size in zip(outs, of_groups, strict=True):
-            hopper.launch(Layout.NT, a, b, out, size, dynamic=False, fresh=True)
+            hopper.launch(GroupedGemm(Layout.NT, a, b, size, out, fresh=True), dynamic=False)
     for out in outs:
         out.fill_(math.nan)
     capture.launches(capture, 2**20).run(given, [], address_function, 12, 0)
@@ -245,7 +245,7 @@ def test_a_copy_outside_of_every_tensor_is_a_fault(emulation: harness.Emulation)
     out = torch.zeros(70, 200, dtype=torch.bfloat16)
     fault = r"block \d thread \d+: a bulk store of \d+ bytes at .* outside of every buffer"
     with emulation.without(out), pytest.raises(RuntimeError, match=fault):
-        hopper.launch(Layout.NT, problem.a, problem.b, out, sizes)
+        hopper.launch(GroupedGemm(Layout.NT, problem.a, problem.b, sizes, out))
 
 
 @pytest.mark.parametrize("name", rows.SPECS)

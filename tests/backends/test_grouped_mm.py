@@ -7,12 +7,11 @@ from itertools import product
 
 import pytest
 import torch
+from kernels_asked import grouped_mm_on_cpu
 from reference import assert_as_good, assert_close_to, grouped_linear, run, unit
 from test_grouped_mlp import Case
 
 from fusible import Bias, GroupedLinear, RefusedError, Sequential, SwiGLU, config
-from fusible.ops import kernels
-from fusible.ops.kernels import dispatch
 from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import grouped_mm, loop, wrong_sizes
 
@@ -28,9 +27,9 @@ def _on_cpu(monkeypatch):
     monkeypatch.setattr(
         grouped_mm, "refusal", lambda p: aligned(p) if p.a.dtype == BF16 else f"needs bfloat16, got {p.a.dtype}"
     )
-    monkeypatch.setattr(kernels, "row_kernels", lambda *tensors: grouped_mm)
-    monkeypatch.setattr(dispatch, "_CPU_BACKENDS", dispatch._BACKENDS)
     monkeypatch.setattr(wrong_sizes, "_reports", {})
+    with grouped_mm_on_cpu():
+        yield
 
 
 @contextmanager

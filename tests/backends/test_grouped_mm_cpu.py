@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kernels_asked import runner
 from reference import unit
 
 from fusible import GroupedLinear, RefusedError, config
-from fusible.ops.kernels import dispatch
 from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import few_rows, grouped_mm_cpu, loop
 from fusible.ops.values.activation_spec import gated
@@ -128,7 +128,7 @@ def test_what_it_does_not_take_runs_in_the_loop(name):
     p = problem(**options)
 
     assert reason in grouped_mm_cpu.refusal(p)
-    assert dispatch.choose(p, tracing=False).backend is loop
+    assert runner(p) is loop.run
 
 
 def test_rows_that_are_no_multiple_of_16_bytes_run_in_the_loop():
@@ -160,7 +160,7 @@ def test_a_torch_without_it_loops(monkeypatch):
     p = problem()
 
     assert "has no grouped_mm" in grouped_mm_cpu.refusal(p)
-    assert dispatch.choose(p, tracing=False).backend is loop
+    assert runner(p) is loop.run
 
 
 def test_the_backend_asked_for_runs_or_raises():

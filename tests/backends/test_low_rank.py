@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from checks import lora, low_rank
 from checks.low_rank import Case, cases
 from emulation import build, harness
+from kernels_asked import noted
 
 from fusible import config
-from fusible.ops.kernels.dispatch import low_rank_refusal
+from fusible.ops.kernels.dispatch import refusal
 from fusible.ops.kernels.doors import low_rank as passes
 from fusible.ops.kernels.hopper import low_rank as kernel
 from fusible.ops.kernels.problems.gemm import Layout
+from fusible.ops.kernels.problems.kinds import LOW_RANK
+from fusible.ops.kernels.problems.low_rank import LowRankPass
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
@@ -103,13 +108,15 @@ def test_refusals(options: dict[str, object], why: str) -> None:
 
 
 @pytest.fixture
-def kinds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of passes that one kernel has made; it makes all there are."""
-    made: list[str] = []
-    run = kernel.run
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[LowRankPass]]:
+    """The passes that one kernel has made, which makes all that there are."""
     monkeypatch.setattr(passes, "PASSES", passes.ALL_PASSES)
-    monkeypatch.setattr(kernel, "run", lambda p: (made.append(p.kind), run(p)))
-    return made
+    with noted(LOW_RANK) as solved:
+        yield solved
+
+
+def kinds_of(made: list[LowRankPass]) -> list[str]:
+    return [p.kind for p in made]
 
 
 @pytest.mark.parametrize(
@@ -128,27 +135,27 @@ def kinds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
     ids=str,
 )
-def test_routed_experts(ranks: tuple[int, int], expected: list[str], kinds: list[str]) -> None:
+def test_routed_experts(ranks: tuple[int, int], expected: list[str], made: list[LowRankPass]) -> None:
     """A rank that the kernel does not take runs as products, as it did."""
     lora.check_trains("cpu", ranks)
-    assert kinds == expected
+    assert kinds_of(made) == expected
 
 
-def test_a_linear_alone(kinds: list[str]) -> None:
+def test_a_linear_alone(made: list[LowRankPass]) -> None:
     lora.check_linear("cpu", torch.bfloat16)
     lora.check_linear("cpu", torch.float32)  # of the factors, and so of their gradients
-    assert kinds == 2 * ["product", "product gradient", "gradient"]
+    assert kinds_of(made) == 2 * ["product", "product gradient", "gradient"]
 
 
 @pytest.mark.parametrize("frozen", ["lora_a", "lora_b"])
-def test_one_factor_is_frozen(frozen: str, kinds: list[str]) -> None:
+def test_one_factor_is_frozen(frozen: str, made: list[LowRankPass]) -> None:
     lora.check_linear("cpu", torch.bfloat16, frozen)
-    assert kinds == ["product", *(["product gradient"] if frozen == "lora_a" else ["product", "gradient"])]
+    assert kinds_of(made) == ["product", *(["product gradient"] if frozen == "lora_a" else ["product", "gradient"])]
 
 
 def test_other_backends_make_products() -> None:
     p = low_rank.problem("cpu", Case(Layout.NN, RAGGED))
     with config(backend="loop"):
-        assert low_rank_refusal(p) == "config(backend='loop')"
+        assert refusal(p) == "config(backend='loop')"
     with config(backend="auto"):
-        assert low_rank_refusal(p) is None
+        assert refusal(p) is None

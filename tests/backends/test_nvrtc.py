@@ -67,7 +67,8 @@ def form_of(op: Act, backward: bool, scales: bool = True) -> epilogue.EpilogueFo
     )
     of_matrices = (torch.bfloat16,) * len(program.matrices)
     operands = types, bool(types) and backward, scales, of_matrices
-    return epilogue.form_of(program, backward, layout, torch.bfloat16, spec.block, 512, False, False, *operands)
+    blocks = epilogue.blocks_of(program, backward, spec.block, 512)
+    return epilogue.EpilogueForm(program, backward, layout, torch.bfloat16, *blocks, False, False, *operands)
 
 
 FUNCTIONS = {

@@ -30,7 +30,7 @@ from fusible.ops.kernels.problems.gemm import (
     OperandPair,
     Operands,
 )
-from fusible.ops.kernels.problems.interface import ActivationKernels
+from fusible.ops.kernels.problems.rows import ActivationKernels
 from fusible.ops.kernels.pytorch import activation as pointwise
 from fusible.ops.programs.halves import join, split
 from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved
@@ -248,9 +248,8 @@ def forward(t: Tensors, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     problem.epilogue = Activate(case.spec, t.scales, preact, t.vectors, t.matrices)
     problem.second = second_pair(t, t.b1)
     assert hopper.refusal(problem) is None
-    assert hopper.epilogue_refusal(problem) is None
-    addressings = hopper.addressing(weights), hopper.NO_MATRICES if t.bias is None else hopper.bias_addressing(t.bias)
-    epilogue.forward(problem, problem.epilogue, *addressings, case.variant)
+    assert epilogue.refusal(problem) is None
+    epilogue.forward(problem, problem.epilogue, case.variant)
     return preact, postact
 
 
@@ -275,8 +274,8 @@ def backward(
     problem = GroupedGemm(layout, t.dy, weights, t.sizes, out.preact)
     problem.epilogue = ActivateBackward(case.spec, t.scales, preact, out, t.vectors)
     problem.second = second_pair(t, t.a2)
-    assert hopper.epilogue_refusal(problem) is None
-    epilogue.backward(problem, problem.epilogue, hopper.addressing(weights), case.variant)
+    assert epilogue.refusal(problem) is None
+    epilogue.backward(problem, problem.epilogue, case.variant)
     return out
 
 
@@ -321,7 +320,7 @@ def check_backward(device: str, case: Case, **wants: Any) -> None:
     dpostact = t.by_group(t.dy, t.w2.mT) + t.by_group(t.low, t.a2.mT)
     rounded = t.dy.new_empty(t.tokens, case.columns)
     second = OperandPair(t.low, t.a2) if case.rank else None
-    hopper.launch(Layout.NN, t.dy, t.w2, rounded, t.sizes, second=second)  # what the unfused backward would start from
+    hopper.launch(GroupedGemm(Layout.NN, t.dy, t.w2, t.sizes, rounded, second=second))
     assert_near(rounded[:n], dpostact, absolute=2e-4)
     scales = None if t.scales is None else t.scales[:n].double()
     if out.bias is not None:

@@ -18,7 +18,8 @@ import torch
 from fusible import check_device_errors
 from fusible.ops.kernels import extension
 from fusible.ops.kernels.hopper import gemm as hopper
-from fusible.ops.kernels.problems.gemm import Layout, OperandPair
+from fusible.ops.kernels.hopper.operands import LAYOUTS
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout, OperandPair
 
 from .device import synchronize
 
@@ -28,7 +29,7 @@ HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.
 def variants(layout: Layout, wide: bool = False) -> list[int]:
     """Every tile that is built for the layout and results of 16 bits, or of 32 (``wide``); -1 is the chosen one."""
     built = extension.library()
-    return [-1, *(built.FP32_OUTPUT_TILE_VARIANTS if wide else built.TILE_VARIANTS)[hopper.LAYOUTS[layout]]]
+    return [-1, *(built.FP32_OUTPUT_TILE_VARIANTS if wide else built.TILE_VARIANTS)[LAYOUTS[layout]]]
 
 
 @dataclass(frozen=True)
@@ -133,24 +134,17 @@ class Problem:
 
     def launch(self) -> None:
         case = self.case
-        hopper.launch(
-            case.layout,
-            self.a,
-            self.given_b,
-            self.given_out,
-            self.sizes,
+        beta = self.betas if self.betas is not None else case.beta if isinstance(case.beta, float) else 1.0
+        problem = GroupedGemm(
+            *(case.layout, self.a, self.given_b, self.sizes, self.given_out),
+            alpha=self.alphas if self.alphas is not None else case.alpha if isinstance(case.alpha, float) else 1.0,
+            beta=beta if case.accumulate else None,
             bias=self.given_bias,
-            row_scale=self.row_scale,
             bias_scale=self.bias_scale,
-            alpha=case.alpha if isinstance(case.alpha, float) else 1.0,
-            alphas=self.alphas,
-            accumulate=case.accumulate,
-            beta=case.beta if isinstance(case.beta, float) else 1.0,
-            betas=self.betas,
-            variant=case.variant,
-            dynamic=case.dynamic,
+            row_scale=self.row_scale,
             second=self.second,
         )
+        hopper.launch(problem, case.variant, case.dynamic)
 
     def expected(self) -> torch.Tensor:
         """In float64; rows of no group keep what stood there."""
@@ -231,7 +225,7 @@ def check_one_rounding(device: str, sizes: tuple[int, ...], k: int, n: int, vari
         problem = Problem(device, Case(Layout.TN, sizes, k=k, n=n, dtype=dtype, accumulate=True, variant=variant))
         wide = torch.empty_like(problem.out, dtype=torch.float32)
         of_wide = variant if variant in variants(Layout.TN, wide=True) else 2  # which adds in the same order
-        hopper.launch(Layout.TN, problem.a, problem.b, wide, problem.sizes, variant=of_wide)
+        hopper.launch(GroupedGemm(Layout.TN, problem.a, problem.b, problem.sizes, wide), of_wide)
         problem.launch()
         synchronize(device)
         assert torch.equal(problem.out, (problem.before.float() + wide).to(dtype))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from kernels_asked import grouped_mm_on_cpu
 from reference import (
     Act,
     assert_as_good,
@@ -27,7 +28,6 @@ from reference import (
 from torch import Tensor, nn
 
 from fusible import GroupedLinear, Scale, Sequential, SwiGLU, config
-from fusible.ops import kernels
 from fusible.ops.kernels.pytorch import grouped_mm
 
 K, F, N = 16, 32, 24
@@ -231,7 +231,7 @@ def backend_of(name: str, device: str) -> Iterator[None]:
     if name == "grouped_mm" and device == "cpu":
         aligned = grouped_mm._misaligned
         refusal = lambda p: aligned(p) if p.a.dtype == BF16 else f"needs bfloat16, got {p.a.dtype}"  # noqa: E731
-        with patch.object(grouped_mm, "refusal", refusal), patch.object(kernels, "row_kernels", lambda *_: grouped_mm):
+        with patch.object(grouped_mm, "refusal", refusal), grouped_mm_on_cpu():
             yield
     else:
         with config(backend=name):

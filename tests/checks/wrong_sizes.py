@@ -13,7 +13,7 @@ import fusible
 from fusible import GroupedTensor
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.hopper import ragged, rows
-from fusible.ops.kernels.problems.gemm import Layout
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
 from fusible.ops.kernels.problems.ragged import RaggedGemm
 
 from .device import synchronize
@@ -57,7 +57,7 @@ class Product:
 
     def launch(self, sizes: torch.Tensor) -> None:
         """With tasks in a fixed order, which need no workspace."""
-        hopper.launch(self.layout, self.a, self.b, self.out, sizes, dynamic=False)
+        hopper.launch(GroupedGemm(self.layout, self.a, self.b, sizes, self.out), dynamic=False)
 
     def __call__(self, sizes: list[int], index: torch.dtype = torch.int32) -> None:
         """Launches, and waits."""

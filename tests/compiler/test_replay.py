@@ -5,9 +5,7 @@ They run on the emulated kernels (tests/emulation), whose tensors are on the CPU
 
 from __future__ import annotations
 
-import ast
 import gc
-import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
@@ -16,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from emulation import build, harness
+from emulation import build, harness, stub
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -136,42 +134,11 @@ def same(got: list[Tensor], expected: list[Tensor]) -> bool:
     return len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-DECLARED = ROOT / "ops" / "_C.pyi"
-
-
-def declared_fields() -> dict[str, dict[str, bool]]:
-    """The fields of every launch in the stub, and whether each is required."""
-    body = ast.parse(DECLARED.read_text()).body
-    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
-
-    def fields(name: str) -> dict[str, bool]:
-        node = classes[name]
-        of_bases = [fields(ast.unparse(base)) for base in node.bases if ast.unparse(base) in classes]
-        of_itself = {
-            ast.unparse(each.target): not ast.unparse(each.annotation).startswith("NotRequired")
-            for each in node.body
-            if isinstance(each, ast.AnnAssign)
-        }
-        return {key: value for each in (*of_bases, of_itself) for key, value in each.items()}
-
-    return {
-        node.name: fields(ast.unparse(node.args.kwarg.annotation).removeprefix("Unpack[").removesuffix("]"))
-        for node in body
-        if isinstance(node, ast.FunctionDef) and node.args.kwarg and node.args.kwarg.annotation
-    }
-
-
 def test_the_stub_declares_the_fields_of_every_launch(emulation: harness.Emulation) -> None:
-    declared = declared_fields()
-    fields = {
-        name: {
-            n: p.default is p.empty for n, p in inspect.signature(getattr(emulation._module, name)).parameters.items()
-        }
-        for name in declared
-    }
+    text = stub.STUB.read_text()
 
-    assert declared == fields
-    assert launches_of(emulation) <= declared.keys()
+    assert text == stub.written(text, emulation._module.declarations), "run `python -m emulation.stub` in tests"
+    assert launches_of(emulation) <= emulation._module.declarations.keys()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ from checks.fused import (
 from torch import Tensor
 
 from fusible.ops import kernels
-from fusible.ops.kernels import unfused
+from fusible.ops.kernels import products
+from fusible.ops.kernels.hopper import epilogue
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import activation as pointwise
@@ -217,12 +218,12 @@ def test_as_the_two_kernels_give_it(name: str) -> None:
     assert grads.scales[n:].eq(0).all()
     two_preact, two_postact = torch.empty_like(preact), torch.empty_like(postact)
     problem = GroupedGemm(Layout.NT, t.x, t.w1, t.sizes, two_postact, bias=t.bias)
-    unfused.run(hopper, replace(problem, epilogue=Activate(spec, scales, two_preact)))
+    products.run_apart(hopper.run, replace(problem, epilogue=Activate(spec, scales, two_preact)))
     assert_near(preact[:n], two_preact[:n].double(), steps=2)
     assert_near(postact[:n], two_postact[:n].double(), steps=2, absolute=1e-5)
     two = ActivationGrads(*(torch.empty_like(g) for g in grads[:3] if g is not None))
     problem = GroupedGemm(Layout.NN, t.dy, t.w2, t.sizes, two.preact)
-    unfused.run(hopper, replace(problem, epilogue=ActivateBackward(spec, scales, preact, two)))
+    products.run_apart(hopper.run, replace(problem, epilogue=ActivateBackward(spec, scales, preact, two)))
     assert two.postact is not None
     assert grads.postact is not None
     assert_near(grads.preact[:n], two.preact[:n].double(), steps=2, absolute=1e-5)
@@ -241,7 +242,7 @@ def test_refusals_say_why() -> None:
     wide = torch.rand(t.tokens, device="cuda", dtype=torch.float64)
 
     def why(spec: ActivationSpec, scales: Tensor | None = None, **changes: object) -> str:
-        return hopper.epilogue_refusal(replace(problem, epilogue=Activate(spec, scales, None), **changes)) or ""
+        return epilogue.refusal(replace(problem, epilogue=Activate(spec, scales, None), **changes)) or ""
 
     assert why(SPECS["silu glu"]) == ""
     assert "no tile for blocks of 24 columns" in why(spec)

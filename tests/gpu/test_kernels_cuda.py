@@ -245,7 +245,7 @@ def test_more_than_2_to_the_31_elements() -> None:
         torch.randn(2, n, k, device="cuda", dtype=torch.bfloat16),
     )
     out = torch.full((tokens, n), math.nan, device="cuda", dtype=torch.bfloat16)
-    hopper.launch(Layout.NT, a, b, out, torch.tensor([20_000, 130_000], device="cuda"))
+    hopper.launch(GroupedGemm(Layout.NT, a, b, torch.tensor([20_000, 130_000], device="cuda"), out))
     for start, stop, g in [(0, 1000, 0), (19_000, 20_000, 0), (20_000, 21_000, 1), (149_000, 150_000, 1)]:
         want = a[start:stop].double() @ b[g].double().T
         assert ((out[start:stop].double() - want).abs() <= want.abs() * 2.0**-8 * 1.02 + 1e-3).all()
@@ -258,11 +258,11 @@ def test_errors_name_the_problem() -> None:
         RuntimeError,
         match=r"n must be a positive multiple of 8\. grouped GEMM NT bf16 -> bf16, 2 groups, 48 tokens, n 196, k 136",
     ):
-        hopper.launch(Layout.NT, problem.a, problem.b, problem.out[:, :196], problem.sizes)
+        hopper.launch(GroupedGemm(Layout.NT, problem.a, problem.b, problem.sizes, problem.out[:, :196]))
     with pytest.raises(RuntimeError, match="there is no tile variant 99"):
-        hopper.launch(Layout.NT, problem.a, problem.b, problem.out, problem.sizes, variant=99)
+        hopper.launch(GroupedGemm(Layout.NT, problem.a, problem.b, problem.sizes, problem.out), variant=99)
     with pytest.raises(RuntimeError, match="not aligned to 16 bytes"):
-        hopper.launch(Layout.NT, problem.a[:, 4:132], problem.b[:, :, :128], problem.out, problem.sizes)
+        hopper.launch(GroupedGemm(Layout.NT, problem.a[:, 4:132], problem.b[:, :, :128], problem.sizes, problem.out))
 
 
 @pytest.mark.parametrize("experts", [1, 3, 65, 512])

@@ -391,8 +391,8 @@ def test_another_constant_is_another_result(runs: Runs) -> None:
 
 
 def test_a_call_looks_for_its_kernels_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    forms, form_of = list[epilogue.EpilogueForm](), epilogue.form_of
-    monkeypatch.setattr(epilogue, "form_of", lambda *asked: forms.append(form_of(*asked)) or forms[-1])
+    forms, form_of = list[epilogue.EpilogueForm](), epilogue.EpilogueForm
+    monkeypatch.setattr(epilogue, "EpilogueForm", lambda *asked: forms.append(form_of(*asked)) or forms[-1])
     layer = Experts()
     layer.sizes = layer.sizes.tolist()  # type: ignore[assignment]  # which no replay takes
     layer.step()

@@ -12,7 +12,7 @@ from emulation import build
 
 import fusible
 from fusible.ops.formats.copies import PackedFormat
-from fusible.ops.kernels.dispatch import packed_refusal
+from fusible.ops.kernels.dispatch import refusal
 from fusible.ops.kernels.hopper import packed_gemm as hopper
 
 pytestmark = [
@@ -60,10 +60,10 @@ def test_what_is_refused(format: PackedFormat) -> None:
     wide = torch.zeros(problem.a.shape[0], problem.a.shape[1] + 4, dtype=torch.bfloat16)
     many = packed.make("cpu", Case(format, sizes=(60, 0)))
     assert hopper.refusal(problem) is None
-    assert packed_refusal(problem) is None
-    assert "65 rows of 2 groups are not few" in (packed_refusal(many) or "")
+    assert refusal(problem) is None
+    assert "65 rows of 2 groups are not few" in (refusal(many) or "")
     with fusible.config(backend="loop"):
-        assert packed_refusal(problem) == "config(backend='loop')"
+        assert refusal(problem) == "config(backend='loop')"
     assert "multiplies bfloat16" in (hopper.refusal(replace(problem, a=problem.a.half())) or "")
     assert "aligned to 16 bytes" in (hopper.refusal(replace(problem, a=wide[:, :-4])) or "")
     assert "contiguous weights" in (hopper.refusal(replace(problem, scales=problem.scales[:, ::2])) or "")

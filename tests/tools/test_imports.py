@@ -59,9 +59,9 @@ ARROWS = {  # package -> its parts, and which parts each may import; nothing sta
         "jit": ("problems", "extension"),
         "hopper": ("architecture", "problems", "extension", "jit"),
         "pytorch": ("architecture", "problems", "operators"),
-        "dispatch": ("problems", "hopper", "pytorch"),
-        "unfused": ("problems", "dispatch"),
-        "recording": ("problems", "hopper", "pytorch", "dispatch", "unfused"),
+        "dispatch": ("problems",),
+        "backends": ("hopper", "pytorch", "dispatch"),
+        "products": ("problems", "operators", "hopper", "dispatch"),
         "__init__": (
             "problems",
             "operators",
@@ -71,10 +71,10 @@ ARROWS = {  # package -> its parts, and which parts each may import; nothing sta
             "hopper",
             "pytorch",
             "dispatch",
-            "unfused",
-            "recording",
+            "backends",
+            "products",
         ),
-        "doors": ("problems", "operators", "extension", "hopper", "pytorch", "dispatch", "__init__"),
+        "doors": ("problems", "operators", "extension", "hopper", "pytorch", "dispatch", "products", "__init__"),
     },
 }
 

@@ -32,12 +32,12 @@ LARGEST = {  # what must not grow unnoticed
     "files flat in tests": 12,
     "arrows between rooms of fuser": 30,
     "arrows between rooms of ops": 60,
-    "arrows between rooms of ops.kernels": 40,
+    "arrows between rooms of ops.kernels": 39,
     "arrows with a way back in fuser": 0,
     "arrows with a way back in ops": 0,
     "arrows with a way back in ops.kernels": 0,
-    "functions with 10 parameters or more": 28,
-    "`Any`": 1342,
+    "functions with 10 parameters or more": 24,
+    "`Any`": 1339,
 }
 
 

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from ....fuser.contract import tracing as trace
-from ..dispatch import native_refusal
-from ..hopper import choice as hopper
+from .. import dispatch
 from ..operators.custom_ops import kernel
 from ..problems.choice import SCORES, ChoiceRule, Choosing, ChoosingBackward, Chosen
-from ..problems.gemm import nbytes
 from ..pytorch import choice as pytorch
 from ..pytorch.choice import log_scores, probabilities, tokens_per_expert, wide
 
@@ -37,20 +35,20 @@ def choose(p: Choosing) -> Chosen:
     """The experts of each token."""
     why = _refusal(p)
     if why is not None:
-        chosen = pytorch.forward(p)
-        _record(why, "choose", p.bytes + nbytes(*chosen), p.logits)
-        return chosen
-    return choose_experts(p.logits, p.rule, p.bias, p.valid, p.fixed_ids, True)
+        p.out = pytorch.forward(p)
+        _record(p, why)
+        return p.out
+    return choose_experts(p.logits, p.rule, p.bias, p.valid, p.fixed_ids)
 
 
 def choose_backward(p: ChoosingBackward) -> Tensor:
     """The gradient of the logits."""
     why = _refusal(p)
     if why is not None:
-        gradient = pytorch.backward(p)
-        _record(why, "choose backward", p.bytes + nbytes(gradient), p.logits)
-        return gradient
-    return choose_experts_backward(p.logits, p.rule, p.ids, p.d_weights, p.d_sums, p.d_squares, True)
+        p.out = pytorch.backward(p)
+        _record(p, why)
+        return p.out
+    return choose_experts_backward(p.logits, p.rule, p.ids, p.d_weights, p.d_sums, p.d_squares)
 
 
 def _new_choice(logits: Tensor, rule: ChoiceRule) -> Chosen:
@@ -63,36 +61,21 @@ def _new_choice(logits: Tensor, rule: ChoiceRule) -> Chosen:
     return Chosen(weights, ids, counts, logits.new_empty(experts + 1, dtype=torch.int64), sums, squares)
 
 
-@kernel(_new_choice, obeys_switches=False, eager_only=("is_native",))
+@kernel(_new_choice, obeys_switches=False)
 def choose_experts(
-    logits: Tensor,
-    rule: ChoiceRule,
-    bias: Tensor | None,
-    valid: Tensor | None,
-    fixed_ids: Tensor | None,
-    is_native: bool = False,
+    logits: Tensor, rule: ChoiceRule, bias: Tensor | None, valid: Tensor | None, fixed_ids: Tensor | None
 ) -> Chosen:
-    """:func:`choose`, by our own kernel.
-
-    Args:
-        is_native: whether it is known to take these.
-    """
-    p = Choosing(logits, rule, bias, valid, fixed_ids)
-    if not is_native and _refusal(p) is not None:
-        return pytorch.forward(p)
+    """:func:`choose`, by our own kernel."""
     out = _new_choice(logits, rule)
-    if trace.active():
-        _record(None, "choose", p.bytes + nbytes(*out), logits)
-    else:
-        hopper.forward(p, out)
-    return out
+    p = Choosing(logits, rule, bias, valid, fixed_ids, out)
+    return out if _is_solved(p) else pytorch.forward(p)
 
 
 def _new_gradient(logits: Tensor) -> Tensor:
     return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
-@kernel(_new_gradient, obeys_switches=False, eager_only=("is_native",))
+@kernel(_new_gradient, obeys_switches=False)
 def choose_experts_backward(
     logits: Tensor,
     rule: ChoiceRule,
@@ -100,32 +83,28 @@ def choose_experts_backward(
     d_weights: Tensor | None,
     d_sums: Tensor | None,
     d_squares: Tensor | None,
-    is_native: bool = False,
 ) -> Tensor:
-    """:func:`choose_backward`, by our own kernel.
-
-    Args:
-        is_native: whether it is known to take these.
-    """
-    p = ChoosingBackward(logits, rule, ids, d_weights, d_sums, d_squares)
-    if not is_native and _refusal(p) is not None:
-        return pytorch.backward(p)
+    """:func:`choose_backward`, by our own kernel."""
     out = _new_gradient(logits)
-    if trace.active():
-        _record(None, "choose backward", p.bytes + nbytes(out), logits)
-    else:
-        hopper.backward(p, out)
-    return out
+    p = ChoosingBackward(logits, rule, ids, d_weights, d_sums, d_squares, out)
+    return out if _is_solved(p) else pytorch.backward(p)
+
+
+def _is_solved(p: Choosing | ChoosingBackward) -> bool:
+    """Solves it, or tells a trace of it; False where PyTorch's operations do instead."""
+    choice = dispatch.choose(p, trace.active())
+    if not choice.is_fallback:
+        dispatch.solve(p, choice)
+    return not choice.is_fallback
 
 
 def _refusal(p: Choosing | ChoosingBackward) -> str | None:
     if trace.is_traced(p.logits) and not p.logits.is_cuda:
         return "is traced for another device"
-    return native_refusal(lambda: hopper.refusal(p), "choice of experts", p.logits)
+    return dispatch.refusal(p)
 
 
-def _record(why: str | None, name: str, nbytes: int, read: Tensor) -> None:
-    """Records a kernel in a trace, with the reason why it is not ours, except on a CPU."""
+def _record(p: Choosing | ChoosingBackward, why: str) -> None:
+    """Records PyTorch's operations in a trace, with the reason why they run, except on a CPU."""
     if trace.active():
-        kernel = f"{hopper.NAME} ({name})" if why is None else pytorch.NAME
-        trace.record(trace.KernelCall(kernel, why if why and read.is_cuda else "", 0, nbytes))
+        trace.record(trace.KernelCall(pytorch.NAME, why if p.logits.is_cuda else "", 0, p.bytes))

@@ -12,11 +12,10 @@ from torch import Tensor
 
 from ...formats.copies import PackedFormat
 from ...formats.nvfp4 import NV_BLOCK
-from ..dispatch import fake_quantizers
+from ..dispatch import run
 from ..operators.custom_ops import kernel
-from ..problems.fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
+from ..problems.fake_quantized import FakeQuantizeRows, FakeQuantizeWeight
 from ..problems.gemm import Matrices, first
-from .quantized import run_quantizer
 
 
 class TokenValues(NamedTuple):
@@ -85,7 +84,7 @@ def fake_quantize_rows(
 ) -> TokenValues:
     """The values of the wanted copies of rows [T, K]; see :class:`FakeQuantizeRows`."""
     out = new_token_values(x, split_sizes, format, want_rows, want_columns, slot_of_row)
-    _run(FakeQuantizeRows(x, split_sizes, format, *out, is_transformed, seed, slot_of_row, top_k))
+    run(FakeQuantizeRows(x, split_sizes, format, *out, is_transformed, seed, slot_of_row, top_k))
     return out
 
 
@@ -95,13 +94,5 @@ def fake_quantize_weight(
 ) -> WeightValues:
     """The values of the wanted copies of a weight [E, N, K]; see :class:`FakeQuantizeWeight`."""
     out = new_weight_values(weight, format, want_rows, want_columns)
-    _run(FakeQuantizeWeight(weight, format, *out))
+    run(FakeQuantizeWeight(weight, format, *out))
     return out
-
-
-def _run(problem: FakeQuantizing) -> None:
-    """Runs a fake quantiser, or tells a trace of it."""
-    backend, reason = fake_quantizers(problem)
-    run_quantizer(
-        backend, reason, problem, problem.x if isinstance(problem, FakeQuantizeRows) else first(problem.weight)
-    )

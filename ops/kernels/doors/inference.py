@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ...values.activation_spec import ActivationSpec
-from ...values.switches import active_switches
+from ..dispatch import allows
 from ..extension import address
 from ..hopper import routed_mlp as backend
+from ..hopper.gemm import NAME
 from ..hopper.routed_mlp import Experts, RoutedMlp
 
 __all__ = ["Experts", "RoutedMlp", "one_call"]
@@ -21,7 +22,6 @@ class _Prepared(NamedTuple):
     spec: ActivationSpec
 
 
-_NATIVE = ("auto", "hopper")  # switches that let the kernels of the extension run
 _prepared: dict[tuple[int, ...], _Prepared] = {}
 _MOST = 4096  # layers, or addresses of their weights
 
@@ -31,7 +31,7 @@ def one_call(experts: Experts) -> RoutedMlp | None:
 
     Memory that was freed, or a view, may be of another dtype or pitch at the same address.
     """
-    if active_switches().backend not in _NATIVE:
+    if not allows(NAME):
         return None
     up, down, up_bias, down_bias, spec, transposed = experts
     addresses = up.data_ptr(), down.data_ptr(), address(up_bias), address(down_bias)

@@ -10,9 +10,7 @@ from torch import Tensor
 
 from ....fuser.contract import tracing as trace
 from ... import kernels
-from .. import Layout
-from ..dispatch import low_rank_refusal
-from ..hopper import low_rank as hopper
+from .. import Layout, dispatch
 from ..operators.custom_ops import kernel
 from ..problems.low_rank import LowRank, LowRankPass, rank_of
 from .routing import Routing, permute
@@ -62,7 +60,7 @@ def low_rank_pass(
     if factor is not None or low is not None:
         wanted = factor, low, gradient_dtype or x.dtype, want_rows
         p = LowRankPass(layout, x, split_sizes, slots, top_k, *wanted, out=_NOTHING)
-        if p.kind in PASSES and low_rank_refusal(p) is None:
+        if p.kind in PASSES and not dispatch.choose(p, trace.active()).is_fallback:
             return one_pass(x, layout, split_sizes, slots, top_k, *wanted)
     rows = x if routing is None else permute(x, routing, fill=False)
     return _by_products(rows, layout, split_sizes, factor, low, gradient_dtype, want_rows)
@@ -106,13 +104,11 @@ def one_pass(
     out = _new_low_rank(x, layout, split_sizes, slot_of_row, factor, low, gradient_dtype, want_rows)
     wanted = factor, low, gradient_dtype or x.dtype, want_rows
     p = LowRankPass(layout, x, split_sizes, slot_of_row, top_k, *wanted, out)
-    if trace.active():
-        trace.record(trace.KernelCall(hopper.NAME, "", p.flops, p.bytes))
-    elif low_rank_refusal(p) is None:
-        hopper.run(p)
-    else:  # on another device than it was traced on, or under other switches
+    choice = dispatch.choose(p, trace.active())
+    if choice.is_fallback:  # on another device than it was traced on, or under other switches
         rows = x if slot_of_row is None else x.index_select(0, slot_of_row // top_k)
         return _by_products(rows, layout, split_sizes, factor, low, gradient_dtype, want_rows)
+    dispatch.solve(p, choice)
     return out
 
 

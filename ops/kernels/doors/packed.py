@@ -14,9 +14,7 @@ from torch import Tensor
 from ....fuser.contract import tracing as trace
 from ...formats.copies import PackedFormat
 from ...formats.packed import unpacked
-from .. import grouped_gemm
-from ..dispatch import packed_refusal
-from ..hopper import packed_gemm as hopper
+from .. import dispatch, grouped_gemm
 from ..operators.custom_ops import kernel
 from ..problems.gemm import Layout, Matrices, stacked
 from ..problems.quantized import PackedGemm
@@ -54,13 +52,10 @@ def packed_gemm(
         out = new_packed_product(a, data, out_dtype)
     vectors = None if bias is None else stacked(bias)
     problem = PackedGemm(a, data, scales, format, split_sizes, out, vectors, row_scale, alpha, bias_scale, fresh)
-    why = packed_refusal(problem)
-    if why is not None:
-        return _multiply_in_16_bits(problem, why)
-    if trace.active():
-        trace.record(trace.KernelCall(f"{hopper.NAME} (packed weight)", "", problem.flops, problem.bytes, str(problem)))
-    elif not a.is_meta and problem.rows:
-        hopper.run(problem)
+    choice = dispatch.choose(problem, trace.active())
+    if choice.is_fallback:
+        return _multiply_in_16_bits(problem, choice.words)
+    dispatch.solve(problem, choice)
     return out
 
 

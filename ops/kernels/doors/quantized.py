@@ -8,7 +8,7 @@ its own, whose result is quantised: the bytes are the same, since an activation 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,10 @@ from ....fuser.replay import capture
 from ...formats.copies import BLOCK, Columns, Rows, ceil_blocks
 from ...values.activation_spec import ActivationSpec
 from ...values.switches import active_switches
-from .. import activate, activate_backward
-from ..dispatch import quantizers, row_kernels, scaled_products
+from .. import activate, activate_backward, products
+from ..dispatch import choose, run, solve
 from ..operators.custom_ops import kernel
 from ..operators.outputs import like_operands
-from ..problems.fake_quantized import FakeQuantizing
 from ..problems.gemm import Matrices, Operands, first
 from ..problems.quantized import (
     Multiplying,
@@ -34,12 +33,10 @@ from ..problems.quantized import (
     Quantizing,
     ScaledGemm,
     ScaledWgrad,
-    source,
 )
 from . import dequantized
 
 E4M3 = torch.float8_e4m3fn
-HOPPER = "hopper"
 
 
 class RowCopies(NamedTuple):
@@ -287,10 +284,10 @@ def _zero(operands: Operands) -> None:
 
 def _quantises_as_it_computes(problem: QuantizeActivation | QuantizeActivationBackward) -> bool:
     """Whether one kernel computes and quantises; a trace is told why not."""
-    backend, why = quantizers(problem)
-    if backend.NAME != HOPPER and problem.preact.is_cuda:
-        trace.note(f"the activation is a kernel of its own, and so is what quantises it: {why}")
-    return backend.NAME == HOPPER
+    choice = choose(problem, tracing=trace.active())
+    if choice.is_fallback and problem.preact.is_cuda:
+        trace.note(f"the activation is a kernel of its own, and so is what quantises it: {choice.reason}")
+    return not choice.is_fallback
 
 
 def _of_groups(vectors: Operands, split_sizes: Tensor) -> tuple[Operands, Tensor | None]:
@@ -382,38 +379,22 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
         rows = torch.arange(out.shape[0], device=out.device)
         out.masked_fill_((rows >= split_sizes.clamp(min=0).sum()).unsqueeze(-1), 0)
     elif not trace.active() and not out.is_meta and out.shape[0]:
-        row_kernels(out, split_sizes, out).zero_tail(out, split_sizes)
+        products.zero_tail(out, split_sizes)
 
 
 def quantize(problem: Quantizing) -> None:
     """Runs a quantiser, or tells a trace of it."""
-    backend, reason = quantizers(problem)
-    run_quantizer(backend, reason, problem, source(problem))
-
-
-def run_quantizer(backend: Any, reason: str, problem: Quantizing | FakeQuantizing, tensor: Tensor) -> None:
-    """Runs a problem of one of the tensors that it reads, or tells a trace of it and of the reason."""
-    if trace.active():
-        shown = reason if tensor.is_cuda else ""
-        trace.record(trace.KernelCall(f"{backend.NAME} (quantise)", shown, 0, problem.bytes, _configuration(problem)))
-    elif not tensor.is_meta and tensor.numel():
-        backend.run(problem)
+    run(problem)
 
 
 def _multiply(problem: Multiplying) -> None:
     """Runs a product, or tells a trace of it."""
-    backend, reason = scaled_products(problem)
-    operand = problem.a.data
-    if operand.is_cuda and backend.NAME != HOPPER and active_switches().backend != backend.NAME:
-        _multiply_in_16_bits(problem, reason)
-    elif trace.active():
-        shown, name = reason if operand.is_cuda else "", f"{backend.NAME} (e4m3)"
-        trace.record(trace.KernelCall(name, shown, problem.flops, problem.bytes, _configuration(problem)))
-    elif operand.is_meta:
-        return
-    elif problem.rows:
-        backend.run(problem)
-    elif isinstance(problem, ScaledWgrad) and not problem.accumulate:
+    choice, operand = choose(problem, trace.active()), problem.a.data
+    if choice.is_fallback and operand.is_cuda and active_switches().backend != "loop":
+        _multiply_in_16_bits(problem, choice.reason)
+    elif trace.active() or problem.rows:
+        solve(problem, choice)
+    elif not operand.is_meta and isinstance(problem, ScaledWgrad) and not problem.accumulate:
         for each in (problem.out,) if isinstance(problem.out, Tensor) else problem.out:
             each.zero_()
 
@@ -424,8 +405,3 @@ def _multiply_in_16_bits(problem: Multiplying, reason: str) -> None:
     dequantized.multiply(problem)
     if problem.fresh and isinstance(problem, ScaledGemm):
         zero_tail(problem.out, problem.split_sizes)
-
-
-def _configuration(problem: Quantizing | FakeQuantizing | Multiplying) -> str:
-    """What it computes, and the bytes that it moves."""
-    return f"{problem}, {problem.bytes / 1e6:.1f} MB"

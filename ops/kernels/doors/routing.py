@@ -11,7 +11,6 @@ again when it runs, and falls back to PyTorch's kernels.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,11 +18,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....fuser.contract import tracing as trace
-from ..dispatch import native_refusal
-from ..hopper import permute as kernels
+from .. import dispatch
+from ..extension import TYPE_CODES
 from ..operators.custom_ops import kernel
 from ..problems.gemm import nbytes
+from ..problems.routing import GatherSlots, OrderSlots, SlotOrder, SpreadRows, SumRows
 
+_OURS = "fusible"  # kernels, in words
 _SORTED_AT_ONCE = 4096  # by one block of threads, so torch does
 
 
@@ -56,24 +57,15 @@ class Routing(NamedTuple):
         return self.tokens_per_expert[-1:]
 
 
-class SlotOrder(NamedTuple):
-    """What a kernel gives of a :class:`Routing`, with indices of 32 bits."""
-
-    tokens_per_expert: Tensor
-    slot_of_row: Tensor
-    row_of_slot: Tensor
-    scales: Tensor | None = None
-
-
 def refusal(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
     """Why our own kernels do not route these ids and rows of this dtype; None: they do."""
-    return native_refusal(partial(kernels.refusal, top_k_index, num_experts, dtype), "permutation of rows", top_k_index)
+    return dispatch.refusal(OrderSlots(top_k_index, num_experts, dtype))
 
 
 def routed_by(ids: torch.dtype, device: torch.device, num_experts: int, slots: int, dtype: torch.dtype) -> str:
     """For ``explain``: whose kernels route so many ids, and rows of ``dtype``; and why not our own."""
     why = refusal(torch.empty(1, dtype=ids, device=device).expand(slots), num_experts, dtype)
-    return kernels.NAME if why is None else f"torch: {why}"
+    return _OURS if why is None else f"torch: {why}"
 
 
 def route(
@@ -87,13 +79,14 @@ def route(
     """
     if _is_traced(top_k_index) and not top_k_index.is_cuda:
         return by_torch(top_k_index, num_experts)
-    why = refusal(top_k_index, num_experts, dtype)
-    if trace.active():
-        _record("route", why, top_k_index)
-    if why is not None:
+    problem, tracing = OrderSlots(top_k_index, num_experts, dtype), trace.active()
+    choice = dispatch.choose(problem, tracing)
+    if tracing:
+        dispatch.record(problem, choice)
+    if choice.is_fallback:
         return by_torch(top_k_index, num_experts)
-    read = weights if weights is not None and kernels.takes_weights(weights.dtype) else None
-    order = order_slots(top_k_index, num_experts, read, True)
+    read = weights if weights is not None and weights.dtype in TYPE_CODES else None  # 64 bits stay with PyTorch
+    order = order_slots(top_k_index, num_experts, read)
     return Routing(order.tokens_per_expert, order.slot_of_row, order.row_of_slot, True, order.scales)
 
 
@@ -103,21 +96,19 @@ def _new_order(top_k_index: Tensor, num_experts: int, weights: Tensor | None = N
     return SlotOrder(sizes, slots, rows, None if weights is None else slots.new_empty(slots.shape, dtype=torch.float32))
 
 
-@kernel(_new_order, name="route", obeys_switches=False, eager_only=("weights", "is_native", "scales"))
-def order_slots(
-    top_k_index: Tensor, num_experts: int, weights: Tensor | None = None, is_native: bool = False
-) -> SlotOrder:
-    """The order by expert of the ids [T, k], and ``weights`` in the order of the rows.
-
-    Args:
-        is_native: whether our own kernels are known to take these.
-    """
-    if not is_native and refusal(top_k_index, num_experts, torch.float32) is not None:
+@kernel(_new_order, name="route", obeys_switches=False, eager_only=("weights", "scales"))
+def order_slots(top_k_index: Tensor, num_experts: int, weights: Tensor | None = None) -> SlotOrder:
+    """The order by expert of the ids [T, k], and ``weights`` in the order of the rows."""
+    problem, tracing = OrderSlots(top_k_index, num_experts, torch.float32, weights), trace.active()
+    choice = dispatch.choose(problem, tracing)
+    if choice.is_fallback:
         routing = by_torch(top_k_index, num_experts)
         return SlotOrder(routing.tokens_per_expert, routing.slot_of_row.int(), routing.row_of_slot.int())
-    if trace.active():
+    if tracing:
         return _new_order(top_k_index, num_experts, weights)
-    return SlotOrder(*kernels.route(top_k_index, num_experts, weights))
+    choice.kernels.run(problem)
+    assert problem.out is not None
+    return problem.out
 
 
 def permute(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
@@ -131,7 +122,7 @@ def permute(x: Tensor, routing: Routing, fill: bool = True) -> Tensor:
         spread = x.index_select(0, routing.slot_of_row if slots == 1 else routing.slot_of_row // max(1, slots))
         _record_torch(routing, x, spread)
         return spread
-    return spread_rows(x, routing.row_of_slot, routing.tokens_per_expert, fill, True)
+    return spread_rows(x, routing.row_of_slot, routing.tokens_per_expert, fill)
 
 
 _SCHEMA_NAMES = {"row_of_slot": "place", "tokens_per_expert": "counts"}
@@ -141,24 +132,14 @@ def _new_rows(x: Tensor, row_of_slot: Tensor) -> Tensor:
     return x.new_empty(row_of_slot.numel(), x.shape[1])
 
 
-@kernel(_new_rows, obeys_switches=False, eager_only=("fill", "is_native"), schema_names=_SCHEMA_NAMES)
-def spread_rows(
-    x: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, fill: bool = True, is_native: bool = False
-) -> Tensor:
-    """:func:`permute`, by indices that our own kernels made.
-
-    Args:
-        is_native: whether our own kernels are known to take these.
-    """
-    if not is_native and refusal(row_of_slot, 1, x.dtype) is not None:
-        return permute(x, _routing_of_torch(row_of_slot, tokens_per_expert))
+@kernel(_new_rows, obeys_switches=False, eager_only=("fill",), schema_names=_SCHEMA_NAMES)
+def spread_rows(x: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, fill: bool = True) -> Tensor:
+    """:func:`permute`, by indices that our own kernels made."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = _new_rows(x, row_of_slot)
-    if trace.active():
-        _record("spread", None, x, out)
+    if _is_solved(SpreadRows(x, row_of_slot, tokens_per_expert, out, fill)):
         return out
-    kernels.permute(x, row_of_slot, tokens_per_expert, out, fill)
-    return out
+    return permute(x, _routing_of_torch(row_of_slot, tokens_per_expert))
 
 
 def unpermute(rows: Tensor, routing: Routing) -> Tensor:
@@ -167,29 +148,29 @@ def unpermute(rows: Tensor, routing: Routing) -> Tensor:
         sums = _sum_of_slots(rows, routing.row_of_slot)
         _record_torch(routing, rows, sums)
         return sums
-    return sum_rows(rows, routing.row_of_slot, routing.tokens_per_expert, True)
+    return sum_rows(rows, routing.row_of_slot, routing.tokens_per_expert)
 
 
 def _new_sums(rows: Tensor, row_of_slot: Tensor) -> Tensor:
     return rows.new_empty(row_of_slot.shape[0], rows.shape[1])
 
 
-@kernel(_new_sums, obeys_switches=False, eager_only=("is_native",), schema_names=_SCHEMA_NAMES)
-def sum_rows(rows: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, is_native: bool = False) -> Tensor:
-    """:func:`unpermute`, by indices that our own kernels made.
-
-    Args:
-        is_native: whether our own kernels are known to take these.
-    """
-    if not is_native and refusal(row_of_slot, 1, rows.dtype) is not None:
-        return unpermute(rows, _routing_of_torch(row_of_slot, tokens_per_expert))
+@kernel(_new_sums, obeys_switches=False, schema_names=_SCHEMA_NAMES)
+def sum_rows(rows: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    """:func:`unpermute`, by indices that our own kernels made."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     out = _new_sums(rows, row_of_slot)
-    if trace.active():
-        _record("sum", None, rows, out)
+    if _is_solved(SumRows(rows, row_of_slot, tokens_per_expert, out)):
         return out
-    kernels.unpermute(rows, row_of_slot, tokens_per_expert, out)
-    return out
+    return unpermute(rows, _routing_of_torch(row_of_slot, tokens_per_expert))
+
+
+def _is_solved(problem: SpreadRows | SumRows | GatherSlots) -> bool:
+    """Solves it, or tells a trace of it; False where PyTorch's kernels do instead."""
+    choice = dispatch.choose(problem, trace.active())
+    if not choice.is_fallback:
+        dispatch.solve(problem, choice)
+    return not choice.is_fallback
 
 
 def _routing_of_torch(row_of_slot: Tensor, tokens_per_expert: Tensor) -> Routing:
@@ -211,14 +192,11 @@ def scales_of(routing: Routing, weights: Tensor) -> Tensor:
 
 def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     """[T, k] in ``dtype``: of each slot the number [S] of its row, 0 for those of no expert."""
-    kinds_fit = numbers.dtype == torch.float32 and kernels.takes_weights(dtype)
+    kinds_fit = numbers.dtype == torch.float32 and dtype in TYPE_CODES
     if routing.is_native and kinds_fit and not _is_traced(numbers):
         out = torch.empty_like(routing.row_of_slot, dtype=dtype)
-        if trace.active():
-            _record("by slot", None, numbers, out)
+        if _is_solved(GatherSlots(numbers, routing.row_of_slot, routing.tokens_per_expert, out)):
             return out
-        kernels.of_slots(numbers, routing.row_of_slot, routing.tokens_per_expert, out)
-        return out
     gathered = numbers.index_select(0, routing.row_of_slot.view(-1)).view_as(routing.row_of_slot)
     slots = torch.where(routing.row_of_slot < routing.num_rows, gathered, 0).to(dtype)
     _record_torch(routing, numbers, slots)
@@ -249,23 +227,17 @@ def _is_traced(tensor: Tensor) -> bool:
     return type(tensor) is not Tensor and trace.is_traced(tensor)
 
 
-def _record(name: str, why: str | None, *tensors: Tensor) -> None:
-    """Tells a trace of our own kernel of that name, or of PyTorch's in its place, and why."""
-    kernel = f"{kernels.NAME} ({name})" if why is None else "torch"
-    reason = why if why and tensors[0].is_cuda else ""  # on a CPU nobody expects another
-    trace.record(trace.KernelCall(kernel, reason, 0, nbytes(*tensors)))
-
-
 def _record_torch(routing: Routing, source: Tensor, out: Tensor) -> None:
     """Tells a trace, if there is one, of a permutation by PyTorch's kernels."""
     if not trace.active():
         return
     if routing.is_native:
         odd = out if source.dtype == torch.float32 else source
-        why: str | None = f"{kernels.NAME} has no kernel for numbers of {odd.dtype}"
+        why: str | None = f"{_OURS} has no kernel for numbers of {odd.dtype}"
     else:
         why = refusal(routing.row_of_slot, 1, source.dtype)
-    _record("", why or "the rows were sorted by PyTorch", source, out)
+    reason = why or "the rows were sorted by PyTorch"
+    trace.record(trace.KernelCall("torch", reason if source.is_cuda else "", 0, nbytes(source, out)))
 
 
 def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:

@@ -10,8 +10,7 @@ from torch import Tensor
 from ....fuser.contract import tracing as trace
 from ...formats.copies import Rows, ceil_blocks
 from ...values.activation_spec import ActivationSpec
-from ..dispatch import scaled_epilogue_refusal
-from ..hopper import scaled_activation as hopper
+from ..dispatch import choose, solve
 from ..operators.custom_ops import kernel
 from ..problems.gemm import Matrices, Operands
 from ..problems.quantized import ActivatedScaledGemm, ScaledGemm
@@ -71,11 +70,13 @@ def scaled_gemm_activation(
     rows = Rows(a, a_scales)
     product = ScaledGemm(rows, weight, weight_scales, 1, split_sizes, preact, bias, bias_scale=bias_scale, fresh=True)
     problem = ActivatedScaledGemm(product, activation, scales, power_of_two, out.rows, vectors)
-    why = scaled_epilogue_refusal(problem)
-    if why is None:
-        _run(problem)
+    of_product = choose(product, trace.active())
+    choice = of_product if of_product.is_fallback else choose(problem, trace.active())
+    if not choice.is_fallback:
+        solve(problem, choice)
         return out
     if a.is_cuda:
+        why = of_product.reason or choice.words
         trace.note(f"the hidden rows are quantised by a kernel of its own: the epilogue {why}")
     del out, preact, product, problem  # whose memory the results of these kernels may have
     terms: dict[str, Any] = {"bias": bias, "bias_scale": bias_scale}
@@ -84,12 +85,3 @@ def scaled_gemm_activation(
     hidden = quantize_activation(values, split_sizes, activation, power_of_two=power_of_two, **read).rows
     assert hidden is not None
     return ActivatedRows(values if keep_preact else None, hidden.data, hidden.scales)  # type: ignore[arg-type]
-
-
-def _run(problem: ActivatedScaledGemm) -> None:
-    """Launches it, or tells a trace of it."""
-    if trace.active():
-        configuration = f"{problem}, {problem.bytes / 1e6:.1f} MB"
-        trace.record(trace.KernelCall(hopper.NAME, "", problem.product.flops, problem.bytes, configuration))
-    elif problem.product.rows and not problem.rows.data.is_meta:
-        hopper.run(problem)

@@ -12,7 +12,7 @@ from ..extension import is_built
 from ..jit import epilogue
 from ..jit import quantized as quantized_kernels
 from ..jit.compilation import compiled
-from ..jit.epilogue import EpilogueForm, form_of
+from ..jit.epilogue import EpilogueForm, blocks_of
 from ..jit.operands import is_concat, is_narrow
 from ..jit.quantized import QuantizerForm, QuantizingForm, ScaledForm
 from ..problems.gemm import Layout
@@ -63,7 +63,10 @@ def _forms(
     forms += [(True, False, sums) for sums in ((False, True) if vectors else (False,))]
     layouts = (Layout.NT, Layout.NN)
     return [
-        form_of(program, backward, layout, dtype, block, _WIDER_THAN_BLOCKS, bias, False, vectors, sums, scales)
+        EpilogueForm(
+            *(program, backward, layout, dtype, *blocks_of(program, backward, block, _WIDER_THAN_BLOCKS)),
+            *(bias, False, vectors, sums, scales),
+        )
         for (backward, bias, sums), layout in product(forms, layouts)
     ]
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...values.activation_spec import ActivationSpec
 from ..architecture import assumed
-from ..extension import TYPE_CODES, address, compiled, stream, workspace_bytes
+from ..extension import TYPE_CODES, address, compiled, workspace_bytes
 from ..jit import epilogue as functions
-from ..problems.gemm import Activate, ActivateBackward, GroupedGemm, Layout, OperandPair, first
+from ..problems.gemm import Activate, ActivateBackward, GroupedGemm, first
 from . import arrivals
 from .column_operands import ColumnGradients, ColumnOperands
+from .operands import as_float32, bias_fields, product_fields, second_depth, second_fields
 from .rows import ActivationFields, activation, scale_arguments
 
 NAME = "hopper (activation in the epilogue)"
 _TILE = 256  # columns of the widest tile: a block of gate and as much of up must fit in
 _NARROW = (1, 2, 4)  # blocks that are told apart within sixteen columns
-
-Addressing = tuple[tuple[int, int, int], list[int]]
-"""Where matrices lie: address, row pitch and distance of one tensor, in elements; or each at an address of its own."""
 
 
 def name_of(spec: ActivationSpec) -> str:
@@ -122,9 +118,11 @@ def _form(problem: GroupedGemm, operands: ColumnOperands, columns: int) -> funct
     backward, program = isinstance(ending, ActivateBackward), operands.program
     types, of_elements = operands.types[: len(program.columns)], operands.types[len(program.columns) :]
     sums = isinstance(ending, ActivateBackward) and ending.grads.vectors is not None
-    layout = problem.layout, problem.a.dtype, operands.block, columns
+    blocks = functions.blocks_of(program, backward, operands.block, columns)
     scales = ending is not None and ending.scales is not None
-    return functions.form_of(program, backward, *layout, *extras, types, sums, scales, of_elements)
+    return functions.EpilogueForm(
+        *(program, backward, problem.layout, problem.a.dtype, *blocks, *extras, types, sums, scales, of_elements)
+    )
 
 
 def activation_of(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ActivationFields:
@@ -173,18 +171,14 @@ def _rows_refusal(problem: GroupedGemm, buffers: tuple[Tensor, ...]) -> str | No
     return None
 
 
-def forward(
-    problem: GroupedGemm, epilogue: Activate, weights: Addressing, biases: Addressing, variant: int = -1
-) -> None:
+def forward(problem: GroupedGemm, epilogue: Activate, variant: int = -1) -> None:
     """``out`` = activation of the product, times the scales; the product itself into ``preact``, if there is one.
 
     Args:
-        weights: where ``problem.b`` lies.
-        biases: where ``problem.bias`` lies.
         variant: a tile variant instead of the cost model's, for tests and tuning.
     """
-    p, bias, ((bias_address, pitch, _), bias_addresses), postact = problem, problem.bias, biases, first(problem.out)
-    bias_scale = None if bias is None or p.bias_scale is None else p.bias_scale.to(torch.float32)
+    p, postact = problem, first(problem.out)
+    bias_scale = None if p.bias is None else as_float32(p.bias_scale)
     scales, scales_type = scale_arguments(epilogue.scales)
     if p.arrived is not None and arrivals.are_waited_for(p):
         launch, kept = arrivals.arguments(p), p.arrived
@@ -193,14 +187,10 @@ def forward(
         launch = {"workspace": kept.data_ptr()}
     compiled().linear_activation(
         activation=activation_of(p, epilogue.spec, postact.shape[-1]),
-        **product_fields(p, p.mnk[1], weights),
+        **product_fields(p, p.mnk[1]),
         preact=address(epilogue.preact),
         postact=postact.data_ptr(),
-        bias=bias_address,
-        bias_type=0 if bias is None else TYPE_CODES[first(bias).dtype],
-        bias_pitch=pitch,
-        bias_addresses=bias_addresses,
-        bias_scale=address(bias_scale),
+        **bias_fields(p.bias, bias_scale),
         scales=scales,
         scales_type=scales_type,
         vectors=_input_addresses(p, epilogue.spec, postact.shape[-1]),
@@ -210,7 +200,7 @@ def forward(
     )
 
 
-def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressing, variant: int = -1) -> None:
+def backward(problem: GroupedGemm, epilogue: ActivateBackward, variant: int = -1) -> None:
     """From the product, the gradient of the hidden rows, and ``preact``: what ``grads`` holds tensors for."""
     p, columns, library, grads = problem, problem.mnk[1], compiled(), epilogue.grads
     bias_columns, bias_type = (0, 0) if grads.bias is None else (grads.bias.shape[1], TYPE_CODES[grads.bias.dtype])
@@ -230,7 +220,7 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
     workspace = p.a.new_empty(size, dtype=torch.uint8)
     library.linear_activation_backward(
         activation=activation_of(p, epilogue.spec, columns),
-        **product_fields(p, columns, weights),
+        **product_fields(p, columns),
         preact=epilogue.preact.data_ptr(),
         dpreact=grads.preact.data_ptr(),
         scales=scales,
@@ -252,46 +242,3 @@ def backward(problem: GroupedGemm, epilogue: ActivateBackward, weights: Addressi
 def _input_addresses(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> list[int]:
     operands = _operands(problem, spec, columns)
     return [] if operands is None else operands.addresses
-
-
-def second_depth(problem: GroupedGemm) -> int:
-    """R of the second pair of operands; 0: there is none."""
-    return 0 if problem.second is None else problem.second.a.shape[1]
-
-
-def second_fields(second: OperandPair | None) -> dict[str, int]:
-    """The second pair of operands as the extension wants it, by the names of its fields; none where there is none."""
-    if second is None:
-        return {}
-    a, b = second
-    return {
-        "second_k": a.shape[1],
-        "second_a": a.data_ptr(),
-        "second_a_pitch": a.stride(0),
-        "second_b": b.data_ptr(),
-        "second_b_pitch": b.stride(1),
-        "second_b_group": b.stride(0),
-    }
-
-
-def product_fields(p: GroupedGemm, n: int, weights: Addressing) -> dict[str, Any]:
-    """The fields of a launch for the stream, the product of rows, its operands and groups, in their order."""
-    device, sizes, (first_weight, pitch, distance) = p.a.get_device(), p.split_sizes, weights[0]
-    return {
-        "layout": int(p.layout is Layout.NN),
-        "operand": TYPE_CODES[p.a.dtype],
-        "device": device,
-        "stream": stream(device),
-        "groups": p.groups,
-        "tokens": p.rows,
-        "n": n,
-        "k": p.a.shape[1],
-        "a": p.a.data_ptr(),
-        "a_pitch": p.a.stride(0),
-        "b": first_weight,
-        "b_pitch": pitch,
-        "b_group": distance,
-        "b_addresses": weights[1],
-        "sizes": sizes.data_ptr(),
-        "int64_sizes": sizes.dtype == torch.int64,
-    }

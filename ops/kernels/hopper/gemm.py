@@ -11,19 +11,23 @@ import torch
 from torch import Tensor
 
 from ..architecture import assumed
-from ..extension import TYPE_CODES, address, compiled, device_refusal, stream, workspace_bytes
-from ..problems.gemm import Activate, GroupedGemm, Layout, Matrices, OperandPair, RowSlots, addresses, first
-from ..problems.independent import Independent
+from ..extension import TYPE_CODES, address, compiled, device_refusal, workspace_bytes
+from ..problems.gemm import Activate, GroupedGemm, Layout, Matrices, RowSlots, addresses, first
 from . import epilogue
-from .epilogue import Addressing
+from .operands import (
+    LAYOUTS,
+    addressing,
+    as_float32,
+    bias_fields,
+    one_or_each,
+    product_fields,
+    second_depth,
+    second_fields,
+)
 
 NAME = "hopper"
 MAX_GROUPS = 512
 MAX_ROWS = 2**30 - 1
-
-epilogue_refusal, slower_epilogue = epilogue.refusal, epilogue.slower
-
-LAYOUTS = {Layout.NT: 0, Layout.NN: 1, Layout.TN: 2}
 
 
 def refusal(problem: GroupedGemm) -> str | None:
@@ -85,7 +89,7 @@ def configuration(problem: GroupedGemm) -> str:
     sizes = (m, n, 0) if p.layout is Layout.TN else (0, n, k)
     affine = any(extra is not None for extra in (p.alpha, p.bias, p.bias_scale, p.row_scale))
     chosen = compiled().grouped_gemm_config(
-        LAYOUTS[p.layout], *types, p.a.get_device(), p.groups, p.rows, *sizes, affine, epilogue.second_depth(p)
+        LAYOUTS[p.layout], *types, p.a.get_device(), p.groups, p.rows, *sizes, affine, second_depth(p)
     )
     return f"{p}: {chosen}"
 
@@ -93,17 +97,14 @@ def configuration(problem: GroupedGemm) -> str:
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``, and what its epilogue gives."""
     ending = problem.epilogue
-    if ending is None:
-        _run_product(problem)
+    if problem.slots is not None and stores_to_slots(problem):
+        _run_to_slots(problem, problem.slots)
+    elif ending is None:
+        launch(problem)
     elif type(ending) is Activate:
-        epilogue.forward(
-            problem,
-            ending,
-            addressing(problem.b),
-            NO_MATRICES if problem.bias is None else bias_addressing(problem.bias),
-        )
+        epilogue.forward(problem, ending)
     else:
-        epilogue.backward(problem, ending, addressing(problem.b))
+        epilogue.backward(problem, ending)
 
 
 def stores_to_slots(problem: GroupedGemm) -> bool:
@@ -117,7 +118,7 @@ def _run_to_slots(p: GroupedGemm, slots: RowSlots) -> None:
     bias_scale, row_scale = as_float32(p.bias_scale), as_float32(p.row_scale)
     workspace = p.a.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
     compiled().gemm_to_slots(
-        **epilogue.product_fields(p, p.mnk[1], addressing(p.b)),
+        **product_fields(p, p.mnk[1]),
         **slots.arguments(),
         **bias_fields(p.bias, bias_scale),
         row_scale=address(row_scale),
@@ -125,92 +126,46 @@ def _run_to_slots(p: GroupedGemm, slots: RowSlots) -> None:
     )
 
 
-def _run_product(p: GroupedGemm) -> None:
-    if p.slots is not None and stores_to_slots(p):
-        return _run_to_slots(p, p.slots)
-    alpha, alphas = (1.0, None) if p.alpha is None else one_or_each(p.alpha, p.groups)
-    beta, betas = (1.0, None) if p.beta is None else one_or_each(p.beta, p.groups)
-    launch(
-        p.layout,
-        p.a,
-        p.b,
-        p.out,
-        p.split_sizes,
-        accumulate=p.beta is not None and (betas is not None or beta != 0),
-        beta=beta,
-        betas=betas,
-        bias=p.bias,
-        bias_scale=p.bias_scale,
-        row_scale=p.row_scale,
-        alpha=alpha,
-        alphas=alphas,
-        fresh=p.fresh,
-        second=p.second,
-        tail_unspecified=p.tail_unspecified,
-        independent=p.independent,
-    )
+def launch(problem: GroupedGemm, variant: int = -1, dynamic: bool = True) -> None:
+    """One launch on the current stream, of a product without an epilogue.
 
-
-def launch(
-    layout: Layout,
-    a: Tensor,
-    b: Matrices,
-    out: Matrices,
-    sizes: Tensor,
-    *,
-    accumulate: bool = False,
-    beta: float = 1.0,
-    betas: Tensor | None = None,
-    bias: Matrices | None = None,
-    bias_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    alpha: float = 1.0,
-    alphas: Tensor | None = None,
-    variant: int = -1,
-    dynamic: bool = True,
-    fresh: bool = False,
-    second: OperandPair | None = None,
-    tail_unspecified: bool = False,
-    independent: Independent | None = None,
-) -> None:
-    """One launch on the current stream: ``out = row_scale * (alpha * a b + bias_scale * bias)``.
+    A fresh ``out`` has been seen by nobody, so its version stays, and its tail becomes zero unless it is unspecified.
 
     Args:
-        accumulate: add ``beta`` times what stands in ``out``.
-        alphas, betas: fp32 [E], instead of ``alpha`` and ``beta``.
         variant: a tile variant instead of the cost model's, for tests and tuning.
         dynamic: whether tasks are handed out on demand; a static schedule gives the same bits, slower.
-        fresh: nobody has seen ``out``, so its version stays; a tail becomes zero, unless it is ``tail_unspecified``.
-        second: operands whose product is added to that of ``a`` and ``b``.
-        independent: products of which this is one; it takes its workspace from them.
     """
-    addressings = addressing(b), addressing(out), NO_MATRICES if bias is None else bias_addressing(bias)
-    zero_tail = fresh and not tail_unspecified and layout is not Layout.TN
-    workspace, others = NO_WORKSPACE, {"variant": variant, "zero_tail": zero_tail, **epilogue.second_fields(second)}
-    if dynamic or any(anywhere for _, anywhere in addressings):
-        workspace = _workspace(layout, a, first(out), sizes.shape[0], variant, independent)
-        others |= workspace.fields
-    _launch(
-        layout,
-        a,
-        first(out),
-        sizes,
-        weights=addressings[0],
-        outputs=addressings[1],
-        biases=addressings[2],
-        bias_type=0 if bias is None else TYPE_CODES[first(bias).dtype],
-        bias_scale=as_float32(bias_scale),
-        row_scale=as_float32(row_scale),
-        alphas=alphas,
-        betas=betas,
-        workspace=workspace,
+    p, out, is_wgrad = problem, first(problem.out), problem.layout is Layout.TN
+    (address_of_out, pitch, distance), outs = addressing(p.out)
+    bias_scale, row_scale = as_float32(p.bias_scale), as_float32(p.row_scale)
+    alpha, alphas = (1.0, None) if p.alpha is None else one_or_each(p.alpha, p.groups)
+    beta, betas = (1.0, None) if p.beta is None else one_or_each(p.beta, p.groups)
+    at_one_address = not dynamic and all([isinstance(each, Tensor | None) for each in (p.b, p.out, p.bias)])
+    workspace = NO_WORKSPACE if at_one_address else _workspace(p, out, variant)
+    compiled().grouped_gemm(
+        **product_fields(p, out.shape[-1]),
+        output=TYPE_CODES[out.dtype],
+        m=p.a.shape[1] if is_wgrad else 0,
+        out=address_of_out,
+        out_pitch=pitch,
+        out_group=distance,
+        out_addresses=outs,
+        accumulate=p.beta is not None and (betas is not None or beta != 0),
+        **bias_fields(p.bias, bias_scale),
+        row_scale=address(row_scale),
+        alphas=address(alphas),
         alpha=alpha,
+        betas=address(betas),
         beta=beta,
-        accumulate=accumulate,
-        others=others,
+        workspace=workspace.address,
+        variant=variant,
+        workspace_bytes=workspace.nbytes,
+        zero_tail=p.fresh and not p.tail_unspecified and not is_wgrad,
+        **second_fields(p.second),
+        **workspace.fields,
     )
-    if not fresh:
-        torch.autograd.graph.increment_version(out)
+    if not p.fresh:
+        torch.autograd.graph.increment_version(p.out)
 
 
 class Workspace(NamedTuple):
@@ -225,118 +180,16 @@ class Workspace(NamedTuple):
 NO_WORKSPACE = Workspace(None, 0, 0, {})
 
 
-def _workspace(
-    layout: Layout, a: Tensor, out: Tensor, groups: int, variant: int, independent: Independent | None
-) -> Workspace:
-    nbytes = least = workspace_bytes(groups)
-    if layout is Layout.TN:
-        (tokens, m), codes = a.shape, (LAYOUTS[layout], TYPE_CODES[out.dtype])
-        nbytes = compiled().gemm_workspace_bytes(*codes, groups, tokens, m, out.shape[-1], variant)
-    turn = None if independent is None or nbytes > least else independent.next_turn(a, nbytes)
+def _workspace(p: GroupedGemm, out: Tensor, variant: int) -> Workspace:
+    nbytes = least = workspace_bytes(p.groups)
+    if p.layout is Layout.TN:
+        (tokens, m), codes = p.a.shape, (LAYOUTS[p.layout], TYPE_CODES[out.dtype])
+        nbytes = compiled().gemm_workspace_bytes(*codes, p.groups, tokens, m, out.shape[-1], variant)
+    turn = None if p.independent is None or nbytes > least else p.independent.next_turn(p.a, nbytes)
     if turn is not None:
         return Workspace(None, turn.workspace, nbytes, turn.fields)
-    memory = a.new_empty(nbytes, dtype=torch.uint8)
+    memory = p.a.new_empty(nbytes, dtype=torch.uint8)
     return Workspace(memory, memory.data_ptr(), nbytes, {})
-
-
-def _launch(
-    layout: Layout,
-    a: Tensor,
-    product: Tensor,
-    sizes: Tensor,
-    *,
-    weights: Addressing,
-    outputs: Addressing,
-    biases: Addressing,
-    bias_type: int,
-    bias_scale: Tensor | None,
-    row_scale: Tensor | None,
-    alphas: Tensor | None,
-    betas: Tensor | None,
-    workspace: Workspace,
-    alpha: float,
-    beta: float,
-    accumulate: bool,
-    others: dict[str, Any],
-) -> None:
-    (tokens, features), device, is_wgrad = a.shape, a.get_device(), layout is Layout.TN
-    compiled().grouped_gemm(
-        layout=LAYOUTS[layout],
-        operand=TYPE_CODES[a.dtype],
-        device=device,
-        stream=stream(device),
-        groups=sizes.shape[0],
-        tokens=tokens,
-        n=product.shape[-1],
-        k=0 if is_wgrad else features,
-        a=a.data_ptr(),
-        a_pitch=a.stride(0),
-        b=weights[0][0],
-        b_pitch=weights[0][1],
-        b_group=weights[0][2],
-        b_addresses=weights[1],
-        sizes=sizes.data_ptr(),
-        int64_sizes=sizes.dtype == torch.int64,
-        output=TYPE_CODES[product.dtype],
-        m=features if is_wgrad else 0,
-        out=outputs[0][0],
-        out_pitch=outputs[0][1],
-        out_group=outputs[0][2],
-        out_addresses=outputs[1],
-        accumulate=accumulate,
-        bias=biases[0][0],
-        bias_type=bias_type,
-        bias_pitch=biases[0][1],
-        bias_addresses=biases[1],
-        bias_scale=0 if bias_scale is None else bias_scale.data_ptr(),
-        row_scale=0 if row_scale is None else row_scale.data_ptr(),
-        alphas=0 if alphas is None else alphas.data_ptr(),
-        alpha=alpha,
-        betas=0 if betas is None else betas.data_ptr(),
-        beta=beta,
-        workspace=workspace.address,
-        workspace_bytes=workspace.nbytes,
-        **others,
-    )
-
-
-NO_MATRICES: Addressing = (0, 0, 0), []
-
-
-def addressing(matrices: Matrices) -> Addressing:
-    """Where they lie."""
-    if isinstance(matrices, Tensor):
-        strides = matrices.stride()
-        return (matrices.data_ptr(), strides[-2], strides[0] if len(strides) == 3 else 0), []
-    return (0, matrices[0].stride(0), 0), [matrix.data_ptr() for matrix in matrices]
-
-
-def bias_addressing(bias: Matrices) -> Addressing:
-    return ((bias.data_ptr(), bias.stride(0), 0), []) if isinstance(bias, Tensor) else addressing(bias)
-
-
-def bias_fields(bias: Matrices | None, bias_scale: Tensor | None) -> dict[str, Any]:
-    """The fields of a bias, whose scales are float32."""
-    (data, pitch, _), listed = NO_MATRICES if bias is None else bias_addressing(bias)
-    return {
-        "bias": data,
-        "bias_type": 0 if bias is None else TYPE_CODES[first(bias).dtype],
-        "bias_pitch": pitch,
-        "bias_addresses": listed,
-        "bias_scale": address(bias_scale),
-    }
-
-
-def as_float32(factors: Tensor | None) -> Tensor | None:
-    """Factors of rows or groups as kernels read them."""
-    return None if factors is None else factors.to(torch.float32)
-
-
-def one_or_each(factor: float | Tensor | None, groups: int) -> tuple[float, Tensor | None]:
-    """A number for all groups, or one for each; 1 for None."""
-    if isinstance(factor, Tensor) and (factor.is_cuda or factor.dim()):
-        return 1.0, factor.to(torch.float32).expand(groups).contiguous()
-    return 1.0 if factor is None else float(factor), None
 
 
 def _factor_refusal(p: GroupedGemm) -> str | None:

@@ -9,7 +9,8 @@ from ...formats.copies import PackedFormat
 from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
 from ..problems.gemm import addresses
 from ..problems.quantized import PackedGemm
-from .gemm import MAX_GROUPS, MAX_ROWS, as_float32
+from .gemm import MAX_GROUPS, MAX_ROWS
+from .operands import as_float32
 
 NAME = "hopper"
 _CODES = {PackedFormat.MXFP8: 0, PackedFormat.NVFP4: 1, PackedFormat.MXFP4: 2}

@@ -11,7 +11,8 @@ from ...values.grouped_tensor import GroupedTensor
 from ..extension import TYPE_CODES, address, compiled, stream
 from ..problems.ragged import RaggedGemm
 from . import gemm as hopper
-from .gemm import LAYOUTS, one_or_each, operands_refusal
+from .gemm import operands_refusal
+from .operands import LAYOUTS, one_or_each
 
 NAME = hopper.NAME
 

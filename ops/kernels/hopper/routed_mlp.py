@@ -13,6 +13,7 @@ from ..extension import TYPE_CODES, compiled, stream
 from ..problems.gemm import Activate, GroupedGemm, Layout
 from . import epilogue
 from . import gemm as hopper
+from .operands import Addressing, addressing
 
 
 class Experts(NamedTuple):
@@ -73,8 +74,8 @@ class RoutedMlp:
             "activation": epilogue.activation_of(activated, e.spec, e.columns),
             **shapes,
             "transposed": e.transposed,
-            **_matrix("up", hopper.addressing(e.up)),
-            **_matrix("down", hopper.addressing(e.down)),
+            **_matrix("up", addressing(e.up)),
+            **_matrix("down", addressing(e.down)),
             **_vector("up_bias", e.up_bias),
             **_vector("down_bias", e.down_bias),
             "bias_type": bias_type,
@@ -129,7 +130,7 @@ def _product(e: Experts, weight: Tensor, bias: Tensor | None, depth: int, column
     return GroupedGemm(layout, a, weight, sizes, out, bias=bias, fresh=True)
 
 
-def _matrix(name: str, addressing: epilogue.Addressing) -> dict[str, int]:
+def _matrix(name: str, addressing: Addressing) -> dict[str, int]:
     address, pitch, distance = addressing[0]
     return {name: address, f"{name}_pitch": pitch, f"{name}_group": distance}
 

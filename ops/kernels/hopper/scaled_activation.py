@@ -9,7 +9,7 @@ from ..extension import TYPE_CODES, address, compiled
 from ..problems.quantized import ActivatedScaledGemm
 from . import quantized_functions, scaled_gemm
 from .epilogue import tile_refusal
-from .gemm import as_float32, bias_fields
+from .operands import as_float32, bias_fields
 from .rows import scale_arguments
 
 NAME = "hopper (e4m3, activation in the epilogue)"

@@ -11,7 +11,8 @@ from ...formats.copies import BLOCK, ceil_blocks
 from ..extension import TYPE_CODES, address, compiled, device_refusal, stream, workspace_bytes
 from ..problems.gemm import Matrices, addresses, first
 from ..problems.quantized import Multiplying, ScaledGemm, ScaledWgrad
-from .gemm import MAX_GROUPS, MAX_ROWS, addressing, as_float32, bias_fields
+from .gemm import MAX_GROUPS, MAX_ROWS
+from .operands import addressing, as_float32, bias_fields
 
 NAME = "hopper"
 

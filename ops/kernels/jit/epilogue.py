@@ -53,24 +53,10 @@ class EpilogueForm(NamedTuple):
     matrices: tuple[torch.dtype, ...] = ()
 
 
-def form_of(
-    program: Program,
-    backward: bool,
-    layout: Layout,
-    dtype: torch.dtype,
-    block: int | None,
-    columns: int,
-    bias: bool,
-    second: bool = False,
-    vectors: tuple[torch.dtype, ...] = (),
-    sums_vectors: bool = False,
-    scales: bool = True,
-    matrices: tuple[torch.dtype, ...] = (),
-) -> EpilogueForm:
-    """The form for rows of ``columns`` columns, with gate and up in blocks of ``block``."""
-    lies, operands = (program, block, columns), (vectors, sums_vectors, scales, matrices)
-    concat, narrow = not backward and is_concat(*lies), is_narrow(*lies)
-    return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second, *operands)
+def blocks_of(program: Program, backward: bool, block: int | None, columns: int) -> tuple[bool, bool]:
+    """``concat`` and ``narrow`` for rows of so many columns, of which ``block`` of gate are before as many of up."""
+    lies = program, block, columns
+    return not backward and is_concat(*lies), is_narrow(*lies)
 
 
 def refusal(form: EpilogueForm) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from functools import cache
+from operator import itemgetter
 
 import torch
 
@@ -15,36 +16,19 @@ _PARAMS = struct.Struct(f"@qII4P{6 * MOST_OPERANDS}PPi?3xP{MOST_CONSTANTS}f")
 PARAMS_BYTES = -(-_PARAMS.size // 8) * 8  # of PointwiseParams, which is aligned as its addresses are
 
 
+_NUMBERS = itemgetter("columns", "block", "x", "dy", "y", "dx")
+_LISTS = itemgetter("numbers", "dnumbers", "vectors", "dcolumns", "matrices", "dmatrices")
+_OF_GROUPS = itemgetter("sizes", "groups", "int64_sizes")
+
+
 def pointwise(
-    *,
-    function: int,
-    device: int,
-    stream: int,
-    rows: int,
-    columns: int,
-    block: int,
-    x: int,
-    dy: int,
-    y: int,
-    dx: int,
-    numbers: list[int],
-    dnumbers: list[int],
-    vectors: list[int],
-    dcolumns: list[int],
-    matrices: list[int],
-    dmatrices: list[int],
-    groups: int,
-    sizes: int,
-    int64_sizes: bool,
-    constants: tuple[float, ...],
+    *, function: int, device: int, stream: int, rows: int, constants: tuple[float, ...], **fields: object
 ) -> None:
-    """Launches a compiled kernel. The keywords are described in csrc/fusible/pointwise_params.h."""
+    """Launches a compiled kernel. The fields are described in csrc/fusible/pointwise_params.h."""
     unused = (0.0,) * (MOST_CONSTANTS - len(constants))
-    lists = numbers, dnumbers, vectors, dcolumns, matrices, dmatrices
     nowhere = 0  # to report wrong sizes to, which is the extension's
-    operands = [address for each in lists for address in _filled(each)]
-    of_groups = sizes, groups, int64_sizes, nowhere
-    params = _PARAMS.pack(rows, columns, block, x, dy, y, dx, *operands, *of_groups, *constants, *unused)
+    operands = [address for each in _LISTS(fields) for address in _filled(each)]
+    params = _PARAMS.pack(rows, *_NUMBERS(fields), *operands, *_OF_GROUPS(fields), nowhere, *constants, *unused)
     blocks = min(-(-rows // (THREADS // 32)), _most_blocks(device))  # a warp has a row
     driver.launch(function, blocks, THREADS, params, device, stream)
 

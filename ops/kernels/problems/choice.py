@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import ClassVar, NamedTuple, final
 
 from torch import Tensor
 
@@ -67,18 +67,21 @@ class Choosing:
         bias: [E], added to the scores that are compared.
         valid: bool [T]: the others go to no expert.
         fixed_ids: int64 [T, k]: the experts, not to be chosen; a row of -1 alone is missing, and chosen.
+        out: where kernels of a backend write; PyTorch's operations allocate their own.
     """
 
+    PASS: ClassVar[str] = "choose"
     logits: Tensor
     rule: ChoiceRule
     bias: Tensor | None
     valid: Tensor | None
     fixed_ids: Tensor | None
+    out: Chosen | None = None
 
     @property
     def bytes(self) -> int:
-        """The bytes that are read."""
-        return nbytes(self.logits, self.bias, self.valid, self.fixed_ids)
+        """The bytes that are read, and those of the results where they exist."""
+        return nbytes(self.logits, self.bias, self.valid, self.fixed_ids, *(self.out or ()))
 
 
 @final
@@ -91,16 +94,19 @@ class ChoosingBackward:
         d_weights: [T, k]; None: 0.
         d_sums: [E]; None: 0.
         d_squares: [1]; None: 0.
+        out: as of :class:`Choosing`.
     """
 
+    PASS: ClassVar[str] = "choose backward"
     logits: Tensor
     rule: ChoiceRule
     ids: Tensor
     d_weights: Tensor | None
     d_sums: Tensor | None
     d_squares: Tensor | None
+    out: Tensor | None = None
 
     @property
     def bytes(self) -> int:
-        """The bytes that are read."""
-        return nbytes(self.logits, self.ids, self.d_weights, self.d_sums, self.d_squares)
+        """The bytes that are read, and those of the results where they exist."""
+        return nbytes(self.logits, self.ids, self.d_weights, self.d_sums, self.d_squares, self.out)

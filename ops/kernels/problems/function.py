@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ...programs.program import Program
 from ...values.activation_spec import ActivationSpec
 from .gemm import ActivationGrads, FunctionOperands, PointwiseGrads, PointwiseRows
-from .interface import PointwiseKernels
+from .rows import FunctionOfRows, PointwiseKernels
 
 
 class FunctionKernels(NamedTuple):
@@ -23,10 +24,6 @@ class FunctionKernels(NamedTuple):
     kernels: PointwiseKernels
     program: Program
     of_groups: FunctionOperands | None = None
-
-    @property
-    def NAME(self) -> str:
-        return self.kernels.NAME
 
     def forward(self, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:
         """``out`` [..., F] = function of ``preact`` [..., C] and ``scales`` [...], rounded once."""
@@ -56,3 +53,14 @@ class FunctionKernels(NamedTuple):
 
 def _flat(rows: Tensor) -> Tensor:
     return rows.view(-1, rows.shape[-1]) if rows.numel() else rows.reshape(rows.shape[:-1].numel(), rows.shape[-1])
+
+
+def function_by(kernels: PointwiseKernels) -> Callable[[FunctionOfRows], None]:
+    """What computes activations that users have written by these kernels."""
+
+    def run(problem: FunctionOfRows) -> None:
+        p = problem.activation
+        assert p.spec.program is not None
+        p.solve(FunctionKernels(kernels, p.spec.program, p.of_groups))
+
+    return run

@@ -59,6 +59,7 @@ class Activate:
         preact: [T, C], where the product itself goes; None: nowhere.
         vectors: [E, F] each, [1, F] of all rows, 2 F of gate and up: the numbers of columns that the activation reads.
         matrices: [T, F] each, 2 F of gate and up: the numbers of elements that it reads.
+        tail_unspecified: rows of ``preact`` and ``out`` past the last group may hold anything, for readers that know.
         kernels: those of a user's function, once a backend has found them; a launch then looks for none.
     """
 
@@ -67,6 +68,7 @@ class Activate:
     preact: Tensor | None
     vectors: Operands = None
     matrices: Operands = None
+    tail_unspecified: bool = False
     kernels: tuple[int, ...] | None = None
 
 

@@ -1,116 +1,116 @@
-"""What the dispatcher chooses from: each is a module of this package that fits one of these protocols."""
+"""What a backend registers: for each kind of problem that it solves, its kernels and what they can."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from operator import methodcaller
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from ...programs.program import Program
-from ...values.activation_spec import ActivationSpec
-from .fake_quantized import FakeQuantizing
-from .gemm import ActivationGrads, GroupedGemm, Matrices, PointwiseGrads, PointwiseRows
-from .quantized import Multiplying, Quantizing
+from .gemm import GroupedGemm
+
+P = TypeVar("P")
 
 
-class Backend(Protocol):
-    """An implementation of the grouped GEMM."""
+class Measured(Protocol):
+    """A problem that a trace may be told of."""
 
     @property
-    def NAME(self) -> str: ...
-
-    def refusal(self, problem: GroupedGemm, /) -> str | None:
-        """Why the product cannot be run here, whatever its epilogue; None: it can."""
-
-    def epilogue_refusal(self, problem: GroupedGemm, /) -> str | None:
-        """Why the epilogue cannot be part of the product, so that it follows as a kernel of its own; None: it can."""
-
-    def run(self, problem: GroupedGemm, /) -> None:
-        """Computes ``problem.out`` and whatever else the epilogue gives, if it has one that is not refused.
-
-        Our own backend zeroes the tail of rows that are fresh, too. With :class:`ActivateBackward` it also gives the
-        gradient of the bias and zeroes the tail of that of the scales, which row kernels do after others.
-        """
+    def bytes(self) -> int:
+        """Every operand read once, the result written once."""
 
 
-class ActivationKernels(Protocol):
-    """An activation and its backward, over rows that are there."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Implementation(Generic[P]):
+    """The kernels of one backend for one kind of problem.
 
-    @property
-    def NAME(self) -> str: ...
+    Attributes:
+        backend: the name by which ``config(backend=...)`` asks for them; None for those that run under any name: a
+            fallback on PyTorch.
+        name: what ``explain()`` calls them, which may depend on the problem.
+        run: solves a problem that is not refused.
+        refusal: why a problem cannot be solved here, in words that follow "it"; None: it can. Kernels without a
+            refusal take every problem.
+        cache_key: what alone decides whether a problem is refused: equal keys are taken alike. None where it takes more
+            to say; kernels without this are asked at every call.
+        device: the type of the devices that they run on; None for any.
+        interpreted: whether they run on other devices, too, where they are asked for by name.
+        configuration: what is chosen for a problem, in words.
+        warn: called with a problem that runs here because others refused it, under ``config(backend="auto")``.
+    """
 
-    def forward(self, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor, /) -> None:
-        """``out`` [..., F] = activation of ``preact`` [..., C], times ``scales`` [...], rounded once."""
-
-    def backward(
-        self, dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads, /
-    ) -> None:
-        """From ``dpostact`` [..., F] what ``out`` has tensors for; computes the activation again from ``preact``."""
-
-
-class PointwiseKernels(Protocol):
-    """A pointwise program and its gradients, over rows that are there."""
-
-    @property
-    def NAME(self) -> str: ...
-
-    def forward(self, program: Program, rows: PointwiseRows, out: Tensor, /) -> None:
-        """Fills ``out`` [rows, C]."""
-
-    def backward(self, program: Program, rows: PointwiseRows, dy: Tensor, out: PointwiseGrads, /) -> None:
-        """Fills what ``out`` has tensors for, from ``dy`` [rows, C]."""
-
-
-class RowKernels(Protocol):
-    """What else knows groups."""
-
-    @property
-    def NAME(self) -> str: ...
-
-    def column_sums(self, rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None, /) -> None:
-        """``out[g]`` = the sum of the rows of group g, each times its ``scale`` [T], if there is one."""
-
-    def row_dots(self, rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor, /) -> None:
-        """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
-
-    def zero_tail(self, out: Tensor, split_sizes: Tensor, /) -> None:
-        """Zeros the rows past the last group."""
+    backend: str | None
+    name: str | Callable[[P], str]
+    run: Callable[[P], None]
+    refusal: Callable[[P], str | None] | None = None
+    cache_key: Callable[[P], Hashable | None] | None = None
+    device: str | None = None
+    interpreted: bool = False
+    configuration: Callable[[P], str] | None = None
+    warn: Callable[[P], None] | None = None
 
 
-class Quantizers(Protocol):
-    """What makes quantised copies."""
-
-    @property
-    def NAME(self) -> str: ...
-
-    def refusal(self, problem: Quantizing, /) -> str | None:
-        """Why the copies cannot be made here; None: they can."""
-
-    def run(self, problem: Quantizing, /) -> None:
-        """Fills the copies, and what else the problem has tensors for."""
+def solving(kernels: object) -> methodcaller:
+    """What solves a problem by the functions of a module: the problem knows which it needs."""
+    return methodcaller("solve", kernels)
 
 
-class FakeQuantizers(Protocol):
-    """What makes the values of quantised copies."""
+@dataclass(frozen=True, slots=True, eq=False)
+class GemmImplementation(Implementation[GroupedGemm]):
+    """An implementation of the grouped GEMM, and what it can beside the product.
 
-    @property
-    def NAME(self) -> str: ...
+    Attributes:
+        has_epilogues: whether an activation, or its backward, may be part of a product.
+        epilogue_refusal: why it cannot be part of a product that is not refused, so that it follows as a kernel of its
+            own; None: it can. Kernels without this have every epilogue.
+        slower_epilogue: why an epilogue that is not refused is faster as a kernel of its own; None: it is not.
+        second_refusal: why the product of the second pair of operands is a kernel of its own; None: it is not. Kernels
+            without this take one pair.
+        stores_to_slots: whether the rows of a product go to its slots, so that ``out`` stays as it is.
+        zeroes_tail: whether rows of a fresh result past the last group become zero.
+        finishes_backward: whether :class:`ActivateBackward` also gives the gradient of the bias, and zeroes the tail of
+            that of the scales.
+    """
 
-    def refusal(self, problem: FakeQuantizing, /) -> str | None:
-        """Why the values cannot be made here; None: they can."""
+    has_epilogues: bool = False
+    epilogue_refusal: Callable[[GroupedGemm], str | None] | None = None
+    slower_epilogue: Callable[[GroupedGemm], str | None] | None = None
+    second_refusal: Callable[[GroupedGemm], str | None] | None = None
+    stores_to_slots: Callable[[GroupedGemm], bool] | None = None
+    zeroes_tail: bool = False
+    finishes_backward: bool = False
 
-    def run(self, problem: FakeQuantizing, /) -> None:
-        """Fills what the problem has tensors for."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind(Generic[P]):
+    """Problems that the same kernels solve.
+
+    Attributes:
+        subject: what errors call a problem.
+        types: of the problems.
+        reads: a tensor that a problem reads, whose device decides who may solve it.
+        is_empty: whether there is nothing to solve.
+        flops: the floating-point operations of a problem.
+        configuration: a problem in words, if its kernels have none.
+        optional: whether nothing is lost where no backend takes it, so that ``config(strict=True)`` raises nothing.
+        by_door: whether the door has a way of its own, of other problems or PyTorch, where no backend takes one.
+        kernels: in the order in which they are asked.
+    """
+
+    subject: str
+    reads: Callable[[P], Tensor]
+    types: tuple[type, ...] = ()
+    is_empty: Callable[[P], bool] | None = None
+    flops: Callable[[P], int] | None = None
+    configuration: Callable[[P], str] | None = None
+    optional: bool = False
+    by_door: bool = False
+    kernels: list[Implementation[P]] = field(default_factory=list)
 
 
-class ScaledProducts(Protocol):
-    """Products of quantised operands."""
-
-    @property
-    def NAME(self) -> str: ...
-
-    def refusal(self, problem: Multiplying, /) -> str | None:
-        """Why the product cannot be run here; None: it can."""
-
-    def run(self, problem: Multiplying, /) -> None:
-        """Computes ``problem.out``."""
+AnyImplementation = Implementation[Any]
+AnyKind = Kind[Any]
+Implementations = tuple[tuple[AnyKind, AnyImplementation], ...]
+"""The kernels that a backend registers, by the kind of their problems."""

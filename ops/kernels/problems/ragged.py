@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...values.grouped_tensor import GroupedTensor
-from .gemm import Layout
+from .gemm import Layout, nbytes
 
 
 @dataclass(slots=True)
@@ -30,6 +30,11 @@ class RaggedGemm:
     beta: float | Tensor | None = None
     bias: Tensor | None = None
     fresh: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Every operand and the result once."""
+        return nbytes(self.a.data, self.b.data, self.out.data, self.bias)
 
     @property
     def groups(self) -> int:

@@ -12,11 +12,6 @@ from ..problems.gemm import stacked
 NAME = "torch"
 
 
-def refusal(problem: FakeQuantizing) -> str | None:
-    """None: every format is rounded to here, and nothing waits for a device."""
-    return None
-
-
 def run(problem: FakeQuantizing) -> None:
     """Fills what the problem has tensors for."""
     is_mx = problem.format is PackedFormat.MXFP8

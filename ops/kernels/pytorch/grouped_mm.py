@@ -33,11 +33,6 @@ def refusal(problem: GroupedGemm) -> str | None:
     return _misaligned(problem)
 
 
-def epilogue_refusal(problem: GroupedGemm) -> str | None:
-    """Why the epilogue follows as a kernel of its own."""
-    return "has no epilogue"
-
-
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``."""
     p = problem

@@ -16,7 +16,7 @@ from ..problems.gemm import Activate, GroupedGemm, Layout
 from . import activation, few_rows, loop
 from .grouped_mm import NAME, row_ends, torch_grouped_mm
 
-__all__ = ["NAME", "epilogue_refusal", "refusal", "run"]
+__all__ = ["NAME", "refusal", "run"]
 
 ALIGNED = 16  # bytes, of which a row is a multiple
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,11 +57,6 @@ def refusal(problem: GroupedGemm) -> str | None:
 def is_there_for(dtype: torch.dtype) -> bool:
     """Whether torch has products of a dtype."""
     return dtype in _DTYPES and torch_grouped_mm() is not None
-
-
-def epilogue_refusal(problem: GroupedGemm) -> str | None:
-    """None: those that are not refused with their product run here."""
-    return None
 
 
 def run(problem: GroupedGemm) -> None:

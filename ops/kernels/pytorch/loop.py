@@ -40,11 +40,6 @@ def refusal(problem: GroupedGemm) -> str | None:
     return "reads split sizes on the host, which a CUDA graph cannot" if _capturing(problem.a) else None
 
 
-def epilogue_refusal(problem: GroupedGemm) -> str | None:
-    """None: the loop runs every epilogue, some groups at a time."""
-    return None
-
-
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``, and what its epilogue gives."""
     epilogue = problem.epilogue

@@ -26,11 +26,6 @@ from . import activation
 NAME = "torch"
 
 
-def refusal(problem: Quantizing) -> str | None:
-    """None: everything is quantised here, and nothing waits for a device."""
-    return None
-
-
 @singledispatch
 def run(problem: Quantizing) -> None:
     """Fills the copies that the problem names."""

@@ -6,7 +6,6 @@ of groups are read on the host.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...formats import reference
@@ -15,13 +14,6 @@ from ..problems.quantized import Multiplying, ScaledGemm, ScaledWgrad
 from . import loop
 
 NAME = "loop"
-
-
-def refusal(problem: Multiplying) -> str | None:
-    """Why the problem cannot be run here; None: it can."""
-    operand = problem.a.data
-    capturing = operand.is_cuda and torch.cuda.is_current_stream_capturing()
-    return "reads split sizes on the host, which a CUDA graph cannot" if capturing else None
 
 
 def run(problem: Multiplying) -> None:
