@@ -152,15 +152,24 @@ def run(problem: Measured) -> Choice:
     Raises:
         RefusedError: as of :func:`choose`.
     """
-    choice = choose(problem, trace.active())
-    solve(problem, choice)
+    tracing = trace.active()
+    choice = choose(problem, tracing)
+    if tracing:
+        record(problem, choice)
+    else:
+        _solve(problem, choice)
     return choice
 
 
 def solve(problem: Measured, choice: Choice) -> None:
     """Solves the problem by these kernels, or tells a trace of them. Without data, or rows, there is nothing to do."""
     if trace.active():
-        return record(problem, choice)
+        record(problem, choice)
+    else:
+        _solve(problem, choice)
+
+
+def _solve(problem: Measured, choice: Choice) -> None:
     kind = _kinds[type(problem)]
     if not kind.reads(problem).is_meta and (kind.is_empty is None or not kind.is_empty(problem)):
         choice.kernels.run(problem)

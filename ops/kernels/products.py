@@ -13,7 +13,7 @@ from . import dispatch
 from .dispatch import Choice
 from .hopper.peers import send_rows
 from .operators import outputs
-from .problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout, Matrices, first
+from .problems.gemm import Activate, ActivateBackward, GroupedGemm, Layout, Matrices, first
 from .problems.interface import GemmImplementation
 from .problems.rows import ActivateRows, ActivateRowsBackward, Activating, ColumnSums, ZeroTail, stated
 
@@ -27,7 +27,8 @@ def run(problem: GroupedGemm, finish: bool = True) -> GemmImplementation:
     p, epilogue, tracing = problem, problem.epilogue, trace.active()
     choice = dispatch.choose(p, tracing)
     kernels: GemmImplementation = choice.kernels  # type: ignore[assignment]  # as this kind of problem has
-    apart = None if epilogue is None else epilogue_apart(p, kernels)
+    takes_all = kernels.has_epilogues and kernels.epilogue_refusal is None
+    apart = None if epilogue is None or takes_all else epilogue_apart(p, kernels)
     if not tracing and (not p.a.shape[0] or p.a.is_meta):
         _fill_without_rows(p)
         return kernels
@@ -39,9 +40,9 @@ def run(problem: GroupedGemm, finish: bool = True) -> GemmImplementation:
         kernels.run(p)
     else:
         run_apart(kernels.run, p)
-    if finish and epilogue is not None:
+    if finish and epilogue is not None and not (type(epilogue) is Activate and epilogue.tail_unspecified):
         _finish_epilogue(p, kernels, apart)
-    elif finish and (p.slots is not None or (p.fresh and not kernels.zeroes_tail)):
+    elif finish and epilogue is None and (p.slots is not None or (p.fresh and not kernels.zeroes_tail)):
         _finish_rows(p, kernels)
     return kernels
 
@@ -146,15 +147,11 @@ def _finish_epilogue(problem: GroupedGemm, kernels: GemmImplementation, apart: s
             if tokens is not None:
                 zero_tail(tokens, problem.split_sizes)
     elif epilogue is not None and (apart is not None or not kernels.finishes_backward):
-        _finish_backward(epilogue.grads, problem.split_sizes)
-
-
-def _finish_backward(grads: ActivationGrads, split_sizes: Tensor) -> None:
-    """What of a backward through an activation knows groups: the tail of the scales' gradient, the bias's gradient."""
-    if grads.scales is not None:
-        dispatch.run(ZeroTail(grads.scales.unsqueeze(-1), split_sizes))
-    if grads.bias is not None:
-        dispatch.run(ColumnSums(grads.preact, split_sizes, grads.bias))
+        grads = epilogue.grads
+        if grads.scales is not None:
+            dispatch.run(ZeroTail(grads.scales.unsqueeze(-1), problem.split_sizes))
+        if grads.bias is not None:
+            dispatch.run(ColumnSums(grads.preact, problem.split_sizes, grads.bias))
 
 
 def zero_tail(rows: Tensor, split_sizes: Tensor) -> None:
