@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...formats import reference
 from ...formats.copies import BlockedColumns, QuantizedRows, ceil_blocks
+from ..architecture import is_capturing
 from ..problems.quantized import Multiplying, ScaledGemm, ScaledWgrad
 from . import loop
 
@@ -19,9 +20,8 @@ NAME = "loop"
 
 def refusal(problem: Multiplying) -> str | None:
     """Why the problem cannot be run here; None: it can."""
-    operand = problem.a.data
-    capturing = operand.is_cuda and torch.cuda.is_current_stream_capturing()
-    return "reads split sizes on the host, which a CUDA graph cannot" if capturing else None
+    captured = is_capturing(problem.a.data.device)
+    return "reads split sizes on the host, which a CUDA graph cannot" if captured else None
 
 
 def run(problem: Multiplying) -> None:
