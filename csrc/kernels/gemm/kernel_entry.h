@@ -17,7 +17,8 @@ struct GroupCoordinate {
 };
 
 struct WorkShape {
-  SplitSizes sizes;  // of the groups in the token buffer; not those of ragged groups, which have dims
+  SplitSizes sizes;    // of the groups in the token buffer; not those of ragged groups, which have dims
+  GroupWindow window;  // of them, those of this launch
   int tokens;
   int fixed_rows;     // output rows of a group, where they are not its tokens
   int columns;        // column tiles

@@ -18,7 +18,7 @@ from . import epilogue
 from .epilogue import Addressing
 
 NAME = "hopper"
-MAX_GROUPS = 512
+MAX_GROUPS = 4096
 MAX_ROWS = 2**30 - 1
 
 epilogue_refusal, slower_epilogue = epilogue.refusal, epilogue.slower
