@@ -58,8 +58,8 @@ def test_low_rank(groups: int) -> None:
     checks.check_low_rank("cpu", groups)
 
 
-def test_quantisers() -> None:
-    checks.check_quantisers("cpu", 520)
+def test_quantised_weights() -> None:
+    checks.check_quantised_weights("cpu", 520)
 
 
 @pytest.mark.parametrize("groups", [512, 513, 600])

@@ -80,12 +80,17 @@ def check_low_rank(device: str, groups: int) -> None:
     low_rank.check(device, low_rank.Case(Layout.NN, sizes, columns=24, rank=32))
 
 
-def check_quantisers(device: str, groups: int) -> None:
+def check_quantised_rows(device: str, groups: int) -> None:
     sizes = [*sizes_of(groups)]
     quantize.check_rows(device, sizes, 16)
-    quantize.check_weight(device, groups, 16, 16, separate=True)
     for format in (PackedFormat.MXFP8, PackedFormat.NVFP4):
         fake_quantize.check_rows(device, format, sizes, 32)
+
+
+def check_quantised_weights(device: str, groups: int) -> None:
+    """Anywhere in memory."""
+    quantize.check_weight(device, groups, 16, 16, separate=True)
+    for format in (PackedFormat.MXFP8, PackedFormat.NVFP4):
         fake_quantize.check_weight(device, format, groups, 16, 32, separate=True)
 
 

@@ -7,6 +7,7 @@ import torch
 from checks import many_groups as checks
 from checks.device import needs_hopper
 
+from fusible.ops.kernels.doors import routing
 from fusible.ops.kernels.problems.gemm import Layout
 
 pytestmark = [
@@ -43,7 +44,8 @@ def test_activations(groups: int) -> None:
 def test_quantised(groups: int) -> None:
     checks.check_e4m3("cuda", groups)
     checks.check_packed("cuda", groups)
-    checks.check_quantisers("cuda", groups)
+    checks.check_quantised_rows("cuda", groups)
+    checks.check_quantised_weights("cuda", groups)
 
 
 @pytest.mark.parametrize("groups", checks.GROUPS)
@@ -80,8 +82,6 @@ def test_routed_experts(groups: int, slots: int) -> None:
 
 def test_a_graph_replays_with_other_ids() -> None:
     """Of all launches: windows, and routes of several blocks."""
-    from fusible.ops.kernels.doors import routing
-
     ids = torch.randint(0, 896, (300, 16), device="cuda")
     routing.route(ids, 896, torch.bfloat16)
     graph = torch.cuda.CUDAGraph()

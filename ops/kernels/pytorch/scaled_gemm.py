@@ -6,7 +6,6 @@ of groups are read on the host.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...formats import reference
