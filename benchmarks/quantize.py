@@ -148,8 +148,8 @@ def whole_parts(x: Tensor, sizes: Tensor, f: int, device: str) -> Iterator[Quant
 
 def routed_parts(preset: Preset, tokens: int, device: str) -> Iterator[QuantizePart]:
     """Tokens that are quantised before they go to their experts, and columns of rows that are read where they lie."""
-    experts, k, _, top_k, ranks = preset
-    tokens //= ranks  # their slots are all of these experts
+    experts, k, top_k = preset.experts, preset.features, preset.top_k
+    tokens //= preset.ranks  # their slots are all of these experts
     index = torch.rand(tokens, experts, device=device).argsort(-1)[:, :top_k].contiguous()
     x, route = torch.randn(tokens, k, device=device, dtype=torch.bfloat16), routing.route(index, experts)
     if not route.is_native:
