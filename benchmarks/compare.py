@@ -200,12 +200,12 @@ def _host_clock(
 
 def main(argv: Sequence[str]) -> None:
     """Prints a Markdown table: microseconds of each case in both trees, and their ratio."""
-    from fusible.benchmarks.problem import PRESETS, split_sizes
+    from fusible.benchmarks.problem import PRESETS, PUBLISHED, split_sizes
 
     parser = argparse.ArgumentParser(prog="fusible.benchmarks.compare", description=main.__doc__)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
-    parser.add_argument("--preset", nargs="+", choices=PRESETS, default=[name for name in PRESETS if name != "small"])
+    parser.add_argument("--preset", nargs="+", choices=PRESETS, default=PUBLISHED)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from .problem import Result
+from .problem import GLUS, Result
 
 
 @dataclass(frozen=True)
@@ -67,10 +66,10 @@ def separated(w1: Tensor) -> Tensor:
     return w1.view(w1.shape[0], -1, 2, w1.shape[2]).transpose(1, 2).flatten(1, 2)
 
 
-def swiglu(pre: Tensor, scales: Tensor) -> Tensor:
+def activated(glu: str, pre: Tensor, scales: Tensor) -> Tensor:
     """The activation and its scale, op by op."""
     gate, up = pre.chunk(2, -1)
-    return (F.silu(gate) * up * scales.unsqueeze(-1)).to(pre.dtype)
+    return (GLUS[glu](gate, up) * scales.unsqueeze(-1)).to(pre.dtype)
 
 
 def leaf(tensor: Tensor) -> Tensor:

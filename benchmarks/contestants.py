@@ -12,9 +12,9 @@ from torch.nn import functional as F
 import fusible
 from fusible.fuser import registry
 
-from .contestant import Contestant, leaf, swiglu
+from .contestant import Contestant, activated, leaf
 from .peers import PEERS
-from .problem import Problem
+from .problem import GLUS, Problem
 from .recipes import RECIPES, rounding
 
 STREAMS = 4
@@ -26,7 +26,8 @@ def experts(problem: Problem) -> fusible.Sequential:
     fc1 = fusible.GroupedLinear(groups, features, columns, bias=False, device="meta")
     fc2 = fusible.GroupedLinear(groups, columns // 2, features, bias=False, device="meta")
     fc1.weight, fc2.weight = nn.Parameter(problem.w1), nn.Parameter(problem.w2)
-    return fusible.Sequential(fc1, fusible.SwiGLU(), fusible.Scale(), fc2)
+    act = fusible.SwiGLU() if problem.glu == "swiglu" else fusible.Pointwise(GLUS[problem.glu], halves="concat")
+    return fusible.Sequential(fc1, act, fusible.Scale(), fc2)
 
 
 def fused(problem: Problem) -> Contestant:
@@ -68,7 +69,7 @@ def loop(problem: Problem) -> Contestant:
     def forward() -> Tensor:
         parts = []
         for up, down, rows, scale in zip(ups, downs, torch.split(x, sizes), torch.split(scales, sizes), strict=True):
-            parts.append(down(swiglu(up(rows), scale)))
+            parts.append(down(activated(problem.glu, up(rows), scale)))
         return torch.cat(parts)
 
     return Contestant(forward, (x, scales, *(m.weight for m in (*ups, *downs))), problem.dy)
@@ -88,7 +89,8 @@ def loop_on_streams(problem: Problem) -> Contestant:
             stream.wait_stream(current)
         for g, (rows, scale) in enumerate(zip(torch.split(x, sizes), torch.split(scales, sizes), strict=True)):
             with torch.cuda.stream(streams[g % STREAMS]):
-                parts.append(F.linear(swiglu(F.linear(rows, weights[g]), scale), weights[groups + g]))
+                hidden = activated(problem.glu, F.linear(rows, weights[g]), scale)
+                parts.append(F.linear(hidden, weights[groups + g]))
         for stream in streams:
             current.wait_stream(stream)
         return torch.cat(parts)
@@ -98,12 +100,12 @@ def loop_on_streams(problem: Problem) -> Contestant:
 
 def grouped_mm(problem: Problem) -> Contestant:
     """``torch.nn.functional.grouped_mm`` and torch's own autograd."""
-    return _by_grouped_mm(problem, swiglu)
+    return _by_grouped_mm(problem, activated)
 
 
 def grouped_mm_compiled(problem: Problem) -> Contestant:
     """:func:`grouped_mm` with the activation compiled into one kernel."""
-    return _by_grouped_mm(problem, torch.compile(swiglu, dynamic=True))
+    return _by_grouped_mm(problem, torch.compile(activated, dynamic=True))
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,8 @@ CONTESTANTS: dict[str, Callable[[Problem], Contestant]] = {
 def refusal(name: str, problem: Problem) -> str | None:
     """The reason why a contestant cannot take part, or None."""
     if name in PEERS:
-        return PEERS[name].refusal(problem.x.device, problem.x.dtype)
+        why = PEERS[name].refusal(problem.x.device, problem.x.dtype)
+        return why or (None if problem.glu in PEERS[name].glus else f"does not compute {problem.glu}")
     if name == "loop-on-streams":
         return None if problem.x.is_cuda else "needs a CUDA device"
     if not name.startswith("grouped_mm"):
@@ -158,12 +161,12 @@ def refusal(name: str, problem: Problem) -> str | None:
     return None if hasattr(F, "grouped_mm") else f"torch {torch.__version__} has no grouped_mm"
 
 
-def _by_grouped_mm(problem: Problem, activation: Callable[[Tensor, Tensor], Tensor]) -> Contestant:
+def _by_grouped_mm(problem: Problem, activation: Callable[[str, Tensor, Tensor], Tensor]) -> Contestant:
     x, scales, w1, w2 = map(leaf, (problem.x, problem.scales, problem.w1, problem.w2))
     ends = problem.split_sizes.cumsum(0).to(torch.int32)
 
     def forward() -> Tensor:
-        hidden = activation(F.grouped_mm(x, w1.mT, offs=ends), scales)
+        hidden = activation(problem.glu, F.grouped_mm(x, w1.mT, offs=ends), scales)
         return F.grouped_mm(hidden, w2.mT, offs=ends)
 
     return Contestant(forward, (x, scales, w1, w2), problem.dy)

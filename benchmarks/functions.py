@@ -25,17 +25,12 @@ from fusible.ops.formats.recipe import Recipe
 from fusible.ops.kernels import Layout, kernel_cache
 from fusible.ops.kernels.jit import epilogue
 
-from .problem import Sizes, add_size_arguments, sizes_of, split_sizes
+from .problem import Sizes, add_size_arguments, sizes_of, split_sizes, swiglu
 from .recipes import RECIPES
 from .timing import interleaved, markdown, relative
 
 _FUSIONS = frozenset({"GroupedMLP", "GroupedLinearGLU"})
 Function = Callable[..., Tensor]
-
-
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """A short function."""
-    return F.silu(gate) * up
 
 
 def mish_glu(gate: Tensor, up: Tensor) -> Tensor:

@@ -28,7 +28,16 @@ from .left_out import LeftOut, footer
 from .peers import PEERS
 from .peers.peer import in_one_line
 from .plots import bars
-from .problem import DTYPES, InaccurateError, Problem, add_run_arguments, add_size_arguments, sizes_of, split_sizes
+from .problem import (
+    DTYPES,
+    PRESETS,
+    InaccurateError,
+    Problem,
+    add_run_arguments,
+    add_size_arguments,
+    sizes_of,
+    split_sizes,
+)
 from .recipes import RECIPES
 from .report import Report, describe
 from .timing import interleaved, markdown, peak_bytes
@@ -139,7 +148,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _problem(args: argparse.Namespace, distribution: str) -> Problem:
     experts, features, hidden, rows = sizes_of(args)
     splits = split_sizes(distribution, experts, rows)
-    return Problem.make(experts, features, hidden, splits, args.device, DTYPES[args.dtype])
+    dtype, glu = DTYPES[args.dtype], PRESETS[args.preset].glu
+    return Problem.make(experts, features, hidden, splits, args.device, dtype, glu)
 
 
 def _measure_problem(problem: Problem, distribution: str, args: argparse.Namespace, report: Report) -> dict[str, float]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from .arguments import add_common_arguments, positive
 
 
 class Preset(NamedTuple):
-    """The experts of a published model: their number, sizes, and top-k.
+    """The experts of a published model: their number, sizes, top-k and activation.
 
     If they are spread over ``ranks``, numbers of experts and rows are those of one rank.
     """
@@ -26,15 +26,30 @@ class Preset(NamedTuple):
     hidden: int
     top_k: int
     ranks: int = 1
+    glu: str = "swiglu"
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """What most models have between the linears of an expert."""
+    return F.silu(gate) * up
+
+
+def situ_glu(gate: Tensor, up: Tensor) -> Tensor:
+    """Kimi-K3's, with its betas of 4 and 25."""
+    return 4 * torch.tanh(gate / 4) * torch.sigmoid(gate) * 25 * torch.tanh(up / 25)
+
+
+GLUS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"swiglu": swiglu, "situ-glu": situ_glu}
 PRESETS = {
     "small": Preset(8, 256, 512, 2),
     "mixtral": Preset(8, 4096, 14336, 2),
     "qwen3": Preset(128, 2048, 768, 8),
     "gpt-oss": Preset(32, 2880, 2880, 4),
     "deepseek-v3-ep8": Preset(32, 7168, 2048, 8, ranks=8),
+    "kimi-k3": Preset(896, 3584, 3072, 16, glu="situ-glu"),
+    "kimi-k3-ep8": Preset(112, 3584, 3072, 16, ranks=8, glu="situ-glu"),
 }
+PUBLISHED = ("mixtral", "qwen3", "gpt-oss", "deepseek-v3-ep8")  # measured by default: all contestants fit one GPU
 DISTRIBUTIONS = ("balanced", "random", "zipf", "one")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -119,7 +134,7 @@ ROWS = ("y", "x", "scales")  # of a result; its other tensors have a part for ea
 
 @dataclass(frozen=True)
 class Problem:
-    """``y = (swiglu(x W1^T) * scales) W2^T`` by expert, and the gradient ``dy`` of the output."""
+    """``y = (glu(x W1^T) * scales) W2^T`` by expert, and the gradient ``dy`` of the output."""
 
     x: Tensor  # [T, K]
     split_sizes: Tensor  # [E]
@@ -127,10 +142,18 @@ class Problem:
     w1: Tensor  # [E, 2F, K]
     w2: Tensor  # [E, K, F]
     dy: Tensor  # [T, K]
+    glu: str = field(default="swiglu", kw_only=True)  # of GLUS
 
     @classmethod
     def make(
-        cls, experts: int, features: int, hidden: int, sizes: Tensor, device: torch.device | str, dtype: torch.dtype
+        cls,
+        experts: int,
+        features: int,
+        hidden: int,
+        sizes: Tensor,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        glu: str = "swiglu",
     ) -> Problem:
         """Draws rows of unit variance, and weights that keep unit variance."""
         generator = torch.Generator(device).manual_seed(0)
@@ -144,7 +167,7 @@ class Problem:
         for g in range(experts):  # expert by expert: the float32 numbers of all of them may not fit
             w1[g], w2[g] = draw(*w1.shape[1:], scale=features**-0.5), draw(*w2.shape[1:], scale=hidden**-0.5)
         scales = draw(rows, dtype=torch.float32).sigmoid()
-        return cls(draw(rows, features), sizes.to(device), scales, w1, w2, draw(rows, features))
+        return cls(draw(rows, features), sizes.to(device), scales, w1, w2, draw(rows, features), glu=glu)
 
     @property
     def flops(self) -> int:
@@ -174,7 +197,7 @@ class Problem:
         x, scales, w1, w2 = (t.detach().double().requires_grad_() for t in wide)
         with torch.enable_grad():
             gate, up = (x @ w1.mT).chunk(2, -1)
-            y = (F.silu(gate) * up * scales.unsqueeze(-1)) @ w2.mT
+            y = (GLUS[self.glu](gate, up) * scales.unsqueeze(-1)) @ w2.mT
         return Result(y.detach(), *torch.autograd.grad(y, (x, scales, w1, w2), self.dy[rows].double()))
 
 
@@ -198,8 +221,8 @@ def add_asked_arguments(
     parser: ArgumentParser, tokens: Collection[int], contestants: Collection[str], rounds: int
 ) -> None:
     """Arguments that :func:`asked` reads: by default, the published models on a GPU, a small one on a CPU."""
-    cuda, published = torch.cuda.is_available(), [name for name in PRESETS if name != "small"]
-    add_size_arguments(parser, tokens if cuda else [1024], published if cuda else ["small"], nargs="+")
+    cuda = torch.cuda.is_available()
+    add_size_arguments(parser, tokens if cuda else [1024], PUBLISHED if cuda else ["small"], nargs="+")
     add_run_arguments(parser, contestants, rounds)
     parser.add_argument("--main-grad", action="store_true", help="also weight gradients added to float32 buffers")
 
@@ -209,5 +232,6 @@ def asked(args: Namespace) -> Iterator[Asked]:
     for preset, tokens, distribution in product(args.preset, args.tokens, args.distribution):
         experts, features, hidden, rows = sizes_of(args, preset, tokens)
         splits = split_sizes(distribution, experts, rows)
-        problem = Problem.make(experts, features, hidden, splits, args.device, DTYPES[args.dtype])
+        device, dtype, glu = args.device, DTYPES[args.dtype], PRESETS[preset].glu
+        problem = Problem.make(experts, features, hidden, splits, device, dtype, glu)
         yield Asked(preset, tokens, distribution, problem)

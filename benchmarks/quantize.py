@@ -142,8 +142,8 @@ def whole_parts(x: Tensor, sizes: Tensor, f: int, device: str) -> Iterator[Quant
 
 def routed_parts(preset: Preset, tokens: int, device: str) -> Iterator[QuantizePart]:
     """Tokens quantised before dispatch, and column operands gathered from rows in place."""
-    experts, k, _, top_k, ranks = preset
-    tokens //= ranks  # their slots are all of these experts
+    experts, k, top_k = preset.experts, preset.features, preset.top_k
+    tokens //= preset.ranks  # their slots are all of these experts
     index = torch.rand(tokens, experts, device=device).argsort(-1)[:, :top_k].contiguous()
     x, route = torch.randn(tokens, k, device=device, dtype=torch.bfloat16), routing.route(index, experts)
     if not route.is_native:

@@ -14,8 +14,8 @@ from torch import Tensor
 from fusible.ops.formats.copies import BLOCK, Columns
 from fusible.ops.kernels.problems.quantized import ScaledGemm, ScaledWgrad
 
-from ..contestant import Contestant, leaf, swiglu
-from ..problem import Problem
+from ..contestant import Contestant, activated, leaf
+from ..problem import GLUS, Problem
 from .peer import Peer
 from .routed import SortedRows, routed
 
@@ -96,14 +96,14 @@ def _library() -> Any:
     return import_module("deep_gemm")
 
 
-def experts(rows: SortedRows, w1: Tensor, w2: Tensor, padding: Padding | None = None) -> Tensor:
+def experts(rows: SortedRows, w1: Tensor, w2: Tensor, padding: Padding | None = None, glu: str = "swiglu") -> Tensor:
     """Pads the rows, computes, and removes the padding; the activation is PyTorch's, op by op."""
     if padding is None:
         padding = padding_of(rows.split_sizes, _library().get_mk_alignment_for_contiguous_layout())
     x: Tensor = _Pad.apply(rows.x, padding)  # type: ignore[no-untyped-call]
     scales: Tensor = _Pad.apply(rows.scales, padding)  # type: ignore[no-untyped-call]
     linear = _GroupedLinear.apply
-    hidden = swiglu(linear(x, w1, padding), scales)  # type: ignore[no-untyped-call]
+    hidden = activated(glu, linear(x, w1, padding), scales)  # type: ignore[no-untyped-call]
     y: Tensor = _Unpad.apply(linear(hidden, w2, padding), padding)  # type: ignore[no-untyped-call]
     return y
 
@@ -113,7 +113,7 @@ def contestant(problem: Problem) -> Contestant:
     padding = padding_of(problem.split_sizes, _library().get_mk_alignment_for_contiguous_layout())
     x, scales, w1, w2 = map(leaf, (problem.x, problem.scales, problem.w1, problem.w2))
     rows = SortedRows(x, scales, problem.split_sizes)
-    return Contestant(partial(experts, rows, w1, w2, padding), (x, scales, w1, w2), problem.dy)
+    return Contestant(partial(experts, rows, w1, w2, padding, problem.glu), (x, scales, w1, w2), problem.dy)
 
 
 @dataclass(frozen=True)
@@ -187,4 +187,5 @@ PEER = Peer(
     "Hopper or Blackwell, bfloat16, built from its sources with nvcc and CUTLASS",
     contestant,
     routed(experts),
+    glus=GLUS,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -30,6 +30,7 @@ class Peer:
         experts_forward: the experts of a transformers model; None if it cannot use weights that a model owns.
         capability: the lowest compute capability.
         dtypes: the supported dtypes of rows and weights.
+        glus: the activations that it computes in ``bench mlp``.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Peer:
     experts_forward: ExpertsForward | None
     capability: tuple[int, int] = HOPPER
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
+    glus: Collection[str] = ("swiglu",)
 
     def refusal(self, device: torch.device | str, dtype: torch.dtype) -> str | None:
         """The reason why it cannot take part on a device in a dtype, or None."""

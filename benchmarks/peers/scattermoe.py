@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contestant import Contestant, leaf, swiglu
-from ..problem import Problem
+from ..contestant import Contestant, activated, leaf
+from ..problem import GLUS, Problem
 from .peer import Peer
 
 
@@ -29,7 +29,7 @@ def contestant(problem: Problem) -> Contestant:
     x, scales, w1, w2 = map(leaf, (problem.x, problem.scales, problem.w1, problem.w2))
 
     def forward() -> Tensor:
-        hidden = swiglu(linear(x, w1.permute(0, 2, 1), **order), scales)
+        hidden = activated(problem.glu, linear(x, w1.permute(0, 2, 1), **order), scales)
         y: Tensor = linear(hidden, w2.permute(0, 2, 1), **order)
         return y
 
@@ -58,4 +58,5 @@ PEER = Peer(
     experts_forward,
     capability=(8, 0),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    glus=GLUS,
 )

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from ..contestant import Contestant, leaf
-from ..problem import Problem
+from ..problem import GLUS, Problem
 from .peer import Peer
 
 
 def contestant(problem: Problem) -> Contestant:
-    """GroupedLinear, ScaledSwiGLU, GroupedLinear, with one weight parameter per expert."""
+    """GroupedLinear, the activation with its scale, GroupedLinear, with one weight parameter per expert."""
     ops = import_module("transformer_engine.pytorch.ops")
     groups, columns, features = problem.w1.shape
     form = {"bias": False, "device": problem.x.device, "dtype": problem.x.dtype}
@@ -22,7 +22,8 @@ def contestant(problem: Problem) -> Contestant:
     for op, weights in ((fc1, problem.w1), (fc2, problem.w2)):
         for i, weight in enumerate(weights):
             setattr(op, f"weight{i}", nn.Parameter(weight))
-    model = ops.Sequential(fc1, ops.ScaledSwiGLU(), fc2)
+    act = ops.ScaledSwiGLU() if problem.glu == "swiglu" else ops.ScaledSiTUGLU()
+    model = ops.Sequential(fc1, act, fc2)
     x, scales, sizes = leaf(problem.x), leaf(problem.scales), problem.split_sizes
     parameters = [getattr(op, f"weight{i}") for op in (fc1, fc2) for i in range(groups)]
 
@@ -41,4 +42,5 @@ PEER = Peer(
     experts_forward=None,  # its ops own their weights, one for each expert
     capability=(8, 0),
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    glus=GLUS,
 )

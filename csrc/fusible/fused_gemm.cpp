@@ -179,12 +179,14 @@ void linear_activation(const LinearActivation& call, int device, cudaStream_t st
   params.keep_preact = keep_preact;
   params.postact = call.postact;
   std::ranges::copy(call.vectors.data, params.vectors);
-  // Addresses of matrices are brought by a kernel in between, for which only the others wait.
-  if (call.arrivals.blocks && gemm.b.addresses.empty() && gemm.epilogue.bias.addresses.empty()) {
+  // Addresses of matrices are brought by a kernel in between, and a second window follows the first one: only the other
+  // kernels wait for all that came before.
+  if (call.arrivals.blocks && gemm.b.addresses.empty() && gemm.epilogue.bias.addresses.empty() &&
+      windows_of(p.groups) == 1) {
     FUSIBLE_CHECK(
         p.layout == Layout::kNT && p.operand == DType::kBFloat16 && !p.second_k && !call.activation.kernels[0],
         "rows that arrive are of bf16, for weights [N, K] and a built-in activation. ", p);
-    const WithArrivals<ActivationParams> arriving{params, call.arrivals};
+    WithArrivals<ActivationParams> arriving{params, call.arrivals};
     const auto entry = arriving_activation_entry<Layout::kNT, DType::kBFloat16>(halves, p.scale_bias, config.variant);
     return launch(arriving, entry, config, p, device, stream);
   }

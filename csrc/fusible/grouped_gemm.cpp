@@ -131,10 +131,10 @@ Workspace workspace_of(const GroupedGemm& call) {
 }
 
 // The memory that must be zero before the call.
-std::vector<Counters> counters_of(const Workspace& workspace) {
+std::vector<Counters> counters_of(const Workspace& workspace, int64_t groups) {
   if (!workspace.counter) return {};
-  if (!workspace.split_k.arrived) return {{workspace.counter}};
-  return {{workspace.counter}, {workspace.split_k.arrived, kArrivedCounters}};
+  if (!workspace.split_k.arrived) return {{workspace.counter, windows_of(groups)}};
+  return {{workspace.counter, windows_of(groups)}, {workspace.split_k.arrived, kArrivedCounters}};
 }
 
 // The workspace of this launch, filled; null for unneeded parts.
@@ -152,9 +152,10 @@ Workspace fill_workspace(const GroupedGemm& call, const GemmConfig& config, cuda
     FUSIBLE_CUDA_CHECK(prepare(workspace, coordinates, biases, stream), p, ": ", config);
   if (call.zeroed || (call.follows && !call.zero_tail)) return workspace;
   Zeroing zeroing;
-  zeroing.counters = counters_of(workspace);
+  zeroing.counters = counters_of(workspace, p.groups);
   for (const uintptr_t follower : call.followers)
-    if (!call.follows) zeroing.counters.push_back({lay_out(reinterpret_cast<void*>(follower), p.groups).counter});
+    if (!call.follows)
+      zeroing.counters.push_back({lay_out(reinterpret_cast<void*>(follower), p.groups).counter, windows_of(p.groups)});
   if (call.zero_tail) zeroing.tails = {tail_of(call)};
   zero(zeroing, current_device(), stream);
   return workspace;
@@ -183,7 +184,7 @@ int64_t workspace_bytes(int64_t groups) { return bytes_of_workspace(groups); }
 int64_t split_k_workspace_bytes(int64_t groups) { return bytes_of_split_k(groups); }
 
 void zero_before(GroupedGemm& call, Zeroing& zeroing) {
-  const std::vector<Counters> counters = counters_of(workspace_of(call));
+  const std::vector<Counters> counters = counters_of(workspace_of(call), call.problem.groups);
   if (!counters.empty() && std::ranges::count(zeroing.counters, counters[0]))
     return;  // a call before has set it, and leaves it unchanged then
   zeroing.counters.insert(zeroing.counters.end(), counters.begin(), counters.end());
@@ -279,9 +280,10 @@ SecondPair second_pair(const GroupedGemm& call, const GemmConfig& config) {
           .short_end = (p.second_k - 1) % tile_k(p.operand) < tile_k(p.operand) / 4};
 }
 
-void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem,
-            int device, cudaStream_t stream) {
-  allow_shared_memory(kernel, device, problem, config);
+namespace {
+
+void launch_window(const GemmParams& params, const KernelEntry& kernel, const GemmConfig& config,
+                   const GemmProblem& problem, cudaStream_t stream) {
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(config.tile().cluster()), 1, 1};
@@ -296,6 +298,25 @@ void launch(const GemmParams& params, const KernelEntry& kernel, const GemmConfi
   void* arguments[] = {const_cast<GemmParams*>(&params)};
   FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), problem, ": ", config, ", ",
                      kernel.shared_bytes, " bytes of shared memory");
+}
+
+}  // namespace
+
+void launch(GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem,
+            int device, cudaStream_t stream) {
+  allow_shared_memory(kernel, device, problem, config);
+  const int groups = params.shape.sizes.groups;
+  const Neighbours neighbours = params.neighbours;
+  unsigned* const counters = params.shape.counter;
+  for (int first = 0; first < groups; first += kGroupsOfWindow) {
+    const int count = std::min(groups - first, kGroupsOfWindow);
+    params.shape.window = {first, count};
+    params.shape.counter = counters ? counters + first / kGroupsOfWindow : nullptr;
+    params.neighbours = {.beside = neighbours.beside && first == 0,
+                         .followed = neighbours.followed && first + count == groups};
+    launch_window(params, kernel, config, problem, stream);
+  }
+  params.neighbours = neighbours;
 }
 
 void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {

@@ -5,7 +5,15 @@
 
 namespace fusible {
 
-inline constexpr int kMaxGroups = 512;
+inline constexpr int kMaxGroups = 4096;
+// A product keeps a table of its groups in shared memory. One of more groups is as many launches as it has windows.
+inline constexpr int kGroupsOfWindow = 512;
+constexpr int windows_of(int64_t groups) { return static_cast<int>((groups + kGroupsOfWindow - 1) / kGroupsOfWindow); }
+
+// Groups that a launch is for.
+struct GroupWindow {
+  int first, count;
+};
 
 // Sizes of groups that follow one another in a buffer: int32 or int64, in device memory. Whatever stands there, what
 // exceeds the buffer is cut off where the sizes are read (device/gemm/groups.cuh).

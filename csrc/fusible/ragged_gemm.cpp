@@ -56,7 +56,7 @@ void ragged_gemm(const RaggedGemm& call, int device, cudaStream_t stream) {
   if (call.out_elements == 0) return;
   const DeviceGuard guard(device);
   const int multiprocessors = device_properties(device).multiprocessors;
-  const RaggedParams params = make_params(call);
+  RaggedParams params = make_params(call);
   const RaggedSource source{.a = call.a,
                             .b = call.b,
                             .out_elements = call.out_elements,

@@ -18,7 +18,7 @@ void gemm_to_slots(const GroupedGemm& wanted, const RowSlots& slots, int device,
   const DeviceGuard guard(device);
   const int variant = kSlotsVariants[short_groups(p)];
   const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, variant);
-  const WithRowSlots<GemmParams> params{prepare_params(call, config, stream), slots};
+  WithRowSlots<GemmParams> params{prepare_params(call, config, stream), slots};
   launch(params, slots_entry(p.scale_bias, variant), config, p, device, stream);
 }
 

@@ -40,3 +40,8 @@ def assume(capability: Capability) -> Iterator[None]:
 def capability_of(device: torch.device | int) -> Capability:
     """The capability of a CUDA device."""
     return assumed() or Capability(*torch.cuda.get_device_capability(device))
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph captures the current stream; none does on a device that is only assumed."""
+    return device.type == "cuda" and assumed() is None and torch.cuda.is_current_stream_capturing()

@@ -120,7 +120,7 @@ def check_column_sums(
     if scaled:
         scale[sum(max(0, size) for size in sizes) :] = float("nan")
     splits = torch.tensor(sizes, device=device, dtype=index)
-    sums = [torch.full((6, columns), float("nan"), device=device) for _ in range(2)]
+    sums = [torch.full((len(sizes), columns), float("nan"), device=device) for _ in range(2)]
     for out in sums:
         rows.column_sums(tokens, splits, out, scale)
 
@@ -134,7 +134,7 @@ def check_row_dots(
     device: str, dtype: torch.dtype, vectors: torch.dtype, columns: int, pitch: int, sizes: list[int]
 ) -> None:
     tokens = ragged_rows(device, 1500, columns, dtype, pitch, sizes)
-    every = torch.randn(6, columns, device=device).to(vectors)
+    every = torch.randn(len(sizes), columns, device=device).to(vectors)
     dots = [torch.full((1500,), float("nan"), device=device) for _ in range(2)]
     for out in dots:
         rows.row_dots(tokens, every, torch.tensor(sizes, device=device), out)

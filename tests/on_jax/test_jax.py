@@ -103,6 +103,16 @@ def test_groups_of_any_sizes(backend: str, sizes: tuple[int, ...], tail: int) ->
     assert_close(fusible.jax.grouped_gemm(lhs, grads, last_dims=counts), wgrad64(lhs, grads, sizes))
 
 
+def test_groups_of_several_windows(backend: str) -> None:
+    """Those on both sides of a window's end have rows."""
+    sizes = tuple(3 if g in (510, 511, 512, 599) else int(g % 97 == 5) for g in range(600))
+    lhs, rhs, counts = operands(16, 24, jnp.bfloat16, sizes, 5)
+    grads = array(seeded(1), lhs.shape[0], 24)
+
+    assert_close(fusible.jax.ragged_dot(lhs, rhs, counts), product64(lhs, rhs, sizes))
+    assert_close(fusible.jax.grouped_gemm(lhs, grads, last_dims=counts), wgrad64(lhs, grads, sizes))
+
+
 def test_sizes_beyond_the_rows_are_cut_off(backend: str) -> None:
     lhs, rhs, _ = operands(16, 24, jnp.bfloat16, (30, 10), 0)
     out = fusible.jax.ragged_dot(lhs, rhs, jnp.array([30, 1000], jnp.int32))

@@ -122,6 +122,12 @@ def an_expert_a_rank_and_one_slot_a_token(world: World) -> None:
 
 
 @case
+def experts_of_all_ranks_are_hundreds(world: World) -> None:
+    group = world.group(num_experts=448 * world.size, top_k=16)
+    check_step(group, batch_for(group, counts_of(world)))
+
+
+@case
 def ids_of_32_bits_and_weights_of_other_dtypes(world: World) -> None:
     group = world.group()
     batch = batch_for(group, counts_of(world))

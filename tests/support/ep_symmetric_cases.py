@@ -31,6 +31,7 @@ SHARED = (
     ep_cases.one_expert_takes_all,
     ep_cases.all_ids_are_of_no_expert,
     ep_cases.an_expert_a_rank_and_one_slot_a_token,
+    ep_cases.experts_of_all_ranks_are_hundreds,
     ep_cases.ids_of_32_bits_and_weights_of_other_dtypes,
     ep_cases.unfused_ops_give_the_same,
     ep_cases.ranks_may_differ_in_what_they_fuse,

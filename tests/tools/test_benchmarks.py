@@ -44,6 +44,7 @@ from fusible.benchmarks.contestant import Contestant
 from fusible.benchmarks.contestants import CONTESTANTS, race, refusal
 from fusible.benchmarks.problem import (
     DISTRIBUTIONS,
+    PRESETS,
     InaccurateError,
     Problem,
     Sizes,
@@ -102,6 +103,15 @@ def test_contestants_are_right(name: str, dtype: torch.dtype) -> None:
     errors = problem(dtype).errors(CONTESTANTS[name](problem(dtype)).result())
 
     assert max(errors.values()) < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("name", ["fused", "unfused", "loop"])
+def test_contestants_compute_the_activation_of_the_model(name: str) -> None:
+    asked = Problem.make(2, 16, 24, torch.tensor([3, 9]), "cpu", torch.float32, PRESETS["kimi-k3"].glu)
+    errors = asked.errors(CONTESTANTS[name](asked).result())
+
+    assert max(errors.values()) < 4 * torch.finfo(torch.float32).eps
+    assert max(asked.errors(CONTESTANTS[name](replace(asked, glu="swiglu")).result()).values()) > 0.01
 
 
 def test_errors_see_a_wrong_gradient_of_one_expert() -> None:

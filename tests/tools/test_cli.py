@@ -90,6 +90,27 @@ def test_explain_tells_what_runs_on_a_gpu_that_is_not_here(
     assert ("needs compute capability 9.0, got 8.0" in step["reason"]) == (arch == "sm_80")
 
 
+@pytest.mark.parametrize(
+    ("arch", "experts", "runs", "reason"),
+    [
+        ("sm_90", "513", "hopper", ""),
+        ("sm_90", "4096", "hopper", ""),
+        ("sm_90", "4097", "loop", "takes 1 to 4096 groups, got 4097"),
+        ("sm_80", "1023", "grouped_mm", "needs compute capability 9.0"),
+        ("sm_80", "1024", "loop", "takes at most 1023 groups, got 1024"),
+    ],
+)
+def test_explain_tells_what_takes_many_experts(
+    capsys: pytest.CaptureFixture[str], arch: str, experts: str, runs: str, reason: str
+) -> None:
+    asked = ("--experts", experts, "--tokens", "64", "--device", "meta", "--arch", arch, "--json")
+    step = json.loads(printed_by(capsys, "explain", *asked))["steps"][0]
+
+    for part in (step, step["backward"]):
+        assert part["kernel"].startswith(runs)
+    assert reason in step["reason"]
+
+
 def test_an_assumed_gpu_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
     printed_by(capsys, "explain", "--tokens", "64", "--device", "meta", "--arch", "sm_90")
 

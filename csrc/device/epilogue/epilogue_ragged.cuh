@@ -20,7 +20,7 @@ struct RaggedEpilogue {
     using Layout = typename K::Layout;
     const int lane = threadIdx.x % 32;
     const auto start_tile = [&](Destination& to, const WorkTile& tile) INLINE {
-      const bool by_tma = !(s.groups.no_tma[tile.group] & kNoTmaOut);
+      const bool by_tma = !(s.groups.no_tma_of(tile.group) & kNoTmaOut);
       const CUtensorMap* map = p.maps + tile.group * 3 + 2;
       if (lane == 0 && by_tma && map != to.map) map_update::acquire(map);
       to.map = by_tma ? map : nullptr;

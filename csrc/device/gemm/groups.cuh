@@ -82,6 +82,23 @@ DEVICE GroupRows<Int> rows_of_lane(const SplitSizes& s, int group, Int rows, Int
   return {start, end - start, end - start != size};
 }
 
+// The sum over the groups before number `first` of what `of` makes of their sizes, each clamped to `most`. By one warp.
+template <class Of>
+DEVICE int64_t sum_before(const SplitSizes& s, int first, int64_t most, int lane, Of of) {
+  int64_t sum = 0;
+#pragma unroll 4
+  for (int group = lane; group < first; group += 32) sum += of(clamped_size(s, group, most));
+  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+  return sum;
+}
+
+// Rows of the groups before a window, at most `rows`. By one warp.
+DEVICE int rows_before_window(const SplitSizes& s, const GroupWindow& window, int rows, int lane) {
+  if (window.first == 0) return 0;
+  const int64_t sum = sum_before(s, window.first, rows, lane, [](int64_t size) { return size; });
+  return static_cast<int>(min(sum, int64_t{rows}));
+}
+
 // Reports the first of all groups that was cut. By one warp.
 DEVICE void report_cut(const SplitSizes& s, int64_t rows, int lane) {
   int64_t before = 0;

@@ -7,10 +7,13 @@
 
 namespace fusible {
 
-// The group data that all roles of a block read, in shared memory.
+// The data of the window's groups that all roles of a block read, in shared memory.
 struct RaggedTable {
-  int m[kMaxGroups], n[kMaxGroups], k[kMaxGroups], tasks_end[kMaxGroups];
-  uint8_t no_tma[kMaxGroups];
+  int m[kGroupsOfWindow], n[kGroupsOfWindow], k[kGroupsOfWindow], tasks_end[kGroupsOfWindow];
+  uint8_t no_tma[kGroupsOfWindow];
+
+  // Of a group of the window, all of which but the last have as many groups.
+  DEVICE int no_tma_of(int group) const { return no_tma[group % kGroupsOfWindow]; }
 };
 
 template <TileVariant kVariant>
@@ -19,23 +22,26 @@ class RaggedScheduler {
 
  public:
   // Fills the table from the results of `prepare_ragged`. Called by one warp, once.
-  DEVICE static void fill(RaggedTable& table, const RaggedGroup* groups, int count, int lane) {
-    for (int g = lane; g < count; g += 32) {
-      table.m[g] = groups[g].m, table.n[g] = groups[g].n, table.k[g] = groups[g].k;
-      table.tasks_end[g] = groups[g].tasks_end, table.no_tma[g] = static_cast<uint8_t>(groups[g].no_tma);
+  DEVICE static void fill(RaggedTable& table, const RaggedGroup* groups, const GroupWindow& window, int lane) {
+    const RaggedGroup* const of_window = groups + window.first;
+    const int tasks_before = window.first > 0 ? of_window[-1].tasks_end : 0;
+    for (int at = lane; at < window.count; at += 32) {
+      const RaggedGroup& group = of_window[at];
+      table.m[at] = group.m, table.n[at] = group.n, table.k[at] = group.k;
+      table.tasks_end[at] = group.tasks_end - tasks_before, table.no_tma[at] = static_cast<uint8_t>(group.no_tma);
     }
   }
 
   // One for each lane of the producer's warp; only lane 0 asks for tasks.
   DEVICE RaggedScheduler(const RaggedTable& table, WorkQueue& queue, const WorkShape& shape, int lane)
-      : table_(table), groups_(shape.sizes.groups), tasks_(queue, shape.counter, lane) {}
+      : table_(table), window_(shape.window), tasks_(queue, shape.counter, lane) {}
 
   // Makes the task after this one known; once per tile, before the next one is asked for.
   DEVICE void request() { tasks_.request(); }
 
   // The next tile, of group -1 when all are done. The other roles of the block read the same tiles (WorkTileReader).
   DEVICE void next(WorkTile& tile) {
-    if (group_ >= 0) tasks_.advance();
+    if (position_ >= 0) tasks_.advance();
     if (!find(tile)) tile.group = -1;
     tasks_.publish(tile);
   }
@@ -44,13 +50,13 @@ class RaggedScheduler {
   DEVICE bool find(WorkTile& tile) {
     const int task = tasks_.task();
     while (task >= tasks_end_) {
-      if (++group_ >= groups_) return false;
+      if (++position_ >= window_.count) return false;
       first_task_ = tasks_end_;
-      tasks_end_ = table_.tasks_end[group_];
+      tasks_end_ = table_.tasks_end[position_];
     }
-    tile = {.group = group_,
+    tile = {.group = window_.first + position_,
             .tokens_start = 0,
-            .tokens = table_.k[group_],
+            .tokens = table_.k[position_],
             .coordinate = {0, 0},
             .share_a = false,
             .idle = false};
@@ -60,8 +66,8 @@ class RaggedScheduler {
   // Row and column of a group's tile number `local`: strips of at most `raster_swizzle` rows of tiles, swept across the
   // columns.
   DEVICE void locate(WorkTile& tile, unsigned local) const {
-    const int rows = table_.m[group_];
-    const unsigned tiles = (rows + kTileM - 1) / kTileM, columns = (table_.n[group_] + kTileN - 1) / kTileN;
+    const int rows = table_.m[position_];
+    const unsigned tiles = (rows + kTileM - 1) / kTileM, columns = (table_.n[position_] + kTileN - 1) / kTileN;
     const unsigned strips = (tiles + kVariant.raster_swizzle - 1) / kVariant.raster_swizzle,
                    usual = (tiles + strips - 1) / strips;
     const unsigned strip = min(local / (usual * columns), strips - 1), within = local - strip * usual * columns;
@@ -72,9 +78,9 @@ class RaggedScheduler {
   }
 
   const RaggedTable& table_;
-  int groups_;
+  GroupWindow window_;
   WorkTileWriter<1> tasks_;
-  int group_ = -1, first_task_ = 0, tasks_end_ = 0;
+  int position_ = -1, first_task_ = 0, tasks_end_ = 0;
 };
 
 // ---- operands, through the maps of a group. Each group has its own depth, which is what a tile calls tokens

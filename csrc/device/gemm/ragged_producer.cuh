@@ -21,7 +21,7 @@ struct RaggedGroups {
 
   template <class K>
   DEVICE static void fill(typename K::Storage& s, const RaggedParams& p, int lane) {
-    K::Scheduler::fill(s.groups, p.groups, p.shape.sizes.groups, lane);
+    K::Scheduler::fill(s.groups, p.groups, p.shape.window, lane);
   }
 
   // Warp 0.
@@ -35,14 +35,14 @@ struct RaggedGroups {
       tiles.next(tile);
       if (tile.group < 0 || tile.group == acquired) return;
       acquired = tile.group;
-      const int no_tma = s.groups.no_tma[acquired];
+      const int no_tma = s.groups.no_tma_of(acquired);
       if (!(no_tma & kNoTmaA)) map_update::acquire(maps_of(p, acquired));
       if (!(no_tma & kNoTmaB)) map_update::acquire(maps_of(p, acquired) + 1);
     };
     WorkTile tile, following;
     if (lane == 0) find(tile);
     for (share(tile); tile.group >= 0; tile = following) {
-      const int no_tma = s.groups.no_tma[tile.group] & (kNoTmaA | kNoTmaB), rows = (tile.rows + 63) / 64;
+      const int no_tma = s.groups.no_tma_of(tile.group) & (kNoTmaA | kNoTmaB), rows = (tile.rows + 63) / 64;
       const uint32_t bytes =
           (no_tma & kNoTmaA ? 0 : rows * kBlockBytes) + (no_tma & kNoTmaB ? 0 : K::kTileN * kSwizzleBytes);
       const CUtensorMap* maps = maps_of(p, tile.group);
@@ -82,7 +82,7 @@ struct RaggedGroups {
     PipelineState<K::kStages> state;
     uint32_t phase = 0;
     for (WorkTile tile; tiles.next(tile); phase ^= 1) {
-      const int no_tma = s.groups.no_tma[tile.group] & (kNoTmaA | kNoTmaB), blocks = k_blocks_of<K>(tile, p);
+      const int no_tma = s.groups.no_tma_of(tile.group) & (kNoTmaA | kNoTmaB), blocks = k_blocks_of<K>(tile, p);
       for (int block = 0; no_tma && block < blocks; ++block) {
         barrier_wait(&s.empty[state.stage], state.phase ^ 1);
         copy_share<K>(s, p, tile, no_tma, state.stage, block, 32 + lane);

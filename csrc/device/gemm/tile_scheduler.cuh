@@ -24,11 +24,11 @@
 
 namespace fusible {
 
-// The groups as the producer reads them, in shared memory.
+// The groups of the window as the producer reads them, in shared memory.
 struct GroupTable {
-  int start[kMaxGroups], tokens[kMaxGroups];
-  int tasks_end[kMaxGroups];  // tasks of this group and of all before it
-  int lowered;                // tiles are lower: halved if not 0; or by so many blocks
+  int start[kGroupsOfWindow], tokens[kGroupsOfWindow];
+  int tasks_end[kGroupsOfWindow];  // tasks of this group and of all before it
+  int lowered;                     // tiles are lower: halved if not 0; or by so many blocks
 };
 
 // The same for tasks that are numbered by position: the group at one is order[position].
@@ -59,19 +59,20 @@ class TileScheduler {
   // outside of it.
   DEVICE static void fill(Table& table, const WorkShape& shape, int lane) {
     const SplitSizes& sizes = shape.sizes;
+    const auto [first, count] = shape.window;
     // All at once: the rounds below wait for one another.
-    for (int i = lane * 128; i < sizes.groups * (sizes.int64_sizes ? 8 : 4); i += 32 * 128)
+    for (int i = lane * 128; i < (first + count) * (sizes.int64_sizes ? 8 : 4); i += 32 * 128)
       ptx::prefetch(static_cast<const char*>(sizes.sizes) + i);
-    int tokens_before = 0, tasks_before = 0, longest = 0;
+    int tokens_before = rows_before_window(sizes, shape.window, shape.tokens, lane), tasks_before = 0, longest = 0;
     float total = 0.f;
-    for (int base = 0; base < sizes.groups; base += 32) {
-      const int group = base + lane;
-      const GroupRows<int> rows = rows_of_lane(sizes, group, shape.tokens, tokens_before, lane);
+    for (int base = 0; base < count; base += 32) {
+      const int at = base + lane;
+      const GroupRows<int> rows = rows_of_lane(sizes, first + at, shape.tokens, tokens_before, lane);
       const auto [start, size, cut] = rows;
-      if (blockIdx.x == 0) report_cut(sizes, group, rows, lane);
-      if (group < sizes.groups) table.start[group] = start, table.tokens[group] = size;
+      if (blockIdx.x == 0) report_cut(sizes, first + at, rows, lane);
+      if (at < count) table.start[at] = start, table.tokens[at] = size;
       longest = max(longest, size), total += static_cast<float>(size);
-      if constexpr (!kHalves && !kSorts) number(table, shape, group, size, tasks_before, lane);
+      if constexpr (!kHalves && !kSorts) number(table, shape, at, size, tasks_before, lane);
     }
     if constexpr (kSplits || kHalves || kLowers)
       for (int offset = 16; offset > 0; offset /= 2) {
@@ -90,17 +91,17 @@ class TileScheduler {
       __syncwarp();
     }
     if constexpr (kSorts) {
-      sort(table, sizes.groups, lane);
-      for (int base = 0; base < sizes.groups; base += 32) {
+      sort(table, count, lane);
+      for (int base = 0; base < count; base += 32) {
         const int position = base + lane;
-        const int size = position < sizes.groups ? table.tokens[group_at(table, shape, position)] : 0;
+        const int size = position < count ? table.tokens[group_at(table, shape, position)] : 0;
         number(table, shape, position, size, tasks_before, lane);
       }
     }
     if constexpr (kHalves) {
-      for (int base = 0; base < sizes.groups; base += 32) {
-        const int group = base + lane;
-        number(table, shape, group, group < sizes.groups ? table.tokens[group] : 0, tasks_before, lane);
+      for (int base = 0; base < count; base += 32) {
+        const int at = base + lane;
+        number(table, shape, at, at < count ? table.tokens[at] : 0, tasks_before, lane);
       }
     }
   }
@@ -114,7 +115,7 @@ class TileScheduler {
 
   // False when all tasks are done. The other roles of the block read the same tiles (WorkTileReader).
   DEVICE bool next(WorkTile& tile) {
-    if (group_ >= 0) tasks_.advance();
+    if (position_ >= 0) tasks_.advance();
     const bool has_task = find(tile);
     if (!has_task) tile.group = -1;
     tasks_.publish(tile);
@@ -151,17 +152,17 @@ class TileScheduler {
   }
   DEVICE static int group_at(const Table& table, const WorkShape& shape, int position) {
     if constexpr (kSorts)
-      if (shape.sizes.groups <= SortedGroupTable::kMost) return table.order[position];
+      if (shape.window.count <= SortedGroupTable::kMost) return table.order[position];
     return position;
   }
-  // Numbers the tasks of 32 groups, one per lane.
-  DEVICE static void number(Table& table, const WorkShape& shape, int group, int tokens, int& tasks_before, int lane) {
-    const bool exists = group < shape.sizes.groups;
+  // Numbers the tasks of 32 positions, one per lane.
+  DEVICE static void number(Table& table, const WorkShape& shape, int at, int tokens, int& tasks_before, int lane) {
+    const bool exists = at < shape.window.count;
     int tasks = exists ? tasks_of(tokens, shape, table.lowered) : 0;
     if constexpr (kSplits) tasks *= slices_of(tokens, table.slice_tokens);
     const int end = tasks_before + scan(tasks, lane);
     tasks_before = __shfl_sync(~0u, end, 31);
-    if (exists) table.tasks_end[group] = end;
+    if (exists) table.tasks_end[at] = end;
   }
   DEVICE static int slices_of(int tokens, int slice_tokens) {
     return max(1, (tokens + slice_tokens - 1) / max(1, slice_tokens));
@@ -179,12 +180,12 @@ class TileScheduler {
     };
     int best = max(1, longest);
     float least = cost(1);
-    if (!shape.may_split || shape.sizes.groups > SortedGroupTable::kMost) return best;
+    if (!shape.may_split || shape.window.count > SortedGroupTable::kMost) return best;
     for (int slices = 2; slices <= kMostSlices; ++slices) {
       const int tokens = ((longest + slices - 1) / slices + 63) / 64 * 64;
       int sliced = 0;  // of all groups
-      for (int group = lane; group < shape.sizes.groups; group += 32)
-        if (table.tokens[group] > tokens) sliced += slices_of(table.tokens[group], tokens);
+      for (int at = lane; at < shape.window.count; at += 32)
+        if (table.tokens[at] > tokens) sliced += slices_of(table.tokens[at], tokens);
       if (__shfl_sync(~0u, scan(sliced, lane), 31) * tasks <= kMostSlicedTasks && cost(slices) < least)
         best = tokens, least = cost(slices);
     }
@@ -229,19 +230,19 @@ class TileScheduler {
   }
   DEVICE bool find(WorkTile& tile) {
     const int task = tasks_.task();
-    if (group_ < 0 || task >= table_.tasks_end[group_]) {
-      group_ = next_group(task);
-      if (group_ >= shape_.sizes.groups) return false;
-      first_task_ = group_ > 0 ? table_.tasks_end[group_ - 1] : 0;
+    if (position_ < 0 || task >= table_.tasks_end[position_]) {
+      position_ = next_position(task);
+      if (position_ >= shape_.window.count) return false;
+      first_task_ = position_ > 0 ? table_.tasks_end[position_ - 1] : 0;
     }
-    const int group = group_at(table_, shape_, group_);
+    const int at = group_at(table_, shape_, position_), group = shape_.window.first + at;
     tile.group = group;
-    tile.tokens_start = table_.start[group];
-    tile.tokens = table_.tokens[group];
+    tile.tokens_start = table_.start[at];
+    tile.tokens = table_.tokens[at];
     tile.coordinate = shape_.coordinates ? shape_.coordinates[group] : GroupCoordinate{group, 0};
     int local = task - first_task_;
     if constexpr (kSplits) local = take_slice(tile, local);
-    locate(tile, local, rows(table_.tokens[group], shape_));
+    locate(tile, local, rows(table_.tokens[at], shape_));
     return true;
   }
   // Slice after slice of all tiles of a group. Returns the task's number within its slice.
@@ -253,11 +254,11 @@ class TileScheduler {
     tile.tokens = min(table_.slice_tokens, tile.tokens - first);
     return within;
   }
-  // The first group after this one that a task may belong to: by steps that double, then halve, as few rows leave most
-  // groups empty.
-  DEVICE int next_group(int task) const {
-    int before = group_, step = 1;  // `before` and all groups up to it end before the task
-    const auto ends_before = [&](int group) { return group < shape_.sizes.groups && table_.tasks_end[group] <= task; };
+  // That of the first group after this one that a task may belong to: by steps that double, then halve, as few rows
+  // leave most groups empty.
+  DEVICE int next_position(int task) const {
+    int before = position_, step = 1;  // `before` and all groups up to it end before the task
+    const auto ends_before = [&](int at) { return at < shape_.window.count && table_.tasks_end[at] <= task; };
     for (; ends_before(before + step); step *= 2) before += step;
     for (; step > 1;) {
       step /= 2;
@@ -309,7 +310,7 @@ class TileScheduler {
   const WorkShape& shape_;
   int rank_;
   WorkTileWriter<kCluster> tasks_;
-  int group_ = -1, first_task_ = 0;  // the group's position, where they are sorted
+  int position_ = -1, first_task_ = 0;  // of the group in the window, or in the order
 };
 
 }  // namespace fusible

@@ -97,13 +97,18 @@ struct BlockedGroups : TokenGroups {
   template <class K>
   DEVICE static void fill(typename K::Storage& s, const typename K::Params& p, int lane) {
     K::Scheduler::fill(s.groups, p.shape, lane);
+    const auto blocks_of = [](int64_t tokens) { return (tokens + K::kTileK - 1) / K::kTileK; };
+    const auto [first, count] = p.shape.window;
     int before = 0;
-    for (int base = 0; base < p.shape.sizes.groups; base += 32) {
-      const int group = base + lane;
-      const bool exists = group < p.shape.sizes.groups;
-      const int blocks = exists ? (s.groups.tokens[group] + K::kTileK - 1) / K::kTileK : 0;
+    if (first > 0)  // groups behind the end of the buffer have no blocks: they may begin anywhere
+      before = static_cast<int>(
+          min(sum_before(p.shape.sizes, first, p.shape.tokens, lane, blocks_of), static_cast<int64_t>(p.shape.tokens)));
+    for (int base = 0; base < count; base += 32) {
+      const int at = base + lane;
+      const bool exists = at < count;
+      const int blocks = exists ? (s.groups.tokens[at] + K::kTileK - 1) / K::kTileK : 0;
       const int end = before + scan(blocks, lane);
-      if (exists) s.groups.start[group] = end - blocks;
+      if (exists) s.groups.start[at] = end - blocks;
       before = __shfl_sync(~0u, end, 31);
     }
   }

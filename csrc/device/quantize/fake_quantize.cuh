@@ -21,9 +21,9 @@ struct MatrixRows {
   int64_t group, first;
   int rows;
 
-  DEVICE MatrixRows(const FakeQuantizeWeight& c, int chunks, int size) {
+  DEVICE MatrixRows(const FakeQuantizeWeight& c, int64_t first_group, int chunks, int size) {
     const int64_t number = blockIdx.x / chunks, of_matrix = (c.n + size - 1) / size;
-    group = number / of_matrix, first = number % of_matrix * size;
+    group = first_group + number / of_matrix, first = number % of_matrix * size;
     rows = static_cast<int>(min(c.n - first, int64_t{size}));
   }
 };

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The first row of each group, and behind the last one; by one warp.
-DEVICE void find_starts(const ColumnSumsOfBlocks& call, int (&starts)[kMaxGroups + 1]) {
+DEVICE void find_starts(const ColumnSumsOfBlocks& call, int* starts) {
   const int lane = threadIdx.x;
   int before = 0;
   for (int base = 0; base < call.sizes.groups; base += 32) {
@@ -91,7 +91,7 @@ DEVICE void sum_columns(const ColumnPartials& to, float4 (&sums)[kThreads], int 
 // Each blockIdx.z sums one output: the sums of one group or, for all rows, of few columns.
 __global__ void __launch_bounds__(kThreads, 6) sum_column_partials_kernel(const ColumnSumsOfBlocks call) {
   __shared__ float4 sums[kThreads];
-  __shared__ int starts[kMaxGroups + 1];
+  extern __shared__ __align__(16) int starts[];  // [groups + 1], where an output is of all rows
   ptx::let_next_kernel_begin();
   const ColumnPartials& to = call.outputs[blockIdx.z];
   const int x = blockIdx.x, groups = call.sizes.groups;
@@ -146,7 +146,8 @@ void sum_column_partials(const ColumnSumsOfBlocks& call, cudaStream_t stream) {
     columns = std::max(columns, to.columns), of_all_rows |= to.of_all_rows;
   const dim3 grid(of_all_rows ? std::max(call.sizes.groups, kSlices) : call.sizes.groups,
                   static_cast<unsigned>(blocks_of(columns, 4 * kLanesOfGroup)), call.count);
-  sum_column_partials_kernel<<<grid, kThreads, 0, stream>>>(call);
+  const size_t shared = of_all_rows ? (call.sizes.groups + 1) * sizeof(int) : 0;
+  sum_column_partials_kernel<<<grid, kThreads, shared, stream>>>(call);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), call.count, " sums of blocks of ", call.tokens, " rows, at most ", columns,
                      " columns, ", call.sizes.groups, " groups");
 }

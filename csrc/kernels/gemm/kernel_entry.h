@@ -17,7 +17,8 @@ struct GroupCoordinate {
 };
 
 struct WorkShape {
-  SplitSizes sizes;  // of the groups in the token buffer; ragged groups have dims instead
+  SplitSizes sizes;    // of the groups in the token buffer; ragged groups have dims instead
+  GroupWindow window;  // the groups of this launch
   int tokens;
   int fixed_rows;     // output rows of a group, where they are not its tokens
   int columns;        // column tiles

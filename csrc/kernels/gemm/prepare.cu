@@ -34,7 +34,15 @@ cudaError_t launch(const Workspace& to, std::span<const GroupCoordinate> coordin
   return cudaGetLastError();
 }
 
-constexpr int64_t kCounterBytes = 16;  // keeps the tables aligned
+constexpr int64_t kCountersBytes = 32;  // one of each window; keeps the tables aligned
+static_assert(windows_of(kMaxGroups) * sizeof(unsigned) <= kCountersBytes);
+
+// Of a window that begins with this group.
+template <class T>
+std::span<const T> part(std::span<const T> all, size_t first) {
+  first = std::min(first, all.size());
+  return all.subspan(first, std::min<size_t>(kGroupsOfWindow, all.size() - first));
+}
 
 // The offset of the sums of a split depth.
 int64_t bytes_before_sums(int64_t groups) { return (bytes_of_workspace(groups) + 255) / 256 * 256; }
@@ -48,12 +56,12 @@ constexpr int64_t bytes_of_sums() {
 }  // namespace
 
 int64_t bytes_of_workspace(int64_t groups) {
-  return kCounterBytes + groups * static_cast<int64_t>(sizeof(GroupCoordinate) + sizeof(void*));
+  return kCountersBytes + groups * static_cast<int64_t>(sizeof(GroupCoordinate) + sizeof(void*));
 }
 
 Workspace lay_out(void* memory, int64_t groups) {
   char* bytes = static_cast<char*>(memory);
-  const auto coordinates = reinterpret_cast<GroupCoordinate*>(bytes + kCounterBytes);
+  const auto coordinates = reinterpret_cast<GroupCoordinate*>(bytes + kCountersBytes);
   return {.counter = reinterpret_cast<unsigned*>(bytes),
           .coordinates = coordinates,
           .biases = reinterpret_cast<const void**>(coordinates + groups)};
@@ -73,8 +81,15 @@ int64_t bytes_of_split_k(int64_t groups) {
 
 cudaError_t prepare(const Workspace& to, std::span<const GroupCoordinate> coordinates,
                     std::span<const uintptr_t> biases, cudaStream_t stream) {
-  return std::max(coordinates.size(), biases.size()) <= 64 ? launch<64>(to, coordinates, biases, stream)
-                                                           : launch<kMaxGroups>(to, coordinates, biases, stream);
+  const size_t count = std::max(coordinates.size(), biases.size());
+  if (count <= 64) return launch<64>(to, coordinates, biases, stream);
+  cudaError_t error = cudaSuccess;
+  for (size_t first = 0; first < count && error == cudaSuccess; first += kGroupsOfWindow) {
+    Workspace window = to;
+    window.coordinates += first, window.biases += first;
+    error = launch<kGroupsOfWindow>(window, part(coordinates, first), part(biases, first), stream);
+  }
+  return error;
 }
 
 }  // namespace fusible

@@ -11,7 +11,7 @@
 namespace fusible {
 
 struct Workspace {
-  unsigned* counter;             // of tasks; null for none
+  unsigned* counter;             // of tasks, one for each window of groups; null for none
   GroupCoordinate* coordinates;  // [groups]; null where the matrices are one tensor
   const void** biases;           // [groups]; null where they are one tensor
   SplitK split_k;                // of a call that may split its depth

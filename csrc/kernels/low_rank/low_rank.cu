@@ -49,13 +49,15 @@ struct Params {
   float *parts, *products;  // of gradients, two for each block; of slices [slices, tokens, rank]
 };
 
-// Rows and tiles before each group.
+// Rows and tiles before each group, in dynamic shared memory.
 struct GroupTable {
-  int first_row[kMaxGroups + 1], first_tile[kMaxGroups + 1];
+  int *first_row, *first_tile;  // [groups + 1]
+
+  static int bytes(int groups) { return 2 * (groups + 1) * static_cast<int>(sizeof(int)); }
 };
 
 // Called by one warp.
-DEVICE void find_groups(const SplitSizes& sizes, int tokens, GroupTable& to) {
+DEVICE void find_groups(const SplitSizes& sizes, int tokens, const GroupTable& to) {
   const int lane = threadIdx.x % 32, size = sizes.int64_sizes ? 8 : 4;
   for (int group = lane * 128 / size; group < sizes.groups; group += 32 * 128 / size)
     ptx::prefetch(static_cast<const uint8_t*>(sizes.sizes) + group * size);
@@ -96,13 +98,17 @@ struct RowTile {
 // Rows of a group are in the order of their tokens, so gathered rows stay in the cache.
 struct Schedule : GroupTable {
   int groups, tiles, first, last, turn;  // `turn`: the task that the block begins with
+  int step;                              // the first of a search: at least half of the groups, a power of two
 
-  // Called by one warp.
-  DEVICE void find(const Params& p) {
-    find_groups(p.call.sizes, static_cast<int>(p.call.rows.tokens), *this);
+  // Called by one warp; `room` is memory for the table.
+  DEVICE void find(const Params& p, int* room) {
+    const GroupTable table{room, room + p.call.sizes.groups + 1};
+    find_groups(p.call.sizes, static_cast<int>(p.call.rows.tokens), table);
     __syncwarp();
     if (threadIdx.x % 32) return;
+    first_row = table.first_row, first_tile = table.first_tile;
     groups = p.call.sizes.groups, tiles = first_tile[groups];
+    for (step = 1; 2 * step < groups;) step *= 2;
     const Tasks tasks(tiles, p.division);
     first = turn = tasks.first(blockIdx.x), last = tasks.first(blockIdx.x + 1);
     if (count()) turn = max(first, start_of(group_of(last - 1), last - 1));
@@ -111,8 +117,8 @@ struct Schedule : GroupTable {
   DEVICE int group_of(int task) const {
     const int tile = task % tiles;
     int group = 0;
-    for (int step = kMaxGroups; step; step /= 2)  // the last group with at most that many tiles before it
-      if (group + step < groups && first_tile[group + step] <= tile) group += step;
+    for (int on = step; on; on /= 2)  // the last group with no more tiles before it
+      if (group + on < groups && first_tile[group + on] <= tile) group += on;
     return group;
   }
   // The first task of a group, in the slice of another task.
@@ -150,7 +156,7 @@ struct BlockState {
 };
 
 // Dynamic shared memory of a block, behind one another: barriers; stages of rows and, after these, their `low`;
-// products by buffer and warp; room for gradients on their way out, by warp.
+// products by buffer and warp; room for gradients on their way out, by warp; the table of groups.
 template <int kUnits>
 struct BlockMemory {
   static constexpr int kColumns = 4 * kChunkColumns / kUnits, kRanks = 16 * kUnits;  // of a warp
@@ -176,6 +182,7 @@ struct BlockMemory {
     return reinterpret_cast<float*>(rows(stages)) + (buffer * warps + warp) * kProductFloats;
   }
   DEVICE float* scratch(int warp) const { return products(kBuffers, 0) + warp * kScratchFloats; }
+  DEVICE int* groups() const { return reinterpret_cast<int*>(scratch(warps)); }
 
   // Called by one thread.
   DEVICE void init_barriers(bool gathered) const {
@@ -665,7 +672,7 @@ __global__ void __launch_bounds__(kThreads, 1) low_rank_kernel(const __grid_cons
                                    p.division.warps};
   if (threadIdx.x == 0) memory.init_barriers(p.call.gathered);
   ptx::wait_for_earlier_kernels();
-  if (warp() == kMultipliers) state.schedule.find(p);
+  if (warp() == kMultipliers) state.schedule.find(p, memory.groups());
   __syncthreads();
   if (warp() < kMultipliers) {
     ptx::registers_increase<232>();
@@ -696,7 +703,7 @@ __global__ void __launch_bounds__(kSliceThreads) add_slices_kernel(const __grid_
 }
 
 // Slices have as many columns as each other, but for the last, and so have warps.
-Division divide(int64_t columns, int64_t rank, int device) {
+Division divide(int64_t columns, int64_t rank, int groups, int device) {
   Division d{.units = rank > 32 ? 4 : rank > 16 ? 2 : 1, .blocks = device_properties(device).multiprocessors};
   const int64_t chunks = blocks_of(columns, kChunkColumns), most = kMultipliers * 4 / d.units,
                 of_slice = blocks_of(chunks, blocks_of(chunks, most)), of_warp = blocks_of(of_slice, kMultipliers);
@@ -706,7 +713,8 @@ Division divide(int64_t columns, int64_t rank, int device) {
   d.part_numbers = int64_t{16} * d.units * d.slice_columns;
   d.row_bytes = d.slice_columns * 2 + 16;  // then eight rows of a warp do not meet in a bank
   d.stage_bytes = kRows * (d.row_bytes + static_cast<int>(rank) * 2);
-  const int room = device_properties(device).shared_memory_per_block - static_cast<int>(sizeof(BlockState));
+  const int room = device_properties(device).shared_memory_per_block - static_cast<int>(sizeof(BlockState)) -
+                   GroupTable::bytes(groups);
   dispatch<1, 2, 4>(d.units, [&](auto units) {
     d.stages = std::min(kMostStages, (room - BlockMemory<units.value>::other_bytes(d.warps)) / d.stage_bytes);
   });
@@ -720,7 +728,8 @@ template <class T, int kUnits, bool kProduct, bool kGradient>
 void launch(const Params& p, cudaStream_t stream) {
   const void* const kernel = reinterpret_cast<const void*>(&low_rank_kernel<T, kUnits, kProduct, kGradient>);
   const Division& d = p.division;
-  const int shared = BlockMemory<kUnits>::other_bytes(d.warps) + d.stages * d.stage_bytes;
+  const int shared =
+      BlockMemory<kUnits>::other_bytes(d.warps) + d.stages * d.stage_bytes + GroupTable::bytes(p.call.sizes.groups);
   FUSIBLE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
                      "shared memory of a pass over rows of low rank");
   FUSIBLE_CUDA_CHECK(launch_overlapping(kernel, d.blocks, kThreads, shared, stream, p), "a pass over ",
@@ -756,7 +765,7 @@ void launch_all(const Params& p, cudaStream_t stream) {
 }  // namespace
 
 int64_t low_rank_workspace(int64_t tokens, int64_t columns, int64_t rank, bool gradient, int device) {
-  const Division d = divide(columns, rank, device);
+  const Division d = divide(columns, rank, 0, device);
   return (gradient ? counters_bytes(d) + parts_bytes(d) : 0) + (d.slices > 1 ? d.slices * tokens * rank * 4 : 0);
 }
 
@@ -764,8 +773,9 @@ void low_rank_pass(const LowRankPass& c, int device, cudaStream_t stream) {
   if (!c.sizes.groups || !c.rows.columns) return;
   FUSIBLE_CHECK(c.rank >= 8 && c.rank <= kMaxLowRank && c.rank % 8 == 0, "takes ranks of 8 to ", kMaxLowRank,
                 " that are multiples of 8, got ", c.rank);
+  FUSIBLE_CHECK(c.sizes.groups <= kMaxGroups, "takes 1 to ", kMaxGroups, " groups, got ", c.sizes.groups);
   const DeviceGuard guard(device);
-  const Division division = divide(c.rows.columns, c.rank, device);
+  const Division division = divide(c.rows.columns, c.rank, c.sizes.groups, device);
   FUSIBLE_CHECK((c.rows.tokens / kRows + c.sizes.groups) * division.slices < INT32_MAX, "takes fewer rows than ",
                 c.rows.tokens, " of ", c.rows.columns, " columns");
   auto* const workspace = static_cast<uint8_t*>(c.workspace);

@@ -103,7 +103,7 @@ template <class T, int kCapacity>
 __global__ void __launch_bounds__(kFakeThreads)
     mx_weight_kernel(const __grid_constant__ FakeQuantizeWeight c, const __grid_constant__ MatrixTable<kCapacity> table,
                      const FeatureUnits units) {
-  const MatrixRows block(c, units.chunks, kMXBlock);
+  const MatrixRows block(c, table.first, units.chunks, kMXBlock);
   const T* matrix = table.template matrix<T>(c, block.group);
   const MXRows<T> rows(threadIdx.x % 32 / 4, block.rows, block.group * c.n + block.first, c.k,
                        [&](int row) INLINE { return matrix + (block.first + row) * c.pitch; });
@@ -113,9 +113,10 @@ __global__ void __launch_bounds__(kFakeThreads)
 template <class T, int kCapacity>
 void launch(const FakeQuantizeWeight& c, cudaStream_t stream) {
   const FeatureUnits units(c.k, kMXBlock);
-  const MatrixTable<kCapacity> table(c.addresses);
-  const unsigned grid = static_cast<unsigned>(c.groups * blocks_of(c.n, kMXBlock) * units.chunks);
-  mx_weight_kernel<T, kCapacity><<<grid, kFakeThreads, 0, stream>>>(c, table, units);
+  each_table<kCapacity>(c.addresses, c.groups, [&](const MatrixTable<kCapacity>& table, int64_t groups) {
+    const unsigned grid = static_cast<unsigned>(groups * blocks_of(c.n, kMXBlock) * units.chunks);
+    mx_weight_kernel<T, kCapacity><<<grid, kFakeThreads, 0, stream>>>(c, table, units);
+  });
 }
 
 }  // namespace
@@ -132,7 +133,7 @@ void fake_quantize_mx_rows(const FakeQuantizeRows& c, cudaStream_t stream) {
 void fake_quantize_mx_weight(const FakeQuantizeWeight& c, cudaStream_t stream) {
   dispatch_dtype(c.type, [&](auto type) {
     using T = Element<decltype(type)::value>;
-    c.addresses.size() <= 64 ? launch<T, 64>(c, stream) : launch<T, kMaxGroups>(c, stream);
+    c.addresses.size() <= 64 ? launch<T, 64>(c, stream) : launch<T, kGroupsOfWindow>(c, stream);
   });
 }
 

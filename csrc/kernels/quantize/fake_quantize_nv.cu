@@ -299,7 +299,7 @@ template <class T, int kCapacity>
 __global__ void __launch_bounds__(kFakeThreads)
     nv_amax_of_weight_kernel(const __grid_constant__ FakeQuantizeWeight c,
                              const __grid_constant__ MatrixTable<kCapacity> table, const FeatureUnits units) {
-  const MatrixRows block(c, units.chunks, kNVBlock);
+  const MatrixRows block(c, table.first, units.chunks, kNVBlock);
   uint32_t most = 0;
   each_unit_of_weight(rows_of_lane<T>(c, table, block), c, units, [&](const NVTile<T>& tile, int64_t, bool) INLINE {
     most = Tile<T>::larger(most, largest_word(tile));
@@ -312,7 +312,7 @@ template <class T, int kCapacity>
 __global__ void __launch_bounds__(kFakeThreads, sizeof(T) == 2 ? 8 : 5)  // a called division keeps no registers
     nv_weight_kernel(const __grid_constant__ FakeQuantizeWeight c, const __grid_constant__ MatrixTable<kCapacity> table,
                      const FeatureUnits units) {
-  const MatrixRows block(c, units.chunks, kNVBlock);
+  const MatrixRows block(c, table.first, units.chunks, kNVBlock);
   const NVRows<T> rows = rows_of_lane<T>(c, table, block);
   const NVGroup group(__ldg(c.amax + block.group));
   each_unit_of_weight(rows, c, units, [&](const NVTile<T>& tile, int64_t feature, bool exists) INLINE {
@@ -336,11 +336,12 @@ __global__ void __launch_bounds__(kFakeThreads, sizeof(T) == 2 ? 8 : 5)  // a ca
 template <class T, int kCapacity>
 void launch(const FakeQuantizeWeight& c, cudaStream_t stream) {
   const FeatureUnits units(c.k, kUnit);
-  const MatrixTable<kCapacity> table(c.addresses);
-  const unsigned grid = static_cast<unsigned>(c.groups * blocks_of(c.n, kNVBlock) * units.chunks);
   FUSIBLE_CUDA_CHECK(cudaMemsetAsync(c.amax, 0, c.groups * sizeof(float), stream), "zeroing ", c.groups, " magnitudes");
-  nv_amax_of_weight_kernel<T, kCapacity><<<grid, kFakeThreads, 0, stream>>>(c, table, units);
-  nv_weight_kernel<T, kCapacity><<<grid, kFakeThreads, 0, stream>>>(c, table, units);
+  each_table<kCapacity>(c.addresses, c.groups, [&](const MatrixTable<kCapacity>& table, int64_t groups) {
+    const unsigned grid = static_cast<unsigned>(groups * blocks_of(c.n, kNVBlock) * units.chunks);
+    nv_amax_of_weight_kernel<T, kCapacity><<<grid, kFakeThreads, 0, stream>>>(c, table, units);
+    nv_weight_kernel<T, kCapacity><<<grid, kFakeThreads, 0, stream>>>(c, table, units);
+  });
 }
 
 }  // namespace
@@ -352,7 +353,7 @@ void fake_quantize_nv_rows(const FakeQuantizeRows& c, cudaStream_t stream) {
 void fake_quantize_nv_weight(const FakeQuantizeWeight& c, cudaStream_t stream) {
   dispatch_dtype(c.type, [&](auto type) {
     using T = Element<decltype(type)::value>;
-    c.addresses.size() <= 64 ? launch<T, 64>(c, stream) : launch<T, kMaxGroups>(c, stream);
+    c.addresses.size() <= 64 ? launch<T, 64>(c, stream) : launch<T, kGroupsOfWindow>(c, stream);
   });
 }
 

@@ -33,7 +33,7 @@ struct WeightTile {
                     const TilePosition& at) {
     column_block = blockIdx.x % blocks.of_columns;
     const int64_t rest = blockIdx.x / blocks.of_columns;
-    row_block = rest % blocks.of_rows, group = rest / blocks.of_rows;
+    row_block = rest % blocks.of_rows, group = table.first + rest / blocks.of_rows;
     const int64_t in_half = row_block % blocks.of_half * kScaleBlock;
     first_row = row_block / blocks.of_half * blocks.half_rows + in_half, first_column = column_block * kScaleBlock;
     extent = {of_one_tile(blocks.half_rows - in_half), of_one_tile(c.k - first_column)};
@@ -147,30 +147,30 @@ __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor<T>
 
 template <class T, int kCapacity>
 void launch(const QuantizeWeight& c, cudaStream_t stream) {
-  const MatrixTable<kCapacity> table(c.addresses);
   const int64_t half = c.n / c.halves, of_half = blocks_of(half, kScaleBlock);
   const WeightBlocks blocks{half, of_half, of_half * c.halves, blocks_of(c.k, kScaleBlock)};
-  const unsigned grid = static_cast<unsigned>(c.groups * blocks.of_rows * blocks.of_columns);
-  if (c.scaling == Scaling::kBlocks) {
-    quantize_weight_kernel<T, kCapacity><<<grid, kQuantizeThreads, 0, stream>>>(c, table, blocks);
-    return;
-  }
+  const auto grid = [&](int64_t groups) { return static_cast<unsigned>(groups * blocks.of_rows * blocks.of_columns); };
+  if (c.scaling == Scaling::kBlocks)
+    return each_table<kCapacity>(c.addresses, c.groups, [&](const MatrixTable<kCapacity>& table, int64_t groups) {
+      quantize_weight_kernel<T, kCapacity><<<grid(groups), kQuantizeThreads, 0, stream>>>(c, table, blocks);
+    });
   const Maxima maxima(c.scaling, c.amax, c.groups * c.n);
   const int64_t count = largest_magnitudes(c.scaling, c.groups * c.n, c.groups, c.k);
   FUSIBLE_CUDA_CHECK(cudaMemsetAsync(c.amax, 0, count * sizeof(float), stream), "zeroing ", count, " magnitudes");
-  amax_of_weight_kernel<T, kCapacity><<<grid, kQuantizeThreads, 0, stream>>>(c, table, blocks, maxima);
-  cast_weight_kernel<T, kCapacity><<<grid, kQuantizeThreads, 0, stream>>>(c, table, blocks, maxima);
+  each_table<kCapacity>(c.addresses, c.groups, [&](const MatrixTable<kCapacity>& table, int64_t groups) {
+    amax_of_weight_kernel<T, kCapacity><<<grid(groups), kQuantizeThreads, 0, stream>>>(c, table, blocks, maxima);
+    cast_weight_kernel<T, kCapacity><<<grid(groups), kQuantizeThreads, 0, stream>>>(c, table, blocks, maxima);
+  });
 }
 
 }  // namespace
 
 void quantize_weight(const QuantizeWeight& c, int device, cudaStream_t stream) {
   if (!c.groups || !c.n || !c.k) return;
-  FUSIBLE_CHECK(c.addresses.size() <= kMaxGroups, "at most ", kMaxGroups, " matrices, got ", c.addresses.size());
   const DeviceGuard guard(device);
   dispatch_dtype(c.type, [&](auto type) {
     using T = Element<decltype(type)::value>;
-    c.addresses.size() <= 64 ? launch<T, 64>(c, stream) : launch<T, kMaxGroups>(c, stream);
+    c.addresses.size() <= 64 ? launch<T, 64>(c, stream) : launch<T, kGroupsOfWindow>(c, stream);
   });
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "quantising ", c.groups, " matrices of ", c.n, " x ", c.k);
 }

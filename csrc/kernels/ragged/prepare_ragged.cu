@@ -12,23 +12,30 @@ namespace fusible {
 namespace {
 
 constexpr int kThreads = 512,
-              kWarps = kThreads / 32;  // a thread a group for the sums, then a warp a group for the maps
-static_assert(kThreads == kMaxGroups, "as many as there are groups");
+              kWarps = kThreads / 32;  // a thread a group for the sums, by rounds; then a warp a group for the maps
 
 __device__ int64_t dim_of(const Dims& dims, int group) {
   constexpr int64_t kMost = (1ll << 31) - 1;
   return dims.sizes.sizes ? clamped_size(dims.sizes, group, kMost) : min(max(dims.uniform, int64_t{0}), kMost);
 }
 
-// Sum over this thread and all before it; by all threads of the block.
-__device__ int64_t scan_block(int64_t x) {
+// What the groups of the rounds before add up to, in shared memory.
+struct SumsBefore {
+  long long a, b, out, tasks, misfits;
+};
+
+// Sum over this thread and all before it; by all threads of the block. `before`, that of the rounds before, becomes
+// that before the next round, which reads it behind other sums.
+__device__ int64_t scan_block(int64_t x, long long& before) {
   __shared__ long long totals[kWarps];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   x = scan(x, lane);
   if (lane == 31) totals[warp] = x;
   __syncthreads();
+  x += before;
   for (int i = 0; i < warp; ++i) x += totals[i];
   __syncthreads();
+  if (threadIdx.x == kThreads - 1) before = x;
   return x;
 }
 
@@ -37,9 +44,9 @@ struct Packed {
   int64_t rows, columns, start;
   bool fits;
 };
-__device__ Packed find(int64_t rows, int64_t columns, int64_t capacity) {
+__device__ Packed find(int64_t rows, int64_t columns, int64_t capacity, long long& before) {
   const int64_t size = rows * columns, counted = min(size, capacity + 1);  // a sum that cannot overflow
-  const int64_t start = scan_block(counted) - counted;
+  const int64_t start = scan_block(counted, before) - counted;
   return {rows, columns, start, start + size <= capacity};
 }
 
@@ -54,26 +61,28 @@ __device__ int64_t stated(const Dims& dims, int group) {
 // Tells the host of the first group with a negative dim, or with a matrix that ends behind the data. By all threads of
 // one block, each with the matrices of its group.
 __device__ void report_misfit(const RaggedParams& p, const RaggedSource& s, int g, const Packed& a, const Packed& b,
-                              const Packed& out) {
+                              const Packed& out, long long& misfits) {
   int64_t size = 0;
   if (g < p.shape.sizes.groups)
     for (const Dims* dims : {&s.a.rows, &s.a.columns, &s.b.rows, &s.b.columns}) size = min(size, stated(*dims, g));
   for (const Packed* m : {&a, &b, &out})
     if (size == 0 && !m->fits) size = m->start + m->rows * m->columns;
-  if (scan_block(size != 0) == 1 && size != 0) report(p.shape.sizes.wrong, {SizesOf::kMatrices, g, size});
+  if (scan_block(size != 0, misfits) == 1 && size != 0) report(p.shape.sizes.wrong, {SizesOf::kMatrices, g, size});
 }
 
-// Finds a group, by thread g; `end` becomes the end of the outputs of this and all groups before it.
-__device__ RaggedGroup find_group(const RaggedParams& p, const RaggedSource& s, int g, int64_t& end) {
+// Finds group g, by one thread; `end` becomes the end of the outputs of this and all groups before it.
+__device__ RaggedGroup find_group(const RaggedParams& p, const RaggedSource& s, int g, SumsBefore& before,
+                                  int64_t& end) {
   const bool exists = g < p.shape.sizes.groups;
-  const auto sized = [&](const PackedMatrices& m) {
-    return find(exists ? dim_of(m.rows, g) : 0, exists ? dim_of(m.columns, g) : 0, m.elements);
+  const auto sized = [&](const PackedMatrices& m, long long& elements) {
+    return find(exists ? dim_of(m.rows, g) : 0, exists ? dim_of(m.columns, g) : 0, m.elements, elements);
   };
-  const Packed a = sized(s.a), b = sized(s.b);
+  const Packed a = sized(s.a, before.a), b = sized(s.b, before.b);
   const bool a_transposed = s.layout == Layout::kTN, b_transposed = s.layout == Layout::kNT;
-  const Packed out = find(a_transposed ? a.columns : a.rows, b_transposed ? b.rows : b.columns, s.out_elements);
+  const Packed out =
+      find(a_transposed ? a.columns : a.rows, b_transposed ? b.rows : b.columns, s.out_elements, before.out);
   end = min(out.start + out.rows * out.columns, s.out_elements);
-  if (blockIdx.x == 0) report_misfit(p, s, g, a, b, out);
+  if (blockIdx.x == 0) report_misfit(p, s, g, a, b, out, before.misfits);
   const int64_t depth = min(a_transposed ? a.rows : a.columns, b_transposed ? b.columns : b.rows);
   RaggedGroup group{.a = a.start, .b = b.start, .out = out.start};
   group.m = static_cast<int>(out.fits ? out.rows : 0), group.n = static_cast<int>(out.fits ? out.columns : 0);
@@ -83,7 +92,7 @@ __device__ RaggedGroup find_group(const RaggedParams& p, const RaggedSource& s, 
   if (!group.k || !reachable(p.b_data, b.start, b.columns, 2)) group.no_tma |= kNoTmaB;
   if (!reachable(p.out_data, out.start, out.columns, s.fp32_output ? 4 : 2)) group.no_tma |= kNoTmaOut;
   const int64_t rows = (group.m + s.tile_m - 1) / s.tile_m, columns = (group.n + int64_t{s.tile_n} - 1) / s.tile_n;
-  group.tasks_end = static_cast<int>(scan_block(s.skip_empty && !group.k ? 0 : rows * columns));
+  group.tasks_end = static_cast<int>(scan_block(s.skip_empty && !group.k ? 0 : rows * columns, before.tasks));
   return group;
 }
 
@@ -145,15 +154,22 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ __align__(128) CUtensorMap maps[kWarps];
   __shared__ RaggedGroup mine[kWarps];
   __shared__ long long last;
-  const int g = threadIdx.x, first = blockIdx.x * kWarps, warp = g / 32;
-  int64_t end;
-  const RaggedGroup group = find_group(p, s, g, end);
-  if (g >= first && g < min(first + kWarps, p.shape.sizes.groups)) groups[g] = mine[g - first] = group;
-  if (g == p.shape.sizes.groups - 1) last = end;
-  if (g == 0 && first == 0) *p.shape.counter = 0;
-  if (g < 32 && first == 0) copy_edges(p, g);
+  __shared__ SumsBefore before;
+  const int thread = threadIdx.x, first = blockIdx.x * kWarps, warp = thread / 32, count = p.shape.sizes.groups;
+  if (thread == 0) before = {};
   __syncthreads();
-  if (first + warp < p.shape.sizes.groups) write_maps(p, s, mine[warp], p.maps + (first + warp) * 3, maps + warp);
+#pragma unroll 1
+  for (int round = 0; round < count; round += kThreads) {
+    const int g = round + thread;
+    int64_t end;
+    const RaggedGroup group = find_group(p, s, g, before, end);
+    if (g >= first && g < min(first + kWarps, count)) groups[g] = mine[g - first] = group;
+    if (g == count - 1) last = end;
+  }
+  if (thread * kGroupsOfWindow < count && first == 0) p.shape.counter[thread] = 0;  // of each window
+  if (thread < 32 && first == 0) copy_edges(p, thread);
+  __syncthreads();
+  if (first + warp < count) write_maps(p, s, mine[warp], p.maps + (first + warp) * 3, maps + warp);
   if (!s.zero_tail) return;
   if (s.fp32_output) zero<uint32_t>(p.out_data, last, s.out_elements);
   else zero<uint16_t>(p.out_data, last, s.out_elements);
@@ -173,6 +189,9 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int64_t kMapBytes = 128;
 static_assert(sizeof(CUtensorMap) == kMapBytes);
+constexpr int64_t kCountersBytes = 32;  // one of each window, and a multiple of 16
+static_assert(windows_of(kMaxGroups) * sizeof(unsigned) <= kCountersBytes);
+static_assert(kCountersBytes + 4 * sizeof(uint4) <= kMapBytes);
 
 }  // namespace
 
@@ -184,7 +203,7 @@ RaggedWorkspace lay_out_ragged(void* memory, int64_t groups) {
   char* bytes = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory) + kMapBytes - 1) / kMapBytes * kMapBytes);
   const auto maps = reinterpret_cast<CUtensorMap*>(bytes + kMapBytes);
   return {.counter = reinterpret_cast<unsigned*>(bytes),
-          .edges = reinterpret_cast<uint4*>(bytes + 16),
+          .edges = reinterpret_cast<uint4*>(bytes + kCountersBytes),
           .maps = maps,
           .groups = reinterpret_cast<RaggedGroup*>(maps + 3 * groups)};
 }

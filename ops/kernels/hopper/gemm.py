@@ -26,7 +26,7 @@ from .operands import (
 )
 
 NAME = "hopper"
-MAX_GROUPS = 512
+MAX_GROUPS = 4096
 MAX_ROWS = 2**30 - 1
 
 

@@ -7,11 +7,10 @@ import torch
 from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
 from ..problems.gemm import Layout, addresses
 from ..problems.low_rank import LowRankPass
+from .gemm import MAX_GROUPS, MAX_ROWS
 
 NAME = "fusible (low rank)"
-MAX_GROUPS = 512
 MAX_RANK = 64
-MAX_ROWS = 2**30 - 1
 
 
 def refusal(p: LowRankPass) -> str | None:

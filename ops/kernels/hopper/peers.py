@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
 from ..problems.gemm import RowSlots
-from .permute import MAX_EXPERTS
+from .gemm import MAX_GROUPS
 
 NAME = "fusible"
 MAX_RANKS = 16
@@ -138,8 +138,8 @@ def refusal(device: int | None, num_experts: int, ranks: int, dtype: torch.dtype
         return why
     if dtype not in TYPE_CODES:
         return f"needs rows of 16 or 32 bits, got {dtype}"
-    if num_experts > MAX_EXPERTS or ranks > MAX_RANKS:
-        return f"takes {MAX_EXPERTS} experts and {MAX_RANKS} ranks, got {num_experts} and {ranks}"
+    if num_experts > MAX_GROUPS or ranks > MAX_RANKS:
+        return f"takes {MAX_GROUPS} experts and {MAX_RANKS} ranks, got {num_experts} and {ranks}"
     return None
 
 

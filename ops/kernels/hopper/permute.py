@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from .gemm import MAX_GROUPS
 from .rows import scale_arguments
 
 NAME = "fusible"
-MAX_EXPERTS = 512
 MAX_SLOTS = 2**30 - 1
 
 
@@ -23,8 +23,8 @@ def refusal(ids: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
         return f"needs int32 or int64 ids, got {ids.dtype}"
     if dtype not in TYPE_CODES:
         return f"needs rows of 16 or 32 bits, got {dtype}"
-    if not 1 <= num_experts <= MAX_EXPERTS or ids.numel() > MAX_SLOTS:
-        return f"takes 1 to {MAX_EXPERTS} experts and fewer than 2^30 rows, got {num_experts} and {ids.numel()}"
+    if not 1 <= num_experts <= MAX_GROUPS or ids.numel() > MAX_SLOTS:
+        return f"takes 1 to {MAX_GROUPS} experts and fewer than 2^30 rows, got {num_experts} and {ids.numel()}"
     return None
 
 

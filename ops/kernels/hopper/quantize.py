@@ -28,13 +28,13 @@ from ..problems.quantized import (
     source,
 )
 from . import quantized_functions
+from .gemm import MAX_GROUPS
 from .permute import last_address, permute
 from .rows import scale_arguments
 
 NAME = "hopper"
 _VECTOR = 16  # bytes that are moved at once: a number of features and an address are multiples of it
 _MANY = 2**30  # rows: those of a group are numbers of 32 bits
-_MOST_MATRICES = 512
 _SCALING_CODES = {Scaling.BLOCKS: 0, Scaling.ROWS: 1, Scaling.GROUPS: 2}
 
 
@@ -277,8 +277,8 @@ def matrices_refusal(matrices: list[Tensor], group_stride: int) -> str | None:
         return "needs weights of one dtype and pitch"
     if one.dtype not in TYPE_CODES:
         return f"quantises weights of 16 or 32 bits, not {one.dtype}"
-    if len(matrices) > _MOST_MATRICES:
-        return f"takes at most {_MOST_MATRICES} matrices, got {len(matrices)}"
+    if len(matrices) > MAX_GROUPS:
+        return f"takes at most {MAX_GROUPS} matrices, got {len(matrices)}"
     size = one.element_size()
     aligned = (one.stride(-2) * size, group_stride * size, *addresses(matrices))
     if one.stride(-1) != 1 or any([number % _VECTOR for number in aligned]):

@@ -54,5 +54,5 @@ KERNELS: Implementations = (
     (kinds.TRANSPOSITION, Implementation(None, "torch (transpose)", _transpose)),
     (kinds.QUANTIZER, Implementation(None, f"{quantize.NAME} (quantise)", quantize.run)),
     (kinds.FAKE_QUANTIZER, Implementation(None, f"{fake_quantize.NAME} (quantise)", fake_quantize.run)),
-    (kinds.SCALED_PRODUCT, Implementation(None, f"{scaled_gemm.NAME} (e4m3)", scaled_gemm.run)),
+    (kinds.SCALED_PRODUCT, Implementation(None, f"{scaled_gemm.NAME} (e4m3)", scaled_gemm.run, scaled_gemm.refusal)),
 )

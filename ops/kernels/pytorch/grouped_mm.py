@@ -12,6 +12,7 @@ from ..problems.gemm import GroupedGemm, Layout, Matrices, first, stacked
 from . import wrong_sizes
 
 NAME = "grouped_mm"
+MAX_GROUPS = 1023
 
 
 def torch_grouped_mm() -> Callable[..., Tensor] | None:
@@ -30,6 +31,8 @@ def refusal(problem: GroupedGemm) -> str | None:
         return "needs compute capability 8.0"
     if a.dtype != torch.bfloat16 or b.dtype != torch.bfloat16:
         return f"needs bfloat16, got {a.dtype} and {b.dtype}"
+    if problem.groups > MAX_GROUPS:
+        return f"takes at most {MAX_GROUPS} groups, got {problem.groups}"
     return _misaligned(problem)
 
 

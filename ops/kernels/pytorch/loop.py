@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..architecture import is_capturing
 from ..problems.gemm import Activate, ActivateBackward, FunctionOperands, GroupedGemm, Layout, Matrices, Operands
 from . import activation, few_rows
 
@@ -37,7 +38,7 @@ def keep_freed_memory() -> None:
 
 def refusal(problem: GroupedGemm) -> str | None:
     """Why the problem cannot be run here; None: it can."""
-    return "reads split sizes on the host, which a CUDA graph cannot" if _capturing(problem.a) else None
+    return "reads split sizes on the host, which a CUDA graph cannot" if is_capturing(problem.a.device) else None
 
 
 def run(problem: GroupedGemm) -> None:
@@ -247,10 +248,6 @@ def _spans(problem: GroupedGemm) -> Iterator[Span]:
 def _on_host(split_sizes: Tensor) -> list[int]:
     sizes: list[int] = split_sizes.tolist()
     return sizes
-
-
-def _capturing(tensor: Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def factor_of(factor: float | Tensor | None, group: int) -> float | Tensor | None:

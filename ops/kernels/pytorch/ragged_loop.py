@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from ....fuser import ArgumentError
+from ..architecture import is_capturing
 from ..problems.gemm import Layout
 from ..problems.ragged import RaggedGemm
 from . import loop
@@ -14,8 +13,8 @@ NAME = loop.NAME
 
 def refusal(problem: RaggedGemm) -> str | None:
     """Why the problem cannot be run here; None: it can."""
-    capturing = problem.a.data.is_cuda and torch.cuda.is_current_stream_capturing()
-    return "reads shapes on the host, which a CUDA graph cannot" if capturing else None
+    captured = is_capturing(problem.a.data.device)
+    return "reads shapes on the host, which a CUDA graph cannot" if captured else None
 
 
 def run(problem: RaggedGemm) -> None:

@@ -10,10 +10,17 @@ from torch import Tensor
 
 from ...formats import reference
 from ...formats.copies import Columns, Rows, ceil_blocks
+from ..architecture import is_capturing
 from ..problems.quantized import Multiplying, ScaledGemm, ScaledWgrad
 from . import loop
 
 NAME = "loop"
+
+
+def refusal(problem: Multiplying) -> str | None:
+    """The reason why the problem cannot be solved here, or None."""
+    captured = is_capturing(problem.a.data.device)
+    return "reads split sizes on the host, which a CUDA graph cannot" if captured else None
 
 
 def run(problem: Multiplying) -> None:

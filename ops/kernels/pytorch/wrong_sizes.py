@@ -11,6 +11,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from ..architecture import is_capturing
+
 
 class SizeReport:
     """What has been found on a device, there and in a copy on the host: the group counted from 1, and its size."""
@@ -24,7 +26,7 @@ class SizeReport:
 
     def look_at(self, split_sizes: Tensor, rows: int) -> None:
         """Reports the first size that is negative, or more than what the groups before it leave of the rows."""
-        if not _is_capturing(split_sizes.device) and self._has_seen(split_sizes, rows):
+        if not is_capturing(split_sizes.device) and self._has_seen(split_sizes, rows):
             return
         sizes = split_sizes.long()
         wrong = (sizes < 0) | (sizes.clamp(0, rows + 1).cumsum(0) > rows)
@@ -62,7 +64,7 @@ def look_at(split_sizes: Tensor, rows: int) -> None:
     """
     device = split_sizes.device
     if device not in _reports:
-        if _is_capturing(device):
+        if is_capturing(device):
             return  # no memory of the host may be allocated now
         _reports[device] = SizeReport(device)
     raise_reported(device)
@@ -76,7 +78,7 @@ def raise_reported(device: torch.device) -> None:
         RuntimeError: sizes of an earlier call were wrong.
     """
     report = _reports.get(device)
-    wrong = None if report is None or _is_capturing(device) else report.take()
+    wrong = None if report is None or is_capturing(device) else report.take()
     if wrong is None:
         return
     group, size = wrong
@@ -86,7 +88,3 @@ def raise_reported(device: torch.device) -> None:
         "Sizes were cut to fit, so the results of that call mean nothing. fusible.config(debug=True), or "
         "FUSIBLE_DEBUG=1, checks them before each call"
     )
-
-
-def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

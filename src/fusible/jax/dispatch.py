@@ -18,7 +18,7 @@ from .errors import RefusedError
 from .settings import active
 from .versions import vary_alike
 
-MAX_GROUPS = 512
+MAX_GROUPS = 4096
 MAX_ROWS = 2**30 - 1
 _CHOSEN = "config(backend='xla') asks for jax.lax.ragged_dot"
 _SIXTEEN_BITS = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
