@@ -58,7 +58,7 @@ def config_of(**switches: Any) -> Config:
 
 _SWITCHES = tuple([field.name for field in fields(Config)])  # a compiler cannot ask for fields
 _in_use: WeakValueDictionary[tuple[Any, ...], Config] = WeakValueDictionary()
-BACKENDS = ("auto", "hopper", "grouped_mm", "loop")
+BACKENDS = ("auto", "hopper", "triton", "grouped_mm", "loop")
 _FLAGS: dict[str, Any] = {"0": False, "1": True}
 _VALUES = {"strict": _FLAGS, "debug": _FLAGS, "backend": {name: name for name in BACKENDS}}  # what variables may say
 
@@ -131,7 +131,8 @@ def config(
         strict: raise :class:`RefusedError` where a fusion is refused or a kernel falls back.
         deterministic: results are bitwise the same from run to run. All present kernels are, with or without it; the
             switch keeps that promise should a faster one not be.
-        backend: ``"auto"``, or the only grouped-GEMM backend to use: ``"hopper"``, ``"grouped_mm"``, ``"loop"``.
+        backend: ``"auto"``, or the only grouped-GEMM backend to use: ``"hopper"``, ``"triton"``, ``"grouped_mm"``,
+            ``"loop"``.
         disable_fusions: names of fusions that must not fire, such as ``{"GroupedMLP"}``.
         debug: also check what needs a device synchronisation, such as the values of split sizes.
         recipe: what ops that have no recipe of their own quantise their operands by, such as

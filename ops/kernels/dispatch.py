@@ -48,6 +48,8 @@ from .pytorch import float32, grouped_mm, grouped_mm_cpu, loop, ragged_loop
 from .pytorch import pointwise as pytorch_pointwise
 from .pytorch import quantize as pytorch_quantize
 from .pytorch import scaled_gemm as pytorch_scaled
+from .triton import gemm as triton
+from .triton import row_kernels as triton_rows
 
 P_contra = TypeVar("P_contra", contravariant=True)
 
@@ -88,7 +90,7 @@ class Choice(NamedTuple):
         return self.backend in (hopper, grouped_mm_cpu)
 
 
-_BACKENDS: tuple[Backend, ...] = (hopper, grouped_mm, loop)
+_BACKENDS: tuple[Backend, ...] = (hopper, triton, grouped_mm, loop)
 _CPU_BACKENDS: tuple[Backend, ...] = (hopper, grouped_mm_cpu, loop)
 _RAGGED_BACKENDS: tuple[RaggedBackend, ...] = (hopper_ragged, ragged_loop)
 _HOPPER = Choice(hopper)
@@ -148,7 +150,7 @@ def _choose_backend(problem: GroupedGemm, tracing: bool, only: str) -> Choice:
 
 def _ask(problem: GroupedGemm, only: str) -> Choice:
     on_cpu = not problem.a.is_cuda and problem.a.device.type == "cpu"
-    backends = _CPU_BACKENDS if on_cpu else _BACKENDS
+    backends = _CPU_BACKENDS if on_cpu and only != triton.NAME else _BACKENDS
     return Choice(*_first_that_takes(backends, problem, only, "grouped GEMM", problem.a.is_cuda))
 
 
@@ -226,6 +228,11 @@ def row_choice(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> tuple[RowKer
     """:func:`row_kernels`, and why not our own."""
     # what keeps split sizes on the device on CUDA, and makes no indices on a CPU
     fallback: RowKernels = grouped_mm if tokens.is_cuda else loop
+    only = active_config().backend
+    if only in ("auto", triton.NAME) and (tokens.is_cuda or only == triton.NAME):
+        fallback = triton_rows if triton_rows.refusal(tokens, split_sizes, out) is None else fallback
+    if fallback is triton_rows and only == triton.NAME:
+        return fallback, ""
     refusal = partial(hopper_rows.groups_refusal, tokens, split_sizes, out)
     return _ours_or(fallback, hopper_rows, refusal, "pass over rows", tokens)
 

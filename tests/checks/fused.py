@@ -32,6 +32,7 @@ from fusible.ops.kernels.problems.gemm import (
 )
 from fusible.ops.kernels.problems.interface import ActivationKernels
 from fusible.ops.kernels.pytorch import activation as pointwise
+from fusible.ops.kernels.triton import gemm as triton
 from fusible.ops.programs.halves import join, split
 from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved
 
@@ -44,7 +45,7 @@ SPECS = {
     **{f"blocks of {n}": gated("gelu_tanh", 1.0, 1.0, 0.5, interleaved(n)) for n in (1, 2, 4, 8, 32, 64)},
 }
 SOME = ("silu glu", "gpt-oss", "blocks of 8", "relu2")
-STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-18}
 RAGGED = (131, 0, 77, 304, 1, 512)
 GUARD, POISON = 16, -77.0
 
@@ -65,6 +66,7 @@ class Case:
     index: torch.dtype = torch.int64
     transposed: bool = False  # both weights, as the kernels read them
     rank: int = 0  # depth of a second pair of operands
+    backend: str = hopper.NAME
     variant: int = -1
     function: Callable[..., Tensor] | None = None  # of gate, up, the scale and columns, where the spec is a user's
     vectors: torch.dtype = torch.float32  # of what the function reads of columns; every second one is of ``dtype``
@@ -247,10 +249,7 @@ def forward(t: Tensors, keep: bool = True) -> tuple[Tensor | None, Tensor]:
     problem = GroupedGemm(layout, t.x, weights, t.sizes, postact, bias=t.bias, bias_scale=t.bias_scale)
     problem.epilogue = Activate(case.spec, t.scales, preact, t.vectors, t.matrices)
     problem.second = second_pair(t, t.b1)
-    assert hopper.refusal(problem) is None
-    assert hopper.epilogue_refusal(problem) is None
-    addressings = hopper.addressing(weights), hopper.NO_MATRICES if t.bias is None else hopper.bias_addressing(t.bias)
-    epilogue.forward(problem, problem.epilogue, *addressings, case.variant)
+    run(problem, case)
     return preact, postact
 
 
@@ -275,9 +274,22 @@ def backward(
     problem = GroupedGemm(layout, t.dy, weights, t.sizes, out.preact)
     problem.epilogue = ActivateBackward(case.spec, t.scales, preact, out, t.vectors)
     problem.second = second_pair(t, t.a2)
-    assert hopper.epilogue_refusal(problem) is None
-    epilogue.backward(problem, problem.epilogue, hopper.addressing(weights), case.variant)
+    run(problem, case)
     return out
+
+
+def run(p: GroupedGemm, case: Case) -> None:
+    """On the case's backend, which takes the problem."""
+    backend = {hopper.NAME: hopper, triton.NAME: triton}[case.backend]
+    assert backend.refusal(p) is None, backend.refusal(p)
+    assert backend.epilogue_refusal(p) is None, backend.epilogue_refusal(p)
+    if backend is triton or p.epilogue is None:
+        backend.run(p)
+    elif isinstance(p.epilogue, Activate):
+        biases = hopper.NO_MATRICES if p.bias is None else hopper.bias_addressing(p.bias)
+        epilogue.forward(p, p.epilogue, hopper.addressing(p.b), biases, case.variant)
+    else:
+        epilogue.backward(p, p.epilogue, hopper.addressing(p.b), case.variant)
 
 
 def assert_near(got: Tensor, expected: Tensor, steps: float = 1.0, absolute: float = 0.0) -> None:
@@ -321,7 +333,8 @@ def check_backward(device: str, case: Case, **wants: Any) -> None:
     dpostact = t.by_group(t.dy, t.w2.mT) + t.by_group(t.low, t.a2.mT)
     rounded = t.dy.new_empty(t.tokens, case.columns)
     second = OperandPair(t.low, t.a2) if case.rank else None
-    hopper.launch(Layout.NN, t.dy, t.w2, rounded, t.sizes, second=second)  # what the unfused backward would start from
+    product = GroupedGemm(Layout.NN, t.dy, t.w2, t.sizes, rounded, second=second)
+    run(product, case)  # what the unfused backward would start from
     assert_near(rounded[:n], dpostact, absolute=2e-4)
     scales = None if t.scales is None else t.scales[:n].double()
     if out.bias is not None:

@@ -1,0 +1,42 @@
+"""Our Triton kernels in Triton's interpreter, on tensors of the CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+PACKAGE = "fusible.ops.kernels.triton"
+KERNELS = ("functions", "function", "rows_io", "plan", "epilogues", "rows", "weights", "passes", "launch")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """In the body, kernels run on the CPU. What has been loaded of them is loaded anew, and again afterwards."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        _forget_kernels()
+        interpreter = import_module("triton.runtime.interpreter")
+        of_triton = interpreter._patch_lang_tensor
+        patch.setattr(interpreter, "_patch_lang_tensor", lambda *arguments: _patch_tensor(of_triton, *arguments))
+        yield
+        _forget_kernels()
+
+
+def _patch_tensor(of_triton: Any, tensor: Any, scope: Any) -> None:
+    """From NumPy 2.4 on, an array of one element is no integer, and Triton's own ``__index__`` fails."""
+    of_triton(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+
+def _forget_kernels() -> None:
+    package = import_module(PACKAGE)
+    for name in KERNELS:
+        sys.modules.pop(f"{PACKAGE}.{name}", None)
+        vars(package).pop(name, None)
