@@ -92,7 +92,9 @@ def problems(
     sizes, columns = torch.zeros(groups, dtype=torch.int64), features * (2 if spec.gated else 1)
     x, y, h, a = empty(rows, hidden), empty(rows, hidden), empty(rows, columns), empty(rows, features)
     w1, w2, p = empty(groups, columns, hidden), empty(groups, hidden, features), torch.empty(rows)
-    fc1 = GroupedGemm(Layout.NT, x, w1, sizes, a, bias=empty(groups, columns), fresh=True, epilogue=Activate(spec, p, h))
+    fc1 = GroupedGemm(
+        Layout.NT, x, w1, sizes, a, bias=empty(groups, columns), fresh=True, epilogue=Activate(spec, p, h)
+    )
     dfc2 = GroupedGemm(Layout.NN, y, w2, sizes, empty(rows, columns), fresh=True)
     grads = ActivationGrads(dfc2.out, torch.empty(rows), empty(rows, features))  # type: ignore[arg-type]
     dfc2.epilogue = ActivateBackward(spec, p, h, grads)

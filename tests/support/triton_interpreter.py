@@ -17,15 +17,15 @@ needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Tri
 
 
 @contextmanager
-def interpreted() -> Iterator[None]:
-    """In the body, kernels run on the CPU. What has been loaded of them is loaded anew, and again afterwards."""
+def interpreted() -> Iterator[Any]:
+    """In the body, kernels run on the CPU; gives their ``launch``. What has been loaded of them is loaded anew."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         _forget_kernels()
         interpreter = import_module("triton.runtime.interpreter")
         of_triton = interpreter._patch_lang_tensor
         patch.setattr(interpreter, "_patch_lang_tensor", lambda *arguments: _patch_tensor(of_triton, *arguments))
-        yield
+        yield import_module(f"{PACKAGE}.launch")
         _forget_kernels()
 
 

@@ -59,9 +59,10 @@ ARROWS = {  # package -> its parts, and which parts each may import; nothing sta
         "jit": ("problems", "extension"),
         "hopper": ("architecture", "problems", "extension", "jit"),
         "pytorch": ("architecture", "problems", "operators", "hopper"),
-        "dispatch": ("problems", "hopper", "pytorch"),
+        "triton": ("architecture", "problems", "pytorch"),
+        "dispatch": ("problems", "hopper", "pytorch", "triton"),
         "unfused": ("problems", "dispatch"),
-        "recording": ("problems", "hopper", "pytorch", "dispatch", "unfused"),
+        "recording": ("problems", "hopper", "pytorch", "triton", "dispatch", "unfused"),
         "__init__": (
             "problems",
             "operators",

@@ -1,7 +1,8 @@
 """What becomes of a product's tile before it is stored.
 
-All have one signature: ``(acc, at, operands, SHAPE, TILE, FUNCTION)``. ``at`` is where the tile is: its group, its first
-row, the end of the group's rows, and the numbers of its row tile and column tile. Rows past the end are never touched.
+All have one signature: ``(acc, at, operands, SHAPE, TILE, FUNCTION)``. ``at`` is where the tile is: its group, its
+first row, the end of the group's rows, and the numbers of its row tile and column tile. Rows past the end are never
+touched.
 """
 
 from __future__ import annotations
@@ -169,19 +170,16 @@ def numbers_of_rows(numbers, row, is_row):
 
 @triton.jit
 def numbers_of_columns(vectors, group, f, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
-    """[1, F] of each of (pointer, whether of groups, half): the numbers of columns, [E, F], or [E, 2 F] of both halves.
+    """[1, F] of each of (pointer, pitch, half): the numbers of columns, [E, F], or [E, 2 F] of both halves.
 
+    pitch: from group to group; 0 where all have the same.
     half: 0 or 1 for gate or up, None for what is of features.
     """
     values = ()
     for i in tl.static_range(len(vectors)):
-        pointer, of_groups, half = vectors[i]
-        if half is None:
-            at, width = f, FEATURES
-        else:
-            at, width = gate_column(f, 2 * FEATURES, BLOCK) + half * BLOCK, 2 * FEATURES
-        at = at + group * width if of_groups else at
-        values = values + (tl.load(pointer + at, mask=f < FEATURES, other=0.0).to(tl.float32)[None, :],)
+        pointer, pitch, half = vectors[i]
+        at = f if half is None else gate_column(f, 2 * FEATURES, BLOCK) + half * BLOCK
+        values = values + (tl.load(pointer + group * pitch + at, mask=f < FEATURES, other=0.0).to(tl.float32)[None, :],)
     return values
 
 

@@ -53,7 +53,7 @@ def atan(x):
 
 @triton.jit
 def power(x, y):
-    """``x ** y`` by way of float64, as in C: 1 where x is 1 or y is 0, NaN for what is no power of a negative number."""
+    """``x ** y`` by way of float64, as in C: 1 where x is 1 or y is 0, NaN where x is negative and y not whole."""
     there = tl.zeros_like(x + y) == 0.0  # of the shape of both
     base, exponent = tl.where(there, x, 0.0), tl.where(there, y, 0.0)
     a = tl.abs(base)

@@ -12,7 +12,7 @@ from ..problems.gemm import Activate, GroupedGemm, Layout, first
 from ..pytorch import wrong_sizes
 from .installed import DTYPES, NAME, device_refusal, groups_refusal
 
-__all__ = ["NAME", "epilogue_refusal", "refusal", "run"]
+__all__ = ["NAME", "epilogue_refusal", "name_of", "refusal", "run"]
 
 
 def refusal(problem: GroupedGemm) -> str | None:
@@ -77,6 +77,14 @@ def epilogue_refusal(problem: GroupedGemm) -> str | None:
     if epilogue.spec.gated and features % (block or features):
         return f"needs whole blocks of {block} columns, got {features}"
     return None
+
+
+def name_of(problem: GroupedGemm) -> str:
+    """What ``explain`` calls the kernel."""
+    epilogue = problem.epilogue
+    if epilogue is None:
+        return NAME
+    return f"{NAME} ({'activation' if epilogue.spec.program is None else epilogue.spec.name} in the epilogue)"
 
 
 def run(problem: GroupedGemm) -> None:

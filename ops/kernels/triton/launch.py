@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import or_
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -16,8 +16,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...programs.columns import tensors_of
 from ...programs.program import Program
 from ...values.activation_spec import ActivationSpec
-from ..pytorch.float32 import allows_tf32
 from ..problems.gemm import Activate, ActivateBackward, GroupedGemm, Layout, Matrices, Operands, first, stacked
+from ..pytorch.float32 import allows_tf32
 from . import tiles
 from .epilogues import activate, activate_backward, store_product
 from .function import function
@@ -124,7 +124,13 @@ def _launch_rows(
     gated = block > 0 and epilogue is activate
     pairs = not transposed or (gated and block == 1)
     of_weights = block if gated else 0
-    tma = tile.tma and isinstance(b, Tensor) and is_aligned(a) and is_aligned(b) and _has_box(of_weights, n, transposed, b)
+    tma = (
+        tile.tma
+        and isinstance(b, Tensor)
+        and is_aligned(a)
+        and is_aligned(b)
+        and _has_box(of_weights, n, transposed, b)
+    )
     unit_a, unit_b, listed = _unit(a), _unit(first(b)), 0 if isinstance(b, Tensor) else _alignment(b)
     shape = Shape(n, k, block, gated, transposed, pairs, unit_a, unit_b, precision_of(a.dtype), tma, listed)
     row_pitch, group_pitch = _pitches(b)
@@ -178,9 +184,9 @@ def _block(spec: ActivationSpec, features: int) -> int:
 
 
 def _columns(program: Program, vectors: Operands, features: int) -> tuple[Any, ...]:
-    """Of each number of a column: where it is, whether each group has its own, and of which half it is."""
+    """Of each number of a column: where it is, the pitch from group to group, and of which half it is."""
     of_halves = _of_halves(program.column_operands, vectors, features)
-    return tuple([(tensor, name[0] == "b", half) for name, tensor, half in of_halves])
+    return tuple([(tensor, tensor.shape[1] if name[0] == "b" else 0, half) for name, tensor, half in of_halves])
 
 
 def _elements(program: Program, matrices: Operands, features: int) -> tuple[Any, ...]:
@@ -190,9 +196,9 @@ def _elements(program: Program, matrices: Operands, features: int) -> tuple[Any,
 
 def _of_halves(
     operands: Mapping[str, tuple[str, ...]], tensors: Operands, features: int
-) -> list[tuple[str, Tensor | None, int | None]]:
+) -> list[tuple[str, Tensor, int | None]]:
     """Each input of a program's operands, its tensor, and 0 or 1 where that has gate and up."""
-    given = [None if each is None else each.contiguous() for each in tensors_of(operands, tensors, features)]
+    given = [cast(Tensor, each).contiguous() for each in tensors_of(operands, tensors, features)]
     inputs, halves = zip(operands.items(), given, strict=False), {"g": 0, "u": 1}
     return [(name, tensor, halves.get(each[-1])) for (name, names), tensor in inputs for each in names]
 

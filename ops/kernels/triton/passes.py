@@ -13,9 +13,16 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
     """``out[g]`` [E, N] = the sum of the rows of group g, each times its scale, in a fixed order."""
     groups, columns = out.shape
     column_sums_kernel[(groups, triton.cdiv(columns, 128))](
-        rows, scale, split_sizes, out, (rows.shape[0], groups), rows.stride(0), N=columns,
-        GROUPS=triton.next_power_of_2(groups), num_warps=4,
-    )  # fmt: skip
+        rows,
+        scale,
+        split_sizes,
+        out,
+        (rows.shape[0], groups),
+        rows.stride(0),
+        N=columns,
+        GROUPS=triton.next_power_of_2(groups),
+        num_warps=4,
+    )
 
 
 def row_dots(rows: Tensor, vectors: Tensor, split_sizes: Tensor, out: Tensor) -> None:
@@ -43,7 +50,7 @@ def sum_dots(dots: Tensor, split_sizes: Tensor, out: Tensor) -> None:
 
 
 def sum_tiles(sums: Tensor, plan: Plan, groups: int, of_groups: bool, number: int) -> Tensor:
-    """[E, N]: the sums of number ``number`` of ``sums`` [row tiles, numbers, N] over the tiles of each group, or all."""
+    """[E, N]: sums of one of the numbers of ``sums`` [row tiles, numbers, N] over the tiles of each group, or all."""
     _, numbers, columns = sums.shape
     out = sums.new_empty((groups if of_groups else 1, columns))
     sum_tiles_kernel[(out.shape[0], triton.cdiv(columns, 128))](

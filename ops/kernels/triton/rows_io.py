@@ -37,11 +37,7 @@ def store_tokens(tokens, x, at, pitch, LIMIT: tl.constexpr):
 @triton.jit
 def gate_column(feature, N: tl.constexpr, BLOCK: tl.constexpr):
     """Where the gate of a feature is; its up is BLOCK columns further."""
-    if BLOCK * 2 == N:
-        column = feature
-    else:
-        column = feature // BLOCK * (2 * BLOCK) + feature % BLOCK
-    return column
+    return feature if BLOCK * 2 == N else feature // BLOCK * (2 * BLOCK) + feature % BLOCK
 
 
 @triton.jit
@@ -101,11 +97,7 @@ def halves(acc, PAIRS: tl.constexpr):
     """[M, N / 2] each: every second column (PAIRS), or the left ones and the right ones."""
     M: tl.constexpr = acc.shape[0]
     HALF: tl.constexpr = acc.shape[1] // 2
-    if PAIRS:
-        both = tl.reshape(acc, (M, HALF, 2))
-    else:
-        both = tl.permute(tl.reshape(acc, (M, 2, HALF)), (0, 2, 1))
-    return tl.split(both)
+    return tl.split(tl.reshape(acc, (M, HALF, 2)) if PAIRS else tl.permute(tl.reshape(acc, (M, 2, HALF)), (0, 2, 1)))
 
 
 @triton.jit

@@ -64,7 +64,10 @@ def store_weights(acc, out, to, factors, pitches, SHAPE: tl.constexpr):
     if alpha is not None:
         acc = acc * factor(alpha, group)
     if bias is not None:
-        acc = acc + tl.load(bias + group.to(tl.int64) * SHAPE.n + ns, mask=ns < SHAPE.n, other=0.0).to(tl.float32)[None, :]
+        acc = (
+            acc
+            + tl.load(bias + group.to(tl.int64) * SHAPE.n + ns, mask=ns < SHAPE.n, other=0.0).to(tl.float32)[None, :]
+        )
     first, table = out
     if SHAPE.listed:
         first = matrix_of(table, group, first.dtype, 0, SHAPE.listed)
