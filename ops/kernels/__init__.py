@@ -255,7 +255,7 @@ def grouped_linear_activation_backward(
     problem.epilogue, problem.second = ActivateBackward(activation, scales, preact, out, vectors), second
     choice = _run(problem)
     if choice is not None:
-        if choice.backend is not hopper or choice.epilogue_reason is not None:
+        if not choice.finishes_backward:
             _finish_by_rows(out, split_sizes, choice)
     elif not problem.rows:
         for sums in (out.bias, *(() if out.vectors is None else out.vectors)):

@@ -89,6 +89,11 @@ class Choice(NamedTuple):
         """Whether rows of a fresh result past the last group are zero."""
         return self.backend in (hopper, grouped_mm_cpu)
 
+    @property
+    def finishes_backward(self) -> bool:
+        """Whether a backward gives the gradient of the bias, too, and zeroes the tail of that of the scales."""
+        return self.epilogue_reason is None and self.backend in (hopper, triton)
+
 
 _BACKENDS: tuple[Backend, ...] = (hopper, triton, grouped_mm, loop)
 _CPU_BACKENDS: tuple[Backend, ...] = (hopper, grouped_mm_cpu, loop)

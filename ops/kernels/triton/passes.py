@@ -122,6 +122,8 @@ def sum_tiles_kernel(
     start = tl.load(first_tiles + group)
     end = tl.load(first_tiles + (group + 1 if OF_GROUPS else groups))
     total = tl.zeros([128], tl.float32)
-    for tile in range(start, end):
-        total += tl.load(sums + (tile.to(tl.int64) * NUMBERS + number) * N + n, mask=n < N, other=0.0)
+    sums += (start.to(tl.int64) * NUMBERS + number) * N + n
+    for _ in range(start, end):
+        total += tl.load(sums, mask=n < N, other=0.0)
+        sums += NUMBERS * N
     tl.store(out + group * N + n, total, mask=n < N)
