@@ -24,7 +24,6 @@ from .problems.gemm import (
 )
 from .problems.interface import RowKernels
 from .pytorch import pointwise as pytorch_pointwise
-from .triton import gemm as triton
 
 
 def product(problem: GroupedGemm, choice: Choice) -> None:
@@ -53,8 +52,6 @@ def epilogue(problem: GroupedGemm, rows: Tensor) -> None:
 def _call_of(problem: GroupedGemm, choice: Choice) -> trace.KernelCall:
     """What a trace is told of a product."""
     call = trace.KernelCall(choice.backend.NAME, choice.reason, problem.flops, problem.bytes)
-    if choice.backend is triton:
-        return call._replace(kernel=triton.name_of(problem))
     if choice.backend is not hopper:
         return call
     name = hopper.NAME if problem.epilogue is None else hopper_epilogue.name_of(problem.epilogue.spec)

@@ -24,7 +24,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
-from fusible.ops.kernels.triton import launch, passes, plan, tiles
+from fusible.ops.kernels.triton import tiles
+from fusible.ops.kernels.triton.device import launch, passes, plan
 from fusible.ops.values.activation_spec import ActivationSpec, gated
 
 SWIGLU = gated("silu", None, 1.0, 0.0, "concat")
@@ -36,8 +37,8 @@ PRODUCTS = ("rows_kernel", "weights_kernel")
 class Recorder:
     """Stands for a kernel: compiles each launch for a target instead of launching it."""
 
-    def __init__(self, kernel: JITFunction, target: GPUTarget, made: list[Any]) -> None:
-        self.kernel, self.target, self.made = kernel, target, made
+    def __init__(self, kernel: JITFunction, target: GPUTarget, compiled: list[Any]) -> None:
+        self.kernel, self.target, self.compiled = kernel, target, compiled
 
     def __getitem__(self, grid: Any) -> Any:
         return self.compile
@@ -49,7 +50,7 @@ class Recorder:
         bound, specialization, options = bind(*args, **kwargs)
         packed, signature, constexprs, attrs = self.kernel._pack_args(backend, kwargs, bound, specialization, options)
         source = ASTSource(self.kernel, signature, constexprs, attrs)
-        self.made.append(triton.compile(source, target=self.target, options=packed.__dict__))
+        self.compiled.append(triton.compile(source, target=self.target, options=packed.__dict__))
 
 
 def target_of(name: str) -> GPUTarget:
@@ -58,8 +59,8 @@ def target_of(name: str) -> GPUTarget:
 
 @contextmanager
 def compiled_for(name: str) -> Iterator[list[Any]]:
-    """In the body, launches become compilations for ``sm_80`` and the like; gives the list of what they made."""
-    made = list[Any]()
+    """In the body, launches become compilations for ``sm_80`` and the like; gives the list of what they compiled."""
+    compiled = list[Any]()
     saved = [
         (module, key, value)
         for module in (launch, passes, plan)
@@ -67,10 +68,10 @@ def compiled_for(name: str) -> Iterator[list[Any]]:
         if isinstance(value, JITFunction) and key.endswith("kernel")
     ]
     for module, key, value in saved:
-        setattr(module, key, Recorder(value, target_of(name), made))
+        setattr(module, key, Recorder(value, target_of(name), compiled))
     architecture_of, launch.architecture_of = launch.architecture_of, lambda device: name
     try:
-        yield made
+        yield compiled
     finally:
         launch.architecture_of = architecture_of
         for module, key, value in saved:
@@ -111,11 +112,11 @@ def problems(
 
 def report(architecture: str, problem: GroupedGemm, tile: tiles.Tile | None = None) -> str:
     """A line on the kernel of a problem; it starts with ``over`` where the card has less shared memory."""
-    with compiled_for(architecture) as made:
+    with compiled_for(architecture) as compiled:
         tile = tile or launch.tile_of(problem)
         launch.run(problem, tile)
-    (kernel,) = [kernel for kernel in made if kernel.name in PRODUCTS]
-    over = "over" if kernel.metadata.shared > tiles.SHARED[tiles.known(architecture)] * 1024 else "fits"
+    (kernel,) = [kernel for kernel in compiled if kernel.name in PRODUCTS]
+    over = "over" if kernel.metadata.shared > tiles.SHARED[tiles.nearest(architecture)] * 1024 else "fits"
     return f"{over} {short(tile):28} {summary(kernel)}"
 
 

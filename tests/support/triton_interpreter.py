@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-PACKAGE = "fusible.ops.kernels.triton"
-KERNELS = ("functions", "function", "rows_io", "plan", "epilogues", "rows", "weights", "passes", "launch")
+PACKAGE = "fusible.ops.kernels.triton.device"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
@@ -36,7 +35,6 @@ def _patch_tensor(of_triton: Any, tensor: Any, scope: Any) -> None:
 
 
 def _forget_kernels() -> None:
-    package = import_module(PACKAGE)
-    for name in KERNELS:
-        sys.modules.pop(f"{PACKAGE}.{name}", None)
-        vars(package).pop(name, None)
+    for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
+        del sys.modules[name]
+    vars(import_module(PACKAGE.rpartition(".")[0])).pop("device", None)

@@ -62,7 +62,7 @@ ARROWS = {  # package -> its parts, and which parts each may import; nothing sta
         "triton": ("architecture", "problems", "pytorch"),
         "dispatch": ("problems", "hopper", "pytorch", "triton"),
         "unfused": ("problems", "dispatch"),
-        "recording": ("problems", "hopper", "pytorch", "triton", "dispatch", "unfused"),
+        "recording": ("problems", "hopper", "pytorch", "dispatch", "unfused"),
         "__init__": (
             "problems",
             "operators",

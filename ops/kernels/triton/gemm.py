@@ -10,7 +10,7 @@ from torch import Tensor
 from ....fuser.replay.capture import refuse
 from ..problems.gemm import Activate, GroupedGemm, Layout, first
 from ..pytorch import wrong_sizes
-from .installed import DTYPES, NAME, device_refusal, groups_refusal
+from .installed import DTYPES, NAME, groups_refusal, triton_refusal
 
 __all__ = ["NAME", "epilogue_refusal", "name_of", "refusal", "run"]
 
@@ -18,7 +18,7 @@ __all__ = ["NAME", "epilogue_refusal", "name_of", "refusal", "run"]
 def refusal(problem: GroupedGemm) -> str | None:
     """Why the problem cannot be run here; None: it can."""
     p, a, b, out = problem, problem.a, first(problem.b), first(problem.out)
-    if (why := device_refusal(a)) is not None:
+    if (why := triton_refusal(a)) is not None:
         return why
     if a.dtype not in DTYPES or b.dtype != a.dtype:
         return f"needs operands of one of bfloat16, float16 and float32, got {a.dtype} and {b.dtype}"
@@ -89,7 +89,7 @@ def name_of(problem: GroupedGemm) -> str:
 
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``, and what its epilogue gives."""
-    from . import launch
+    from .device import launch
 
     wrong_sizes.look_at(problem.split_sizes, problem.rows)
     refuse("a kernel of Triton runs")

@@ -29,14 +29,15 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def device_refusal(rows: Tensor) -> str | None:
+def triton_refusal(rows: Tensor) -> str | None:
     """Why no kernel runs where these rows are; None: some do."""
-    if not rows.is_cuda and not (is_interpreted() and rows.device.type == "cpu"):
+    on_cuda = rows.device.type == "cuda"
+    if not on_cuda and not (is_interpreted() and rows.device.type == "cpu"):
         return f"needs a CUDA device, got {rows.device.type}"
     if assumed() is None and not is_installed():
         return "is not installed (pip install triton)"
-    if rows.is_cuda and torch.version.hip is None and (found := capability_of(rows.device)) < OLDEST:
-        return f"needs compute capability {OLDEST} or above, got {found}"
+    if on_cuda and torch.version.hip is None and (capability := capability_of(rows.device)) < OLDEST:
+        return f"needs compute capability {OLDEST} or above, got {capability}"
     return None
 
 

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from ....fuser.replay.capture import refuse
 from ..problems.gemm import Matrices, stacked
-from .installed import DTYPES, NAME, device_refusal, groups_refusal
+from .installed import DTYPES, NAME, groups_refusal, triton_refusal
 
 __all__ = ["NAME", "column_sums", "refusal", "row_dots", "zero_tail"]
 
 
 def refusal(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> str | None:
     """Why the kernels do not take these rows [T, N], of any pitch; None: they do."""
-    if (why := device_refusal(tokens)) is not None:
+    if (why := triton_refusal(tokens)) is not None:
         return why
     if tokens.stride(-1) != 1 and tokens.shape[-1] != 1:
         return f"needs dense rows, got strides {list(tokens.stride())}"
@@ -25,7 +25,7 @@ def refusal(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> str | None:
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
     """``out[g]`` = the sum of the rows of group g, each times its ``scale``, in a fixed order."""
-    from . import passes
+    from .device import passes
 
     refuse("a kernel of Triton runs")
     passes.column_sums(rows, split_sizes, out, scale)
@@ -34,7 +34,7 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
 
 def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) -> None:
     """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
-    from . import passes
+    from .device import passes
 
     refuse("a kernel of Triton runs")
     passes.row_dots(rows, stacked(vectors).contiguous(), split_sizes, out)
@@ -43,7 +43,7 @@ def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) 
 
 def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     """Zeros the rows past the last group."""
-    from . import passes
+    from .device import passes
 
     refuse("a kernel of Triton runs")
     passes.zero_tail(out, split_sizes)

@@ -65,7 +65,7 @@ SHARED = {
 _LIKE = {8: "sm_86", 9: "sm_90", 10: "sm_100"}
 
 
-def known(architecture: str) -> str:
+def nearest(architecture: str) -> str:
     """The architecture of the table whose row serves for ``sm_90`` and the like; the least of those that are alike."""
     if architecture in TABLE:
         return architecture
@@ -80,7 +80,7 @@ def choose(architecture: str, kind: str, rows_per_group: float, itemsize: int, s
         itemsize: bytes of an operand's element; a step of 4 has half the depth.
         strict: operands of float32 that are multiplied as such, without tensor cores.
     """
-    architecture = known(architecture)
+    architecture = nearest(architecture)
     tile = TABLE[architecture][kind]
     if strict:
         return Tile(64, 64, 16, 8, 2, strip=tile.strip)

@@ -82,7 +82,7 @@ def plan_kernel(
 
 
 @triton.jit
-def place(tile, row_tiles, COLUMN_TILES: tl.constexpr, STRIP: tl.constexpr):
+def position(tile, row_tiles, COLUMN_TILES: tl.constexpr, STRIP: tl.constexpr):
     """Which row tile and column tile: strips of some row tiles are swept across the columns.
 
     Tiles that are computed at the same time then share rows and weights in the L2 cache.

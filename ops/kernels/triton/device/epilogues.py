@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows_io import gate_column, halves, load_gate_up, load_tokens, parts_of, store_gate_up, store_tokens
+from .rows_io import gate_column, load_gate_up, load_tokens, parts_of, split_columns, store_gate_up, store_tokens
 
 
 @triton.jit
@@ -53,14 +53,14 @@ def activate(acc, at, operands, SHAPE: tl.constexpr, TILE: tl.constexpr, FUNCTIO
     elif SHAPE.pairs:
         gates, ups = parts_of(acc, 2 * PART), ()
     else:
-        gate, up = halves(acc, False)
+        gate, up = split_columns(acc, False)
         gates, ups = parts_of(gate, PART), parts_of(up, PART)
     WIDTH: tl.constexpr = TILE_F // len(gates)
     for i in tl.static_range(len(gates)):
         if len(ups):
             x, u = gates[i], ups[i]
         elif BLOCK:
-            x, u = halves(gates[i], True)
+            x, u = split_columns(gates[i], True)
         else:
             x, u = gates[i], gates[i]
         activate_part(x, u, at[4] * TILE_F + i * WIDTH, at, operands, SHAPE, FUNCTION)
@@ -170,30 +170,30 @@ def numbers_of_rows(numbers, row, is_row):
 
 @triton.jit
 def numbers_of_columns(vectors, group, f, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
-    """[1, F] of each of (pointer, pitch, half): the numbers of columns, [E, F], or [E, 2 F] of both halves.
+    """[1, F] of each of (pointer, pitch, side): the numbers of columns, [E, F], or [E, 2 F] of both halves.
 
     pitch: from group to group; 0 where all have the same.
-    half: 0 or 1 for gate or up, None for what is of features.
+    side: 0 or 1 for gate or up, None for what is of features.
     """
     values = ()
     for i in tl.static_range(len(vectors)):
-        pointer, pitch, half = vectors[i]
-        at = f if half is None else gate_column(f, 2 * FEATURES, BLOCK) + half * BLOCK
+        pointer, pitch, side = vectors[i]
+        at = f if side is None else gate_column(f, 2 * FEATURES, BLOCK) + side * BLOCK
         values = values + (tl.load(pointer + group * pitch + at, mask=f < FEATURES, other=0.0).to(tl.float32)[None, :],)
     return values
 
 
 @triton.jit
 def numbers_of_elements(matrices, row, f, is_row, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
-    """[M, F] of each of (pointer, half): the numbers of elements, [T, F], or [T, 2 F] of both halves."""
+    """[M, F] of each of (pointer, side): the numbers of elements, [T, F], or [T, 2 F] of both halves."""
     values = ()
     inside = is_row[:, None] & (f < FEATURES)[None, :]
     for i in tl.static_range(len(matrices)):
-        pointer, half = matrices[i]
-        if half is None:
+        pointer, side = matrices[i]
+        if side is None:
             at, width = f, FEATURES
         else:
-            at, width = gate_column(f, 2 * FEATURES, BLOCK) + half * BLOCK, 2 * FEATURES
+            at, width = gate_column(f, 2 * FEATURES, BLOCK) + side * BLOCK, 2 * FEATURES
         m = tl.arange(0, is_row.shape[0])
         to = pointer + row.to(tl.int64) * width + m[:, None] * width + at[None, :]
         values = values + (tl.load(to, mask=inside, other=0.0).to(tl.float32),)

@@ -58,8 +58,8 @@ def power(x, y):
     base, exponent = tl.where(there, x, 0.0), tl.where(there, y, 0.0)
     a = tl.abs(base)
     result = tl.exp(exponent.to(tl.float64) * tl.log(a.to(tl.float64))).to(tl.float32)
-    is_whole, half = tl.floor(exponent) == exponent, exponent * 0.5
-    is_odd = is_whole & (tl.floor(half) != half)
+    is_whole, by_two = tl.floor(exponent) == exponent, exponent * 0.5
+    is_odd = is_whole & (tl.floor(by_two) != by_two)
     is_negative = (base < 0.0) | ((base == 0.0) & (1.0 / base < 0.0))
     result = tl.where(is_negative & is_odd, -result, result)
     result = tl.where((base < 0.0) & (a < float("inf")) & ~is_whole, float("nan"), result)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .plan import place, row_tile
+from .plan import position, row_tile
 from .rows_io import gate_column, matrix_of
 
 
@@ -45,7 +45,7 @@ def rows_kernel(
     row_tiles = tl.load(tiles)
     stored = tl.program_id(0)
     for tile in tl.range(tl.program_id(0), row_tiles * COLUMN_TILES, tl.num_programs(0), flatten=FLATTEN):
-        t, j = place(tile, row_tiles, COLUMN_TILES, STRIP)
+        t, j = position(tile, row_tiles, COLUMN_TILES, STRIP)
         group, row, end = row_tile(tiles, t, most)
         acc = tl.zeros([TILE_M, TILE_N], tl.float32)
         for i in range(0, (K + TILE_K - 1) // TILE_K):
@@ -57,7 +57,7 @@ def rows_kernel(
                 w = load_nk(b, a, group, j * TILE_N, i * TILE_K, pitches, SHAPE, TILE)
                 acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
         # a counter of its own: pipelined loops of sm_100 cannot share one between loads and epilogue
-        t, j = place(stored, row_tiles, COLUMN_TILES, STRIP)
+        t, j = position(stored, row_tiles, COLUMN_TILES, STRIP)
         group, row, end = row_tile(tiles, t, most)
         stored += tl.num_programs(0)
         EPILOGUE(acc, (group, row, end, t, j), operands, SHAPE, TILE, FUNCTION)

@@ -52,7 +52,7 @@ def load_gate_up(tokens, at, FEATURES: tl.constexpr, BLOCK: tl.constexpr, TILE_M
         x = load_tokens(tokens, at, C, FEATURES, TILE_M, WIDTH, False)
         u = load_tokens(tokens, (row, end, first + FEATURES), C, C, TILE_M, WIDTH, False)
     elif BLOCK == 1:
-        x, u = halves(load_tokens(tokens, (row, end, 2 * first), C, C, TILE_M, 2 * WIDTH, False), True)
+        x, u = split_columns(load_tokens(tokens, (row, end, 2 * first), C, C, TILE_M, 2 * WIDTH, False), True)
     else:
         m, f = tl.arange(0, TILE_M), first + tl.arange(0, WIDTH)
         inside = (m < end - row)[:, None] & (f < FEATURES)[None, :]
@@ -93,11 +93,11 @@ def matrix_of(matrices, group, like, pitch, LISTED: tl.constexpr):
 
 
 @triton.jit
-def halves(acc, PAIRS: tl.constexpr):
+def split_columns(acc, PAIRS: tl.constexpr):
     """[M, N / 2] each: every second column (PAIRS), or the left ones and the right ones."""
     M: tl.constexpr = acc.shape[0]
-    HALF: tl.constexpr = acc.shape[1] // 2
-    return tl.split(tl.reshape(acc, (M, HALF, 2)) if PAIRS else tl.permute(tl.reshape(acc, (M, 2, HALF)), (0, 2, 1)))
+    WIDTH: tl.constexpr = acc.shape[1] // 2
+    return tl.split(tl.reshape(acc, (M, WIDTH, 2)) if PAIRS else tl.permute(tl.reshape(acc, (M, 2, WIDTH)), (0, 2, 1)))
 
 
 @triton.jit
@@ -106,5 +106,5 @@ def parts_of(acc, LARGEST: tl.constexpr):
     if acc.shape[1] <= LARGEST:
         return (acc,)
     else:
-        left, right = halves(acc, False)
+        left, right = split_columns(acc, False)
         return parts_of(left, LARGEST) + parts_of(right, LARGEST)

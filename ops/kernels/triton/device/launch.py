@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, reduce
 from operator import or_
-from typing import Any, cast
+from typing import cast
 
 import torch
 import triton
@@ -13,18 +13,18 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...programs.columns import tensors_of
-from ...programs.program import Program
-from ...values.activation_spec import ActivationSpec
-from ..problems.gemm import Activate, ActivateBackward, GroupedGemm, Layout, Matrices, Operands, first, stacked
-from ..pytorch.float32 import allows_tf32
-from . import tiles
+from ....programs.columns import tensors_of
+from ....programs.program import Program
+from ....values.activation_spec import ActivationSpec
+from ...problems.gemm import Activate, ActivateBackward, GroupedGemm, Layout, Matrices, Operands, first, stacked
+from ...pytorch.float32 import allows_tf32
+from .. import tiles
+from ..shape import Shape, Tile, WeightShape
 from .epilogues import activate, activate_backward, store_product
 from .function import function
 from .passes import column_sums, sum_dots, sum_tiles
 from .plan import Plan, plan_of
 from .rows import rows_kernel
-from .shape import Shape, Tile, WeightShape
 from .weights import weights_kernel
 
 _KINDS = {Activate: "activate", ActivateBackward: "activate_backward"}
@@ -107,17 +107,17 @@ def _sum_columns(sums: Tensor, plan: Plan, program: Program, out: Operands, spec
     for (operand, names), gradient in of_operands:
         if gradient is None:
             continue
-        for half, name in enumerate(names):
+        for side, name in enumerate(names):
             total = sum_tiles(sums, plan, groups, operand[0] == "b", program.columns.index(name))
             if len(names) == 1:
                 gradient.copy_(total)
             else:
                 block = spec.block or features
-                gradient.unflatten(1, (-1, 2, block))[:, :, half].copy_(total.unflatten(1, (-1, block)))
+                gradient.unflatten(1, (-1, 2, block))[:, :, side].copy_(total.unflatten(1, (-1, block)))
 
 
 def _launch_rows(
-    p: GroupedGemm, tile: Tile, plan: Plan, block: int, operands: tuple[Any, ...], epilogue: Any, called: Any
+    p: GroupedGemm, tile: Tile, plan: Plan, block: int, operands: tuple[object, ...], epilogue: object, called: object
 ) -> None:
     """One launch; ``block``: columns of gate before as many of up in the epilogue's operands, 0 for no such."""
     (_, n, k), a, b, transposed = p.mnk, p.a, p.b, p.layout is Layout.NN
@@ -183,24 +183,24 @@ def _block(spec: ActivationSpec, features: int) -> int:
     return (spec.block or features) if spec.gated else 0
 
 
-def _columns(program: Program, vectors: Operands, features: int) -> tuple[Any, ...]:
-    """Of each number of a column: where it is, the pitch from group to group, and of which half it is."""
-    of_halves = _of_halves(program.column_operands, vectors, features)
-    return tuple([(tensor, tensor.shape[1] if name[0] == "b" else 0, half) for name, tensor, half in of_halves])
+def _columns(program: Program, vectors: Operands, features: int) -> tuple[object, ...]:
+    """Of each number of a column: where it is, the pitch from group to group, and of which side it is: gate or up."""
+    inputs = _inputs(program.column_operands, vectors, features)
+    return tuple([(tensor, tensor.shape[1] if name[0] == "b" else 0, side) for name, tensor, side in inputs])
 
 
-def _elements(program: Program, matrices: Operands, features: int) -> tuple[Any, ...]:
-    """Of each number of an element: where it is, and of which half it is."""
-    return tuple([(tensor, half) for _, tensor, half in _of_halves(program.matrix_operands, matrices, features)])
+def _elements(program: Program, matrices: Operands, features: int) -> tuple[object, ...]:
+    """Of each number of an element: where it is, and of which side it is: gate or up."""
+    return tuple([(tensor, side) for _, tensor, side in _inputs(program.matrix_operands, matrices, features)])
 
 
-def _of_halves(
+def _inputs(
     operands: Mapping[str, tuple[str, ...]], tensors: Operands, features: int
 ) -> list[tuple[str, Tensor, int | None]]:
     """Each input of a program's operands, its tensor, and 0 or 1 where that has gate and up."""
-    given = [cast(Tensor, each).contiguous() for each in tensors_of(operands, tensors, features)]
-    inputs, halves = zip(operands.items(), given, strict=False), {"g": 0, "u": 1}
-    return [(name, tensor, halves.get(each[-1])) for (name, names), tensor in inputs for each in names]
+    dense = [cast(Tensor, each).contiguous() for each in tensors_of(operands, tensors, features)]
+    inputs, sides = zip(operands.items(), dense, strict=False), {"g": 0, "u": 1}
+    return [(name, tensor, sides.get(each[-1])) for (name, names), tensor in inputs for each in names]
 
 
 def _factor(value: float | Tensor | None, groups: int, zero: float | None = 0.0) -> float | Tensor | None:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .epilogues import counted, factor
-from .plan import place
+from .plan import position
 from .rows_io import load_tokens, matrix_of, parts_of
 
 
@@ -36,7 +36,7 @@ def weights_kernel(a, b, out, starts, groups, factors, pitches, SHAPE: tl.conste
     pitch_a, pitch_b = pitches[0] * SHAPE.unit_a, pitches[1] * SHAPE.unit_b
     stored = tl.program_id(0)
     for tile in tl.range(tl.program_id(0), groups * TILES, tl.num_programs(0), flatten=FLATTEN):
-        i, j = place(tile % TILES, ROW_TILES, COLUMN_TILES, STRIP)
+        i, j = position(tile % TILES, ROW_TILES, COLUMN_TILES, STRIP)
         start, end = tl.load(starts + tile // TILES), tl.load(starts + tile // TILES + 1)
         acc = tl.zeros([TILE_M, TILE_N], tl.float32)
         steps = tl.maximum(tl.cdiv(end - start, TILE_K), 1)  # past the end all are zeros; loops are flattened only if
@@ -46,7 +46,7 @@ def weights_kernel(a, b, out, starts, groups, factors, pitches, SHAPE: tl.conste
             x = load_tokens(a, (row, end, i * TILE_M), pitch_a, M, TILE.k, TILE.m, SHAPE.tma)
             y = load_tokens(b, (row, end, j * TILE_N), pitch_b, N, TILE.k, TILE.n, SHAPE.tma)
             acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
-        i, j = place(stored % TILES, ROW_TILES, COLUMN_TILES, STRIP)
+        i, j = position(stored % TILES, ROW_TILES, COLUMN_TILES, STRIP)
         parts = parts_of(acc, PART)
         WIDTH: tl.constexpr = TILE_N // len(parts)
         for part in tl.static_range(len(parts)):
