@@ -76,6 +76,8 @@ SLOW = {
     "test_transformers_classes": "models of transformers",
     "test_transformers_compile": "compiles with torch.compile",
     "test_transformers_float8": "models of transformers",
+    "test_triton": "runs the kernels on the CPU",
+    "test_triton_ahead": "compiles with Triton",
     "test_without_jax": "starts processes",
 }
 """What ``make test`` leaves out, by file, and why it takes so long; ``make test-all`` runs it."""
