@@ -50,6 +50,7 @@ class Shape(NamedTuple):
         unit_a, unit_b: elements of which all pitches are multiples.
         precision: how float32 is multiplied.
         tma: a and b are descriptors.
+        columns, elements: how many numbers of columns and of elements the epilogue reads.
         listed: b is a table of the addresses of matrices, which are multiples of so many bytes; 0: it is a matrix.
     """
 
@@ -64,6 +65,8 @@ class Shape(NamedTuple):
     precision: str
     tma: bool
     listed: int
+    columns: int
+    elements: int
 
 
 class WeightShape(NamedTuple):

@@ -62,6 +62,8 @@ SHARED = {
     **{"gfx942": 64, "gfx950": 160},
 }
 """Kilobytes of shared memory that a program may have."""
+WITHOUT_BULK_COPIES = dict.fromkeys(("sm_90", "sm_100", "sm_103"), "sm_80")
+"""Whose tiles serve for operands that are not aligned, or lie apart: large ones spill their addresses."""
 _LIKE = {8: "sm_86", 9: "sm_90", 10: "sm_100"}
 
 

@@ -85,8 +85,8 @@ def activate_part(x, u, first, at, operands, SHAPE: tl.constexpr, FUNCTION: tl.c
     x, u = rounded(x, out), rounded(u, out)
     if preact is not None:
         store_gate_up(preact, x, u, (row, end, first), FEATURES, BLOCK)
-    of_columns = numbers_of_columns(vectors, group, f, FEATURES, BLOCK)
-    of_elements = numbers_of_elements(matrices, row, f, is_row, FEATURES, BLOCK)
+    of_columns = numbers_of_columns(vectors, group, f, SHAPE.columns, FEATURES, BLOCK)
+    of_elements = numbers_of_elements(matrices, (row, is_row, f), SHAPE.elements, FEATURES, BLOCK)
     y = FUNCTION(x, u, None, (numbers_of_rows(scales, row, is_row),), of_columns, of_elements)[0]
     store_tokens(out, y, (row, end, first), FEATURES, FEATURES)
 
@@ -127,15 +127,19 @@ def backward_of_part(dy, first, at, operands, SHAPE: tl.constexpr, FUNCTION: tl.
     x, u = load_gate_up(preact, (row, end, first), N, BLOCK, dy.shape[0], dy.shape[1])
     f = first + tl.arange(0, dy.shape[1])
     is_row, is_column = tl.arange(0, dy.shape[0]) < end - row, f < N
-    rows, of_columns = (numbers_of_rows(scales, row, is_row),), numbers_of_columns(vectors, group, f, N, BLOCK)
+    rows, of_columns = (
+        (numbers_of_rows(scales, row, is_row),),
+        numbers_of_columns(vectors, group, f, SHAPE.columns, N, BLOCK),
+    )
     values = FUNCTION(x.to(tl.float32), u.to(tl.float32), rounded(dy, dpreact), rows, of_columns, ())
     store_gate_up(dpreact, values[1], values[2], (row, end, first), N, BLOCK)
     if postact is not None:
         store_tokens(postact, values[0], (row, end, first), N, N)
     if sums is not None:
-        for i in tl.static_range(len(vectors)):
+        COUNT: tl.constexpr = SHAPE.columns
+        for i in tl.static_range(COUNT):
             column = tl.sum(tl.where(is_row[:, None], values[4 + i], 0.0), 0)
-            tl.store(sums + (t.to(tl.int64) * len(vectors) + i) * N + f, column, mask=is_column)
+            tl.store(sums + (t.to(tl.int64) * COUNT + i) * N + f, column, mask=is_column)
     return tl.sum(tl.where(is_column[None, :], values[3], 0.0), 1)
 
 
@@ -169,32 +173,41 @@ def numbers_of_rows(numbers, row, is_row):
 
 
 @triton.jit
-def numbers_of_columns(vectors, group, f, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
-    """[1, F] of each of (pointer, pitch, side): the numbers of columns, [E, F], or [E, 2 F] of both halves.
+def numbers_of_columns(vectors, group, f, COUNT: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
+    """[1, F] of each of (pointer, pitch from group to group, pitch from block to block): the numbers of columns.
 
-    pitch: from group to group; 0 where all have the same.
-    side: 0 or 1 for gate or up, None for what is of features.
+    COUNT: how many there are, which Triton cannot tell of tuples that hold constants.
     """
     values = ()
-    for i in tl.static_range(len(vectors)):
-        pointer, pitch, side = vectors[i]
-        at = f if side is None else gate_column(f, 2 * FEATURES, BLOCK) + side * BLOCK
-        values = values + (tl.load(pointer + group * pitch + at, mask=f < FEATURES, other=0.0).to(tl.float32)[None, :],)
+    for i in tl.static_range(COUNT):
+        pointer, pitch, block_pitch = vectors[i]
+        at = pointer + group * pitch + column_of(f, block_pitch, FEATURES, BLOCK)
+        values = values + (tl.load(at, mask=f < FEATURES, other=0.0).to(tl.float32)[None, :],)
     return values
 
 
 @triton.jit
-def numbers_of_elements(matrices, row, f, is_row, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
-    """[M, F] of each of (pointer, side): the numbers of elements, [T, F], or [T, 2 F] of both halves."""
+def numbers_of_elements(matrices, at, COUNT: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
+    """[M, F] of each of (pointer, pitch from row to row, from block to block): the numbers of elements.
+
+    Args:
+        at: the first row, which rows there are, and the features.
+    """
+    row, is_row, f = at
     values = ()
     inside = is_row[:, None] & (f < FEATURES)[None, :]
-    for i in tl.static_range(len(matrices)):
-        pointer, side = matrices[i]
-        if side is None:
-            at, width = f, FEATURES
-        else:
-            at, width = gate_column(f, 2 * FEATURES, BLOCK) + side * BLOCK, 2 * FEATURES
-        m = tl.arange(0, is_row.shape[0])
-        to = pointer + row.to(tl.int64) * width + m[:, None] * width + at[None, :]
+    for i in tl.static_range(COUNT):
+        pointer, pitch, block_pitch = matrices[i]
+        m = row.to(tl.int64) + tl.arange(0, is_row.shape[0])
+        to = pointer + m[:, None] * pitch + column_of(f, block_pitch, FEATURES, BLOCK)[None, :]
         values = values + (tl.load(to, mask=inside, other=0.0).to(tl.float32),)
     return values
+
+
+@triton.jit
+def column_of(f, block_pitch, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the number of a feature is in a row."""
+    if BLOCK == 0 or BLOCK == FEATURES:
+        return f
+    else:
+        return f // BLOCK * block_pitch + f % BLOCK

@@ -49,7 +49,10 @@ def tile_of(problem: GroupedGemm) -> Tile:
     p, dtype = problem, problem.a.dtype
     kind = _KINDS.get(type(p.epilogue), p.layout.value.lower())
     strict = dtype == torch.float32 and precision_of(dtype) == "ieee"
-    return tiles.choose(architecture_of(p.a.device), kind, p.rows / p.groups, dtype.itemsize, strict)
+    architecture = architecture_of(p.a.device)
+    if not (isinstance(p.b, Tensor) and is_aligned(p.a) and is_aligned(p.b)):
+        architecture = tiles.WITHOUT_BULK_COPIES.get(architecture, architecture)
+    return tiles.choose(architecture, kind, p.rows / p.groups, dtype.itemsize, strict)
 
 
 @lru_cache(maxsize=64)
@@ -78,9 +81,11 @@ def _run_product(p: GroupedGemm, tile: Tile, plan: Plan) -> None:
 def _run_activate(p: GroupedGemm, epilogue: Activate, tile: Tile, plan: Plan) -> None:
     spec, out, program = epilogue.spec, first(p.out), epilogue.spec.function
     features = out.shape[1]
-    vectors, matrices = _columns(program, epilogue.vectors, features), _elements(program, epilogue.matrices, features)
+    block = _block(spec, features)
+    vectors = _numbers(program.column_operands, epilogue.vectors, features, block)
+    matrices = _numbers(program.matrix_operands, epilogue.matrices, features, block)
     operands = (out, epilogue.preact, epilogue.scales, _bias(p.bias), _dense(p.bias_scale), vectors, matrices)
-    _launch_rows(p, tile, plan, _block(spec, features), operands, activate, function(program, ("y",)))
+    _launch_rows(p, tile, plan, block, operands, activate, function(program, ("y",)))
 
 
 def _run_backward(p: GroupedGemm, epilogue: ActivateBackward, tile: Tile, plan: Plan) -> None:
@@ -88,7 +93,7 @@ def _run_backward(p: GroupedGemm, epilogue: ActivateBackward, tile: Tile, plan: 
     dots = None if grads.scales is None else p.a.new_empty((p.rows, -(-n // tile.n)), dtype=torch.float32)
     columns = () if grads.vectors is None else program.columns
     sums = p.a.new_empty((plan.most, len(columns), n), dtype=torch.float32) if columns else None
-    vectors = _columns(program, epilogue.vectors, n)
+    vectors = _numbers(program.column_operands, epilogue.vectors, n, _block(spec, n))
     operands = grads.preact, grads.postact, epilogue.preact, dots, sums, epilogue.scales, vectors
     outputs = "y", "dx", "du", "dr0", *(f"d{name}" for name in columns)
     _launch_rows(p, tile, plan, _block(spec, n), operands, activate_backward, function(program, outputs))
@@ -132,7 +137,8 @@ def _launch_rows(
         and _has_box(of_weights, n, transposed, b)
     )
     unit_a, unit_b, listed = _unit(a), _unit(first(b)), 0 if isinstance(b, Tensor) else _alignment(b)
-    shape = Shape(n, k, block, gated, transposed, pairs, unit_a, unit_b, precision_of(a.dtype), tma, listed)
+    numbers = _counts(p)
+    shape = Shape(n, k, block, gated, transposed, pairs, unit_a, unit_b, precision_of(a.dtype), tma, listed, *numbers)
     row_pitch, group_pitch = _pitches(b)
     rows_kernel[(_programs(plan.most * -(-n // tile.n), tile, a),)](
         _descriptor(a, (tile.m, tile.k)) if tma else a,
@@ -146,6 +152,12 @@ def _launch_rows(
         FUNCTION=called,
         **tile.options,
     )
+
+
+def _counts(p: GroupedGemm) -> tuple[int, int]:
+    """How many numbers of columns and of elements the epilogue reads."""
+    program = None if p.epilogue is None else p.epilogue.spec.function
+    return (0, 0) if program is None else (len(program.columns), len(program.matrices))
 
 
 def _run_weights(p: GroupedGemm, tile: Tile, plan: Plan) -> None:
@@ -183,24 +195,16 @@ def _block(spec: ActivationSpec, features: int) -> int:
     return (spec.block or features) if spec.gated else 0
 
 
-def _columns(program: Program, vectors: Operands, features: int) -> tuple[object, ...]:
-    """Of each number of a column: where it is, the pitch from group to group, and of which side it is: gate or up."""
-    inputs = _inputs(program.column_operands, vectors, features)
-    return tuple([(tensor, tensor.shape[1] if name[0] == "b" else 0, side) for name, tensor, side in inputs])
-
-
-def _elements(program: Program, matrices: Operands, features: int) -> tuple[object, ...]:
-    """Of each number of an element: where it is, and of which side it is: gate or up."""
-    return tuple([(tensor, side) for _, tensor, side in _inputs(program.matrix_operands, matrices, features)])
-
-
-def _inputs(
-    operands: Mapping[str, tuple[str, ...]], tensors: Operands, features: int
-) -> list[tuple[str, Tensor, int | None]]:
-    """Each input of a program's operands, its tensor, and 0 or 1 where that has gate and up."""
-    dense = [cast(Tensor, each).contiguous() for each in tensors_of(operands, tensors, features)]
-    inputs, sides = zip(operands.items(), dense, strict=False), {"g": 0, "u": 1}
-    return [(name, tensor, sides.get(each[-1])) for (name, names), tensor in inputs for each in names]
+def _numbers(
+    operands: Mapping[str, tuple[str, ...]], tensors: Operands, features: int, block: int
+) -> tuple[tuple[Tensor, int, int], ...]:
+    """Where each number of columns or elements begins, and its pitches from row to row and from block to block."""
+    numbers = []
+    for (name, inputs), tensor in zip(operands.items(), tensors_of(operands, tensors, features), strict=False):
+        dense = cast(Tensor, tensor).contiguous()
+        pitch = 0 if name[0] == "a" else dense.shape[1]
+        numbers += [(dense[:, i * block :], pitch, len(inputs) * block) for i in range(len(inputs))]
+    return tuple(numbers)
 
 
 def _factor(value: float | Tensor | None, groups: int, zero: float | None = 0.0) -> float | Tensor | None:
