@@ -11,19 +11,24 @@ import collections
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
+from checks import fused, gemm
+from checks.functions import ACTS_OF_COLUMNS, ACTS_OF_MATRICES
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
+from fusible.ops.kernels.triton import gemm as triton_gemm
 from fusible.ops.kernels.triton import tiles
 from fusible.ops.kernels.triton.device import launch, passes, plan
 from fusible.ops.values.activation_spec import ActivationSpec, gated
@@ -110,6 +115,23 @@ def problems(
     }
 
 
+def with_operands(architecture: str) -> list[Any]:
+    """The kernels of products of matrices anywhere in memory, and of a function that reads columns and elements.
+
+    The interpreter takes tuples that the compiler does not.
+    """
+    with compiled_for(architecture) as compiled, patch.object(triton_gemm, "triton_refusal", lambda rows: None):
+        for layout in Layout:
+            form = {"bias": torch.bfloat16, "alpha": "groups", "beta": "groups", "accumulate": True, "separate": True}
+            gemm.Problem("cpu", gemm.Case(layout, (70, 0, 30), backend="triton", **form)).launch()  # type: ignore[arg-type]
+        make, function = ACTS_OF_MATRICES["added to gate and up"]
+        fused.forward(fused.Tensors("cpu", fused.case_of(make("concat"), function, sizes=(70, 0), backend="triton")))
+        make, function = ACTS_OF_COLUMNS["slopes of gate and up"]
+        tensors = fused.Tensors("cpu", fused.case_of(make("concat"), function, sizes=(70, 0), backend="triton"))
+        fused.backward(tensors, tensors.rows(tensors.case.width))
+    return [kernel for kernel in compiled if kernel.name in PRODUCTS]
+
+
 def report(architecture: str, problem: GroupedGemm, tile: tiles.Tile | None = None) -> str:
     """A line on the kernel of a problem; it starts with ``over`` where the card has less shared memory."""
     with compiled_for(architecture) as compiled:
@@ -157,7 +179,13 @@ if __name__ == "__main__":
     parser.add_argument("--rows", nargs="*", default=["long"])
     parser.add_argument("--products", nargs="*", default=["fc1", "fc2", "dgrad2", "dgrad1", "wgrad1"])
     parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--operands", action="store_true", help="those of matrices apart and of functions instead")
     arguments = parser.parse_args()
+    if arguments.operands:
+        for architecture in arguments.targets:
+            for kernel in with_operands(architecture):
+                print(f"{architecture:7} {summary(kernel)}", flush=True)
+        sys.exit()
     for architecture in arguments.targets:
         for rows in arguments.rows:
             of_rows = problems(128, 2048, 768, ROWS[rows], getattr(torch, arguments.dtype), arguments.wide)
