@@ -25,7 +25,7 @@ TABLE: dict[str, dict[str, Tile]] = {
         "nt": Tile(128, 128, 32, 8, 4),
         "nn": Tile(128, 128, 32, 8, 4),
         "activate": Tile(128, 128, 32, 8, 4),
-        "activate_backward": Tile(128, 64, 32, 4, 4),
+        "activate_backward": Tile(128, 64, 32, 4, 4, part=16),
         "tn": Tile(128, 128, 32, 8, 4, strip=4),
     },
     "sm_90": {  # wgmma, TMA
