@@ -1,4 +1,4 @@
-"""What the command lines read: each refuses at once what would fail, or be lost, only after minutes."""
+"""Arguments of the command lines. Invalid ones are refused at once rather than after minutes of measuring."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class HelpWithDefaults(ArgumentDefaultsHelpFormatter):
-    """Help that tells the defaults, where there is something to tell."""
+    """Help that shows defaults, except those that say nothing."""
 
     def _get_help_string(self, action: Action) -> str | None:
         if not action.default:
@@ -24,7 +24,7 @@ def command(name: str, description: str | None) -> ArgumentParser:
     """The parser of a subcommand, described by the first line of a docstring. All of them take ``--json``."""
     line = (description or "").partition("\n")[0]
     parser = ArgumentParser(prog=f"fusible {name}", description=line, formatter_class=HelpWithDefaults)
-    parser.add_argument("--json", action="store_true", help="print data, and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only data, as JSON")
     return parser
 
 
@@ -36,7 +36,7 @@ def positive(text: str) -> int:
 
 
 def duration(text: str) -> float:
-    """More than none."""
+    """A duration above zero."""
     try:
         number = float(text)
     except ValueError:
@@ -47,7 +47,7 @@ def duration(text: str) -> float:
 
 
 def device(text: str) -> str:
-    """A device that is here."""
+    """A device that exists here."""
     try:
         torch.empty(1, device=text).sum().item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -56,10 +56,10 @@ def device(text: str) -> str:
 
 
 def file(text: str) -> Path:
-    """The path, or the beginning, of files in a folder that is there."""
+    """A path, or the prefix of files, in an existing folder."""
     path = Path(text)
     if not path.parent.is_dir():
-        raise ArgumentTypeError(f"there is no folder {str(path.parent)!r}")
+        raise ArgumentTypeError(f"no such folder: {str(path.parent)!r}")
     return path
 
 
@@ -73,7 +73,7 @@ def plot(text: str) -> Path:
 
 
 def add_common_arguments(parser: ArgumentParser, rounds: int) -> None:
-    """Where it runs, how often, and where the results go."""
+    """Adds the device, the number of rounds, and the files for the results."""
     here = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=device, default=here, help="where it runs")
     parser.add_argument("--rounds", type=positive, default=rounds, help="how often each is timed; the median counts")
@@ -81,5 +81,5 @@ def add_common_arguments(parser: ArgumentParser, rounds: int) -> None:
 
 
 def add_plot_argument(parser: ArgumentParser) -> None:
-    """``--plot FILE``."""
+    """Adds ``--plot FILE``."""
     parser.add_argument("--plot", type=plot, metavar="FILE", help="draw it as well; .svg or .png")

@@ -1,4 +1,4 @@
-"""A digest of every result, by name: whether two trees compute the same bits.
+"""Digests of every result by name, to check whether two trees compute the same bits.
 
 ``python -m fusible.benchmarks.bits OUT.json`` runs each op, fusion, recipe and backend with fixed seeds, on the GPU if
 there is one, and writes the SHA-256 of every output, gradient, ``main_grad`` and buffer. ``PYTHONPATH`` names the tree.
@@ -103,7 +103,7 @@ class Bench(NamedTuple):
     device: torch.device
 
     def tensor(self, *shape: int, seed: int = 0, dtype: torch.dtype = BF16) -> Tensor:
-        """Normal numbers of the seed."""
+        """Normal random numbers from a seed."""
         numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
         return numbers.to(dtype).to(self.device)
 
@@ -111,14 +111,14 @@ class Bench(NamedTuple):
         return {"split_sizes": torch.tensor(SIZES, device=self.device)}
 
     def choices(self) -> dict[str, Tensor]:
-        """The experts of each token, one slot of no expert among them, and their weights."""
+        """The experts of each token and their weights; one slot has no expert."""
         ids = torch.randint(EXPERTS, (TOKENS, TOP_K), generator=torch.Generator().manual_seed(3))
         ids[5, 1] = -1
         weights = self.tensor(TOKENS, TOP_K, seed=4, dtype=torch.float32).abs()
         return {"top_k_index": ids.to(self.device), "top_k_weights": weights}
 
     def layer(self, *ops: nn.Module) -> Sequential:
-        """A container on the device, its parameters drawn anew on the host."""
+        """A container on the device whose parameters are drawn on the host."""
         model = Sequential(*ops)
         generator = torch.Generator().manual_seed(11)
         with torch.no_grad():
@@ -144,7 +144,7 @@ class Bench(NamedTuple):
         return self.layer(fusible.Dispatch(EXPERTS), *experts, *between, fusible.Combine())
 
     def lora(self, frozen: bool = False) -> Sequential:
-        """The experts with adapters, whose weights may be frozen."""
+        """The experts with adapters; the weights may be frozen."""
         first = fusible.GroupedLoRA(EXPERTS, HIDDEN, 2 * FFN, 8, dtype=BF16)
         second = fusible.GroupedLoRA(EXPERTS, FFN, HIDDEN, 8, dtype=BF16)
         ends = fusible.Scale(), fusible.Combine()
@@ -154,7 +154,7 @@ class Bench(NamedTuple):
         return model
 
     def ranks(self, recipe: Any) -> Sequential:
-        """The experts between an exchange of one rank."""
+        """The experts between the dispatch and combine of a group with one rank."""
         sizes: dict[str, Any] = {"num_experts": EXPERTS, "max_tokens": TOKENS, "top_k": TOP_K, "hidden": HIDDEN}
         group = ep.Group(**sizes, capacity="worst")
         experts = self.experts("scaled", recipe, bias=False)
@@ -168,7 +168,7 @@ Build = Callable[[], nn.Module]
 
 
 def training(bench: Bench, build: Build, x: Tensor, keywords: Mapping[str, Tensor], **switches: Any) -> Results:
-    """Outputs and gradients of some calls in a row, ``main_grad`` and buffers; other numbers in each call."""
+    """Outputs and gradients of several calls with different inputs, and ``main_grad`` and buffers after them."""
     results: Results = {}
     model = build()
     for parameter in model.parameters():
@@ -214,7 +214,7 @@ def _to_main_grad(model: nn.Module, parameter: nn.Parameter) -> bool:
 
 
 def inference(build: Build, x: Tensor, keywords: Mapping[str, Tensor], **switches: Any) -> Results:
-    """Outputs of some calls in a row, without gradients."""
+    """Outputs of several calls without gradients."""
     results: Results = {}
     model = build()
     with torch.no_grad(), fusible.config(**switches):
@@ -227,7 +227,7 @@ def inference(build: Build, x: Tensor, keywords: Mapping[str, Tensor], **switche
 
 
 class BitsCase(NamedTuple):
-    """A name, and what computes results."""
+    """A name and a function that computes results."""
 
     name: str
     run: Callable[[], Results]
@@ -260,7 +260,7 @@ def linears(bench: Bench) -> Iterator[BitsCase]:
 
 
 def _with_buffers(bench: Bench, recipe: Any) -> Results:
-    """Results that the caller's buffers hold; their tails stay as they are."""
+    """Results in buffers of the caller, whose tails stay unchanged."""
     model = bench.linear(recipe=recipe)
     y, dx = torch.full((ROWS, FFN), 3.0), torch.full((ROWS, HIDDEN), 5.0)
     lent = {"output": y.to(bench.device, BF16), "grad_input": dx.to(bench.device, BF16)}
@@ -269,7 +269,7 @@ def _with_buffers(bench: Bench, recipe: Any) -> Results:
 
 
 def experts(bench: Bench) -> Iterator[BitsCase]:
-    """Experts of each activation under some recipes, and of one activation under each, fused and op by op."""
+    """Experts of each activation under some recipes, and one activation under each recipe, fused and op by op."""
     x, sizes = bench.tensor(ROWS, HIDDEN), bench.sizes()
     scale = {"scales": bench.tensor(ROWS, seed=5, dtype=torch.float32).abs()}
     apart = frozenset({"GroupedMLP", "GroupedLinearGLU", "GroupedLinearChain", "PointwiseChain", "GLUScale"})
@@ -291,7 +291,7 @@ def experts(bench: Bench) -> Iterator[BitsCase]:
 
 
 def routed(bench: Bench) -> Iterator[BitsCase]:
-    """Routed layers, with and without adapters: as ops, as a function, and between ranks, of which there is one."""
+    """Routed layers with and without adapters: as ops, as a function, and as a group with one rank."""
     x, choices = bench.tensor(TOKENS, HIDDEN), bench.choices()
     for name, recipe in RECIPES.items():
         build = partial(bench.routed, recipe=recipe)
@@ -312,7 +312,7 @@ def routed(bench: Bench) -> Iterator[BitsCase]:
 
 
 class _OutputOf(nn.Module):
-    """A whole layer with its router: of the record that it returns, the output alone."""
+    """Wraps a whole layer with its router, and returns only the output of its record."""
 
     def __init__(self, bench: Bench) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ def _routed_experts(bench: Bench) -> Results:
 
 
 def chains(bench: Bench) -> Iterator[BitsCase]:
-    """Linears with what follows them in one kernel, pointwise ops alone and in chains, adapters, and a plain linear."""
+    """Linears with the ops fused behind them, pointwise ops alone and in chains, adapters, and a plain linear."""
     x, sizes, pairs = bench.tensor(ROWS, HIDDEN), bench.sizes(), bench.tensor(ROWS, 2 * FFN)
     rows = {"scales": bench.tensor(ROWS, seed=5, dtype=torch.float32)}
     residual = {"extra": bench.tensor(ROWS, FFN, seed=6)}
@@ -369,7 +369,7 @@ def _chain(bench: Bench, name: str, ops: Sequence[nn.Module], x: Tensor, keyword
 
 
 def kept_weights(bench: Bench) -> Iterator[BitsCase]:
-    """Weights that stay quantised: what is stored, results, gradients of x; and those that are quantised in a block."""
+    """Weights that stay quantised: stored bytes, results, gradients of x; and weights quantised within a block."""
     for name in KEPT:
         for form in ("stacked", "transposed"):
             build = partial(bench.experts, recipe=None, **LINEARS[form])
@@ -404,7 +404,7 @@ def tensors(bench: Bench) -> Iterator[BitsCase]:
 
 
 def _quantised_tokens(bench: Bench, recipe: Any, dtype: torch.dtype) -> Results:
-    """Of the copy of columns the values alone: blocks that no group fills are not written."""
+    """Bytes and values of quantised tokens; values alone for the column copy, whose unused blocks are not written."""
     results: Results = {}
     x, sizes = bench.tensor(sum(SIZES), HIDDEN, dtype=dtype), bench.sizes()["split_sizes"]
     for is_gradient in (False, True):
@@ -439,7 +439,7 @@ def products(bench: Bench) -> Iterator[BitsCase]:
 
 
 def _product(bench: Bench, layout: str, dtype: torch.dtype, backend: str) -> Results:
-    """Plain, with factors and a bias, and accumulated; and its gradients."""
+    """The product: plain, with factors and a bias, and accumulated; and its gradients."""
     b_shape = {"NT": (EXPERTS, FFN, HIDDEN), "NN": (EXPERTS, HIDDEN, FFN), "TN": (ROWS, FFN)}[layout]
     a, b = (_leaf(bench.tensor(*shape, seed=i, dtype=dtype)) for i, shape in enumerate(((ROWS, HIDDEN), b_shape)))
     sizes, out_shape = bench.sizes()["split_sizes"], (EXPERTS, HIDDEN, FFN) if layout == "TN" else (ROWS, FFN)
@@ -468,7 +468,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def digests(case: BitsCase) -> dict[str, str]:
-    """The digest of each result by its name; the type of the error where there is none, as a backend may refuse."""
+    """The digest of each result by name; the type of the error if the backend refuses the case."""
     torch.manual_seed(0)
     try:
         return {f"{case.name}/{name}": digest(tensor) for name, tensor in case.run().items()}
@@ -499,7 +499,7 @@ def record(path: Path, only: str) -> None:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Prints the names whose digests differ or that one file lacks; their number."""
+    """Prints the names whose digests differ or that one file lacks; returns their number."""
     old, new = (json.loads(path.read_text()) for path in (before, after))
     different = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
     for name in different:

@@ -1,4 +1,4 @@
-"""How many of our Python functions a call runs, in how many files, and how often the next one stands in another file.
+"""Counts the Python functions of this package that a call runs, their files, and the hops between files.
 
 ``python benchmarks/call_counts.py`` counts in the tree that ``PYTHONPATH`` names, which may be an older one; without
 the stub of the extension there.
@@ -24,7 +24,7 @@ PACKAGES = ("fuser", "fusible", "integrations", "ops", "src")
 
 
 class Counts(NamedTuple):
-    """Of one call. A hop leads from a function to the next one that is called, if that stands in another file."""
+    """The counts of one call. A hop is a call whose function is in another file than the function called before."""
 
     functions: int
     files: int
@@ -37,7 +37,7 @@ class Counts(NamedTuple):
 
 
 def files_of_calls(function: Callable[[], Any]) -> list[str]:
-    """For each Python function of ours that is called, in order: the file in which it stands."""
+    """The file of each Python function of this package that is called, in order."""
     names: list[str] = []
 
     def note(frame: FrameType, event: str, argument: object) -> None:
@@ -60,7 +60,7 @@ def is_ours(name: str) -> bool:
 
 
 class SampleExperts:
-    """A model that is fused as a whole, and its arguments."""
+    """A model that is fused as a whole, with its arguments."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         fc1, fc2 = (
@@ -74,7 +74,7 @@ class SampleExperts:
         self.keywords = {"split_sizes": torch.full((GROUPS,), 2), "scales": torch.rand(rows, requires_grad=True)}
 
     def step(self) -> tuple[Counts, Counts]:
-        """The counts of a forward, and of its backward."""
+        """The counts of a forward and of its backward."""
         for tensor in (self.x, self.keywords["scales"], *self.model.parameters()):
             tensor.grad = None
         outputs: list[torch.Tensor] = []
@@ -83,7 +83,7 @@ class SampleExperts:
 
 
 def on_cpu() -> dict[str, Counts]:
-    """The first call compiles the plan, the second fills the rest of the caches, the third is hot."""
+    """Counts on a CPU: the first call compiles the plan, the second fills the other caches, the third is hot."""
     experts = SampleExperts(torch.float32)
     steps = [experts.step() for _ in range(3)]
     return {
@@ -94,7 +94,7 @@ def on_cpu() -> dict[str, Counts]:
 
 
 def with_stub() -> dict[str, Counts]:
-    """The path of a GPU: after calls that run step by step and are captured, the third one is replayed."""
+    """Counts on the path of a GPU: the first calls run step by step and are captured, the third one is replayed."""
     from .stub_extension import launching_nothing
 
     with launching_nothing():

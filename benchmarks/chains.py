@@ -35,7 +35,7 @@ def models(groups: int, depth: int, columns: int) -> dict[str, list[Op]]:
 
 
 class ChainCase:
-    """A model, what it is called with, and a step of it."""
+    """A model, its arguments, and a step of it."""
 
     def __init__(self, ops: list[Op], rows: int, columns: int, groups: int, depth: int, device: torch.device) -> None:
         options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
@@ -57,13 +57,13 @@ class ChainCase:
         return y
 
     def step(self, fused: bool) -> Sequence[Tensor]:
-        """The output and all gradients."""
+        """Runs a step; returns the output and all gradients."""
         y = self.forward(fused)
         return y, *torch.autograd.grad(y, self.leaves, y.detach())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints microseconds of each chain, its ops one by one and as one program."""
+    """Prints the microseconds of each chain, op by op and as one program."""
     parser = argparse.ArgumentParser(prog="python -m fusible.benchmarks.chains", description=__doc__)
     sizes = {"rows": 65536, "columns": 1536, "depth": 2048, "groups": 128, "rounds": 20}
     for name, default in sizes.items():

@@ -1,8 +1,8 @@
-"""Compares two trees of this project on one device: grouped GEMMs, the grouped MLP, and what a call costs on the host.
+"""Compares two trees of this project on one device: grouped GEMMs, the grouped MLP, and host time per call.
 
-Each tree runs in a process of its own, and the two take turns: one measurement here, one there. So a slow moment of
-the machine, or another clock of the GPU, meets both. Run it with ``python -m fusible.benchmarks.compare BEFORE AFTER``;
-each is a folder with a built tree, of any commit whose public names are those of today.
+Each tree runs in its own process, and the two alternate, so that a slow moment of the machine or another clock of the
+GPU affects both. Run it with ``python -m fusible.benchmarks.compare BEFORE AFTER``; each is a folder with a built tree,
+of any commit whose public names are those of today.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HOST_CALLS = 50
 
 
 class Case(NamedTuple):
-    """What is measured: one of :data:`KINDS`, at the sizes of one layer."""
+    """A measurement: one of :data:`KINDS` at the sizes of one layer."""
 
     kind: str
     features: int
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 def compare(trees: Sequence[Path], cases: dict[str, Case], rounds: int) -> Iterator[Row]:
-    """Measures every case in both trees, in turns; one round goes before, uncounted."""
+    """Measures every case in both trees alternately, after one untimed round."""
     workers = [Worker(tree) for tree in trees]
     try:
         for name, case in cases.items():
@@ -59,7 +59,7 @@ def compare(trees: Sequence[Path], cases: dict[str, Case], rounds: int) -> Itera
 
 
 class Worker:
-    """A process that measures with the tree of a folder."""
+    """A process that measures with the tree in a folder."""
 
     def __init__(self, tree: Path) -> None:
         packages = tree / "src" if (tree / "src").is_dir() else tree
@@ -70,7 +70,7 @@ class Worker:
         )
 
     def prepare(self, case: Case) -> None:
-        """Builds what the next measurements call."""
+        """Builds the functions that the next measurements call."""
         self._ask(list(case))
 
     def measure(self) -> float:
@@ -92,7 +92,7 @@ class Worker:
 
 
 def serve() -> None:
-    """Answers the requests of :class:`Worker`: a case prepares, None measures."""
+    """Answers the requests of :class:`Worker`: a case is prepared, None is a measurement."""
     measure: Callable[[], float] = float
     answers = os.fdopen(os.dup(1), "w")  # what libraries print must not become an answer
     os.dup2(2, 1)
@@ -106,7 +106,7 @@ def serve() -> None:
 
 
 def prepared(case: Case) -> Callable[[], float]:
-    """What measures a case in this process."""
+    """The function that measures a case in this process."""
     if case.kind in GEMMS:
         return _device_clock(_gemm(case))
     forward, backward = _layer(case)
@@ -162,7 +162,7 @@ def _device() -> str:
 
 
 def _device_clock(function: Callable[[], Any]) -> Callable[[], float]:
-    """Microseconds on the device, its second-level cache flushed before; on a CPU, those of the call."""
+    """Times a call on the device, in microseconds, after flushing the L2 cache; on a CPU, times the call."""
     if _device() == "cpu":
         return _host_clock(function, calls=1)
     cache = torch.zeros(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
@@ -182,7 +182,7 @@ def _device_clock(function: Callable[[], Any]) -> Callable[[], float]:
 def _host_clock(
     function: Callable[..., Any], before: Callable[[], Any] | None = None, calls: int = _HOST_CALLS
 ) -> Callable[[], float]:
-    """Microseconds until a call returns; what ``before`` returns is its argument, and not timed."""
+    """Times a call on the host, in microseconds, until it returns; ``before`` makes its argument, untimed."""
 
     def measure() -> float:
         seconds = []
@@ -199,7 +199,7 @@ def _host_clock(
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints a table in Markdown: microseconds of each case in both trees, and their ratio."""
+    """Prints a Markdown table: microseconds of each case in both trees, and their ratio."""
     from fusible.benchmarks.problem import PRESETS, split_sizes
 
     parser = argparse.ArgumentParser(prog="fusible.benchmarks.compare", description=main.__doc__)

@@ -1,4 +1,4 @@
-"""A way to compute a :class:`Problem`, as the benchmarks time it, and what several of the ways are built from."""
+"""A way to compute a :class:`Problem` that benchmarks time, and the parts that several of them share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .problem import Result
 
 @dataclass(frozen=True)
 class Contestant:
-    """A forward, and the leaves whose gradients its backward gives: x, scales, then W1 and W2, whole or by expert.
+    """A forward, and the leaves that its backward differentiates: x, scales, then W1 and W2, whole or by expert.
 
     Attributes:
-        rounding: the relative error that its operands have before anything is multiplied; 0: that of their dtype.
+        rounding: the relative error of its operands before the products; 0 for the rounding of their dtype.
     """
 
     forward: Callable[[], Tensor]
@@ -26,21 +26,21 @@ class Contestant:
     rounding: float = field(default=0.0, kw_only=True)
 
     def backward(self, y: Tensor) -> tuple[Tensor, ...]:
-        """The gradients, from what a forward gave."""
+        """The gradients, from the result of a forward."""
         return torch.autograd.grad(y, self.leaves, self.dy)
 
     def step(self) -> tuple[Tensor, ...]:
-        """A forward and a backward."""
+        """Runs a forward and a backward."""
         y = self.forward()
         return y.detach(), *self.backward(y)
 
     def infer(self) -> Tensor:
-        """A forward alone."""
+        """Runs a forward alone."""
         with torch.no_grad():
             return self.forward()
 
     def result(self) -> Result:
-        """What a step gives, the gradients of the experts' weights in one tensor each."""
+        """The result of a step, with the gradients of each weight in one tensor."""
         y, x, scales, *weights = self.step()
         count = len(weights) // 2
         w1, w2 = (torch.stack(w) if count > 1 else w[0] for w in (weights[:count], weights[count:]))
@@ -49,21 +49,21 @@ class Contestant:
 
 @dataclass(frozen=True)
 class InterleavedContestant(Contestant):
-    """A contestant whose W1 has rows of gate and up by turns, as :func:`interleaved` gives them."""
+    """A contestant whose W1 alternates rows of gate and up, as :func:`interleaved` gives them."""
 
     def result(self) -> Result:
-        """The same as others give: rows of the gate first."""
+        """The result in the order of other contestants: rows of the gate first."""
         result = super().result()
         return result._replace(w1=separated(result.w1))
 
 
 def interleaved(w1: Tensor) -> Tensor:
-    """[E, 2F, K] with rows gate, up, gate, up, from rows of the gate first."""
+    """Reorders [E, 2F, K] from gate rows first to rows gate, up, gate, up."""
     return w1.view(w1.shape[0], 2, -1, w1.shape[2]).transpose(1, 2).flatten(1, 2)
 
 
 def separated(w1: Tensor) -> Tensor:
-    """The opposite of :func:`interleaved`."""
+    """The inverse of :func:`interleaved`."""
     return w1.view(w1.shape[0], -1, 2, w1.shape[2]).transpose(1, 2).flatten(1, 2)
 
 
@@ -74,5 +74,5 @@ def swiglu(pre: Tensor, scales: Tensor) -> Tensor:
 
 
 def leaf(tensor: Tensor) -> Tensor:
-    """The same memory, with a gradient of its own."""
+    """A leaf on the same memory, with its own gradient."""
     return tensor.detach().requires_grad_()

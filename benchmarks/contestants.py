@@ -1,4 +1,4 @@
-"""Several ways to compute a :class:`Problem`: ours, with and without fusions, and those that people write by hand."""
+"""Several ways to compute a :class:`Problem`: ours with and without fusions, and hand-written ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STREAMS = 4
 
 
 def experts(problem: Problem) -> fusible.Sequential:
-    """Our layer with the problem's weights; it shares their memory."""
+    """Our layer on the memory of the problem's weights."""
     groups, columns, features = problem.w1.shape
     fc1 = fusible.GroupedLinear(groups, features, columns, bias=False, device="meta")
     fc2 = fusible.GroupedLinear(groups, columns // 2, features, bias=False, device="meta")
@@ -31,7 +31,7 @@ def experts(problem: Problem) -> fusible.Sequential:
 
 
 def fused(problem: Problem) -> Contestant:
-    """The plan that the compiler chooses."""
+    """Our layer, with the plan that the compiler chooses."""
     model, x, scales = experts(problem), leaf(problem.x), leaf(problem.scales)
     leaves = (x, scales, *model.parameters())
     return Contestant(lambda: model(x, split_sizes=problem.split_sizes, scales=scales), leaves, problem.dy)
@@ -49,7 +49,7 @@ def on_triton(problem: Problem) -> Contestant:
 
 
 def unfused(problem: Problem) -> Contestant:
-    """The same layer, every op by itself."""
+    """Our layer without fusions, op by op."""
     whole, names = fused(problem), [fusion.name for fusion in registry]
 
     def forward() -> Tensor:
@@ -60,7 +60,7 @@ def unfused(problem: Problem) -> Contestant:
 
 
 def under_recipe(problem: Problem, name: str) -> Contestant:
-    """The same layer under a recipe, its weights quantised at every forward."""
+    """Our layer under a recipe, with weights quantised at every forward."""
     whole, recipe = fused(problem), RECIPES[name]
 
     def forward() -> Tensor:
@@ -87,7 +87,7 @@ def loop(problem: Problem) -> Contestant:
 
 
 def loop_on_streams(problem: Problem) -> Contestant:
-    """The loop, its experts by turns on four streams; autograd runs each backward on the stream of its forward."""
+    """The loop with its experts on four streams in turn; autograd runs each backward on the stream of its forward."""
     whole, sizes = loop(problem), problem.split_sizes.tolist()
     x, scales, *weights = whole.leaves
     streams = [torch.cuda.Stream() for _ in range(STREAMS)]  # type: ignore[no-untyped-call]
@@ -114,7 +114,7 @@ def grouped_mm(problem: Problem) -> Contestant:
 
 
 def grouped_mm_compiled(problem: Problem) -> Contestant:
-    """The same, with the activation compiled into one kernel."""
+    """:func:`grouped_mm` with the activation compiled into one kernel."""
     return _by_grouped_mm(problem, torch.compile(swiglu, dynamic=True))
 
 
@@ -134,7 +134,7 @@ class Dense(Contestant):
 
 
 def dense(problem: Problem) -> Contestant:
-    """A yardstick, not a peer: it computes no activation."""
+    """The dense products as an upper bound; they compute no activation."""
     x, w1, w2 = problem.x, problem.w1[0], problem.w2[0]
     pre = x @ w1.mT
     hidden = pre[:, : w2.shape[1]].contiguous()
@@ -159,7 +159,7 @@ CONTESTANTS: dict[str, Callable[[Problem], Contestant]] = {
 
 
 def refusal(name: str, problem: Problem) -> str | None:
-    """Why a contestant cannot take part; None: it can."""
+    """The reason why a contestant cannot take part, or None."""
     if name in PEERS:
         return PEERS[name].refusal(problem.x.device, problem.x.dtype)
     if name == "loop-on-streams":
@@ -191,5 +191,5 @@ def _linear(weight: Tensor) -> nn.Linear:
 
 
 def race(problem: Problem, names: Sequence[str]) -> dict[str, Contestant]:
-    """Those of the named contestants that can take part."""
+    """The named contestants that can take part."""
     return {name: CONTESTANTS[name](problem) for name in names if refusal(name, problem) is None}

@@ -1,4 +1,4 @@
-"""Draws what the demo has measured, from its data: times and memory of the experts, as parts of those unfused.
+"""Plots times and memory of the demo's experts from its data, relative to the unfused ones.
 
 python -m fusible demo --json > demo.json
 python -m fusible.benchmarks.demo_plot demo.json docs/plots/demo.svg
@@ -28,7 +28,7 @@ MEASURES = {
 
 
 def shares(comparison: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
-    """Each measure of each contestant, as a part of that of the experts op by op."""
+    """Each measure of each contestant, divided by the measure of the unfused experts."""
     whole = comparison["unfused"]
     return {
         title: {LABELS[name]: measures[measure] / whole[measure] for name, measures in comparison.items()}
@@ -37,7 +37,7 @@ def shares(comparison: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str,
 
 
 def title(data: Mapping[str, Any]) -> str:
-    """What was measured, and where."""
+    """The title: the problem and where it was measured."""
     return f"The experts of the demo: {data['problem']}"
 
 

@@ -1,12 +1,14 @@
-"""What it costs to spread experts over ranks: rows to their owners and back, and a layer's forward and backward.
+"""The cost of spreading experts over ranks: dispatch and combine of rows, forward and backward of a layer.
 
     python -m fusible bench ep --preset qwen3 --ranks 2
 
-A process a rank: a GPU each over NCCL, or the CPU over gloo. ``torch`` is the same exchange written by hand: sort,
+Each rank is a process: with its own GPU over NCCL, or on the CPU over gloo. ``torch`` is the same exchange written by
+hand: sort,
 ``index_select`` and ``all_to_all_single``. Times are of the slowest rank. Before anything is timed, outputs and
 gradients are compared with those of one rank that has all experts and all tokens. The transport ``vdev_2d`` is torch's
-``all_to_all_vdev_2d`` through NVSHMEM, its rows compared with those by hand; where it does not run, it is said why.
-What fails is reported in place of its table. The others are measured, and the command ends with 1.
+``all_to_all_vdev_2d`` through NVSHMEM, its rows are compared with the hand-written exchange; if it cannot run, the
+reason is printed. A failure is reported in place of its table; the other measurements go on, and the command exits with
+1.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ Phases = tuple[str, ...]
 
 
 class Setting(NamedTuple):
-    """What every rank is told."""
+    """The parameters of a run, the same on every rank."""
 
     preset: str
     ranks: int
@@ -62,7 +64,7 @@ class Setting(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Tokens, the experts that they choose, and gradients of what comes back."""
+    """Tokens, their chosen experts, and gradients of the output."""
 
     x: Tensor
     ids: Tensor
@@ -71,7 +73,7 @@ class Batch(NamedTuple):
 
 
 def draw(setting: Setting, rank: int) -> Batch:
-    """The batch of one rank; experts without repetition."""
+    """Draws the batch of one rank; a token's experts differ from one another."""
     preset, tokens, device = PRESETS[setting.preset], setting.tokens, setting.of_rank(dist.get_rank())
     generator = torch.Generator(device).manual_seed(rank)
     chance = torch.rand(tokens, preset.experts, generator=generator, device=device)
@@ -89,7 +91,7 @@ def draw(setting: Setting, rank: int) -> Batch:
 def layer(
     first: Any, last: Any, preset: Preset, experts: slice, dtype: torch.dtype, device: torch.device
 ) -> Sequential:
-    """A layer with some of the experts; each has the same parameters wherever it is."""
+    """A layer with some of the experts; an expert has the same parameters on every rank."""
     number, f, h = experts.stop - experts.start, preset.hidden, preset.features
     model = Sequential(
         *(first, GroupedLinear(number, h, 2 * f, bias=False, dtype=dtype, device=device), SwiGLU(), Scale()),
@@ -107,7 +109,7 @@ def layer(
 
 
 class ByHand(NamedTuple):
-    """Where rows went, for the way back."""
+    """The order and counts of the rows that a hand-written dispatch sent, for the way back."""
 
     order: Tensor
     arrival: Tensor
@@ -143,7 +145,7 @@ def combine_by_hand(rows: Tensor, batch: Batch, went: ByHand) -> Tensor:
 
 
 def phases(setting: Setting, batch: Batch, group: ep.Group) -> Iterator[tuple[Phases, Callable[[], Iterator[None]]]]:
-    """What is timed: a generator that stops after each phase."""
+    """The functions that are timed: generators that yield after each phase."""
     preset, device = PRESETS[setting.preset], batch.x.device
     dispatch, combine = ep.EPDispatch(group), ep.EPCombine(group)
     model = layer(ep.EPDispatch(group), ep.EPCombine(group), preset, group.local_experts, batch.x.dtype, device)
@@ -177,7 +179,7 @@ def phases(setting: Setting, batch: Batch, group: ep.Group) -> Iterator[tuple[Ph
 
 
 def in_graphs(batch: Batch, dispatch: ep.EPDispatch, combine: ep.EPCombine) -> Callable[[], Iterator[None]]:
-    """The same without the host: a CUDA graph each."""
+    """The phases without the host, each captured as a CUDA graph."""
     graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     with torch.no_grad():
         with torch.cuda.graph(graphs[0]):
@@ -217,7 +219,9 @@ def _now(device: str) -> float:
 
 
 def differences(setting: Setting, group: ep.Group) -> dict[str, float]:
-    """How far outputs and gradients are from those of one rank with all experts and tokens, in parts of the largest."""
+    """The largest differences of outputs and gradients from those of one rank with everything, relative to the largest
+    value.
+    """
     preset, rank, device = PRESETS[setting.preset], dist.get_rank(), setting.of_rank(dist.get_rank())
     dtype, batches = DTYPES[setting.dtype], [draw(setting, r) for r in range(setting.ranks)]
     everything = Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
@@ -245,7 +249,7 @@ def _step(model: Sequential, batch: Batch) -> list[Tensor]:
 
 
 def skew(batch: Batch, setting: Setting) -> float:
-    """The rows of the rank that has most, in parts of the mean."""
+    """The rows of the busiest rank, relative to the mean."""
     owned = PRESETS[setting.preset].experts // setting.ranks
     rows = torch.bincount(batch.ids.flatten() // owned, minlength=setting.ranks).double()
     dist.all_reduce(rows)
@@ -256,7 +260,7 @@ def skew(batch: Batch, setting: Setting) -> float:
 
 
 def work(rank: int, setting: Setting, folder: str) -> None:
-    """One rank."""
+    """The work of one rank."""
     device = setting.of_rank(rank) if setting.device == "cuda" else None
     if device is not None:
         torch.cuda.set_device(device)
@@ -272,7 +276,7 @@ def work(rank: int, setting: Setting, folder: str) -> None:
 
 
 def measure(setting: Setting) -> dict[str, Any]:
-    """What all ranks find together."""
+    """Measures on all ranks together."""
     preset, batch = PRESETS[setting.preset], draw(setting, dist.get_rank())
     if setting.transport == "vdev_2d":
         return measure_vdev(setting, batch)
@@ -300,7 +304,7 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 
 def measure_vdev(setting: Setting, batch: Batch) -> dict[str, Any]:
-    """The times of torch's exchange on the device, and how far its rows and sums are from those by hand."""
+    """Times torch's exchange on the device, and compares its rows and sums with those of the hand-written one."""
     reason, experts = vdev.refusal(batch.x.device), PRESETS[setting.preset].experts
     results = {"seconds": {}, "differences": {}, "skew": skew(batch, setting), "transport": "vdev_2d"}
     if reason is not None:
@@ -346,7 +350,7 @@ def table(setting: Setting, results: dict[str, Any]) -> str:
 
 
 def run(setting: Setting) -> dict[str, Any]:
-    """Starts the ranks, and waits for what they find, or for the error of the first that fails."""
+    """Starts the ranks; returns their results, or the error of the first that fails."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             spawn(work, (setting, folder), nprocs=setting.ranks)  # type: ignore[no-untyped-call]
@@ -378,7 +382,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def beside(setting: Setting) -> str:
-    """What a setting says about moves beside products, where it differs from the default."""
+    """Describes the settings of overlap that differ from the default."""
     said = ""
     if setting.overlap is not None:
         said += f" with {setting.overlap} multiprocessors beside weight gradients"
@@ -414,7 +418,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for preset in args.preset:
         if PRESETS[preset].experts % args.ranks:
             parser.error(
-                f"argument --ranks: {PRESETS[preset].experts} experts of {preset} are no multiple of {args.ranks}"
+                f"argument --ranks: {PRESETS[preset].experts} experts of {preset} do not divide into {args.ranks} ranks"
             )
     return args
 

@@ -1,8 +1,8 @@
-"""How fast a step with few rows reads weights: of 16 bits, and those that stay quantised.
+"""How fast a step with few rows reads weights, in 16 bits and quantised.
 
     python -m fusible.benchmarks.few_rows --preset mixtral --tokens 8
 
-The first linear of a layer's experts. Bytes are those of the weights whose experts have rows, each once.
+The first linear of a layer's experts. Bytes count the weights of experts with rows, each once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .timing import graph_of, interleaved, markdown
 CALLS = 10  # of a graph
 Way = tuple[Callable[[], Any], int]
 
-RECIPES: Mapping[str, tuple[Recipe, int]] = {  # with the rows for which packed weights are read as they lie
+RECIPES: Mapping[str, tuple[Recipe, int]] = {  # with the number of rows up to which packed weights are read directly
     "Float8Block": (Float8Block(), 0),
     "Float8Row": (Float8Row(), 0),
     "Float8Tensor": (Float8Tensor(), 0),
@@ -46,7 +46,7 @@ RECIPES: Mapping[str, tuple[Recipe, int]] = {  # with the rows for which packed 
 
 
 def ways(preset: Preset, tokens: int, device: str) -> tuple[Tensor, dict[str, Way]]:
-    """The split sizes; by name the product, and the bytes of its weights."""
+    """The split sizes; and by name, each way to compute the product with the bytes of its weights."""
     experts, k, n = preset.experts, preset.features, 2 * preset.hidden
     ids = torch.rand(tokens, experts, device=device).topk(min(preset.top_k, experts), -1).indices
     sizes = ids.view(-1).bincount(minlength=experts)
@@ -61,7 +61,7 @@ def ways(preset: Preset, tokens: int, device: str) -> tuple[Tensor, dict[str, Wa
 
 
 def quantised(recipe: Recipe, rows_as_they_lie: int, x: Tensor, weight: Tensor, sizes: Tensor) -> Way:
-    """Of a weight that stays quantised, by rows that are quantised already."""
+    """The product of a weight that stays quantised with rows that are already quantised."""
     copy = operands.rowwise_copy(recipe, weight)
     rows = copies_of(recipe, x, sizes, rows=True, wgrad=False).rows
     assert rows is not None
@@ -74,7 +74,7 @@ def quantised(recipe: Recipe, rows_as_they_lie: int, x: Tensor, weight: Tensor, 
 
 
 def rows_of(preset: Preset, tokens: int, rounds: int) -> list[Sequence[str]]:
-    """A line of the table for each way."""
+    """The lines of the table, one for each way."""
     sizes, by_name = ways(preset, tokens, "cuda")
     share = float((sizes > 0).float().mean())
     graphs = {name: graph_of(run, CALLS) for name, (run, _) in by_name.items()}

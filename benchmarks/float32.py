@@ -1,8 +1,8 @@
-"""What experts in float32 cost on a GPU: forward and backward beside bfloat16, without and with TF32.
+"""The cost of float32 experts on a GPU: forward and backward, compared with bfloat16, without and with TF32.
 
     python -m fusible.benchmarks.float32
 
-There is no grouped kernel of float32: products run one expert after the other, and wait for the split sizes.
+There is no grouped float32 kernel: products run one expert after the other, and wait for the split sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .timing import Function, interleaved, markdown
 
 
 def step_of(preset: Preset, tokens: int, dtype: torch.dtype, device: str) -> Function:
-    """A forward and backward of experts that all get the same number of rows, which are ``tokens`` times top k."""
+    """A forward and backward of experts that share ``tokens`` times top-k rows equally."""
     rows = tokens * preset.top_k
     options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
     fc1 = GroupedLinear(preset.experts, preset.features, 2 * preset.hidden, **options)
@@ -38,7 +38,7 @@ def step_of(preset: Preset, tokens: int, dtype: torch.dtype, device: str) -> Fun
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """In the body, cuBLAS may round operands of float32."""
+    """Lets cuBLAS use TF32 for float32 operands within the body."""
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
         yield
@@ -47,7 +47,7 @@ def tf32() -> Iterator[None]:
 
 
 def seconds(preset: Preset, tokens: int, rounds: int, device: str) -> tuple[float, float, float]:
-    """Of bfloat16, of float32, and of float32 with TF32; one after the other, since a layer fills much memory."""
+    """Seconds in bfloat16, float32, and float32 with TF32; measured one after another, as a layer fills much memory."""
 
     def measured(dtype: torch.dtype) -> float:
         step = {"step": step_of(preset, tokens, dtype, device)}

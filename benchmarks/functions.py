@@ -39,17 +39,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def mish_glu(gate: Tensor, up: Tensor) -> Tensor:
-    """A long one: some 45 instructions for an element of the backward."""
+    """A long function, with some 45 instructions per element of the backward."""
     return F.mish(gate) * up
 
 
 def sloped(gate: Tensor, up: Tensor, beta: Tensor) -> Tensor:
-    """The short one with a slope inside, which each expert learns for each column."""
+    """The short function with a learned slope for each expert and column."""
     return gate * torch.sigmoid(gate * beta) * up
 
 
 def shifted(gate: Tensor, up: Tensor, beta: Tensor, shift: Tensor) -> Tensor:
-    """The same with two numbers of a column."""
+    """The short function with two numbers for each column."""
     return gate * torch.sigmoid(gate * beta) * (up + shift)
 
 
@@ -72,13 +72,13 @@ class FunctionContestant(NamedTuple):
 
 
 def function_of(function: Function, sizes: Sizes, device: str, **columns: torch.dtype) -> list[nn.Module]:
-    """A function of gate, up and numbers of each expert's columns, which are of these types."""
+    """A function of gate, up and per-column numbers of each expert, which have these types."""
     start = {n: torch.ones(sizes.experts, sizes.hidden, device=device, dtype=dtype) for n, dtype in columns.items()}
     return [fusible.Pointwise(function, halves="concat", columns=start)]
 
 
 def biased(sizes: Sizes, device: str) -> list[nn.Module]:
-    """A bias that all experts share, before gate and up meet."""
+    """The function with a bias, shared by all experts, before gate and up meet."""
     return [fusible.Bias(2 * sizes.hidden, device=device, dtype=torch.bfloat16), fusible.SwiGLU()]
 
 
@@ -90,7 +90,7 @@ ACTS: Mapping[str, Callable[[Sizes, str], list[nn.Module]]] = {
     "two columns": partial(function_of, shifted, beta=torch.bfloat16, shift=torch.float32),
     "bias": biased,
 }
-"""What is between the linears, by name; the first is what the others are compared with."""
+"""The op between the linears, by name; the others are compared with the first."""
 UNFUSED, COMPILED = ("SwiGLU", "function", "two columns", "bias"), {"function": swiglu, "long function": mish_glu}
 CONTESTANTS = (*ACTS, *(f"{name} unfused" for name in UNFUSED), *(f"{name} compiled" for name in COMPILED))
 """Unfused: as a kernel of its own. Compiled: ``grouped_mm`` and the function, all of it under ``torch.compile``."""
@@ -110,7 +110,7 @@ def contestant(name: str, sizes: Sizes, device: str, recipe: Recipe | None = Non
 
 @lru_cache(maxsize=1)
 def _linears(sizes: Sizes, device: str, recipe: Recipe | None) -> list[nn.Module]:
-    """Those of all contestants that are ours: where weights lie makes no difference then."""
+    """Linears that all our contestants share, so that the addresses of weights make no difference."""
     shapes = (sizes.features, 2 * sizes.hidden), (sizes.hidden, sizes.features)
     options = {"bias": False, "device": device, "dtype": torch.bfloat16, "recipe": recipe}
     return [fusible.GroupedLinear(sizes.experts, *shape, **options) for shape in shapes]  # type: ignore[arg-type]
@@ -132,7 +132,7 @@ def _compiled(function: Function, sizes: Sizes, device: str) -> FunctionContesta
 
 
 class Times(NamedTuple):
-    """By contestant: median seconds, and what they are of those of the first one, from neighbouring calls."""
+    """Median seconds by contestant, and the ratio to the first one's from neighbouring calls."""
 
     seconds: Mapping[str, float]
     ratios: Mapping[str, float]
@@ -141,7 +141,7 @@ class Times(NamedTuple):
 def times(
     sizes: Sizes, device: str, rounds: int, names: Sequence[str], recipe: Recipe | None = None
 ) -> Mapping[str, Times]:
-    """Of both directions, and of the forward alone."""
+    """Times of both directions together, and of the forward alone."""
     every = {name: contestant(name, sizes, device, recipe) for name in names}
     groups = split_sizes("random", sizes.experts, sizes.rows).to(device)
     x = torch.randn(sizes.rows, sizes.features, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -165,7 +165,7 @@ class FirstCalls(NamedTuple):
 
 
 def first_calls(function: Function) -> FirstCalls:
-    """Of a function of gate and up in the grouped GEMM, with an empty cache and with what that leaves in it."""
+    """First-call times of a function of gate and up in the grouped GEMM, with an empty cache and then a filled one."""
     spec = fusible.Pointwise(function, halves="concat").spec
     assert spec is not None
     assert spec.program is not None
@@ -202,7 +202,7 @@ def _empty_cache() -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints how long the kernels take to be ready, and a table in Markdown for each preset."""
+    """Prints the time until kernels are ready, and a Markdown table for each preset."""
     parser = argparse.ArgumentParser(prog="functions", description=__doc__.splitlines()[0] if __doc__ else None)
     add_size_arguments(parser, [], list(PUBLISHED), nargs="+")
     parser.add_argument("--rounds", type=int, default=5)

@@ -1,4 +1,4 @@
-"""How long a step takes whose weights FSDP2 gathers: in 16 bits, in 16 bits and then quantised, and in e4m3.
+"""The time of a step whose weights FSDP2 gathers: in 16 bits, in 16 bits and then quantised, and in e4m3.
 
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m fusible.benchmarks.gathers --preset qwen3
 
@@ -40,7 +40,7 @@ class Layers(nn.Module):
 
 
 def experts(preset: Preset, device: torch.device, recipe: Recipe | None = None) -> Sequential:
-    """Those of a layer, in bfloat16."""
+    """The experts of a layer, in bfloat16."""
     linear = partial(GroupedLinear, preset.experts, device=device, dtype=torch.bfloat16, recipe=recipe)
     return Sequential(linear(preset.features, 2 * preset.hidden), SwiGLU(), linear(preset.hidden, preset.features))
 
@@ -53,7 +53,7 @@ WAYS: Mapping[str, Callable[[Preset, torch.device], nn.Module]] = {
 
 
 def sharded(build: Callable[[], nn.Module], layers: int, mesh: DeviceMesh) -> Layers:
-    """So many layers, each gathered on its own."""
+    """Builds ``layers`` layers, each gathered on its own."""
     torch.manual_seed(0)
     model = Layers([build() for _ in range(layers)])
     for layer in model.layers:

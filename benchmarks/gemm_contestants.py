@@ -1,4 +1,4 @@
-"""The matrix products of the experts, each alone, and several ways to compute them: ours, and those of others."""
+"""The matrix products of the experts, each alone, and several ways to compute them: ours and others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Function = Callable[[], Tensor]
 def products(problem: Problem, main_grad: bool = False) -> Iterator[tuple[str, GroupedGemm]]:
     """The matrix products of the experts, by name: forward, gradients of the rows, gradients of the weights.
 
-    With ``main_grad``, also the gradients of the weights added to what stands in a float32 buffer.
+    With ``main_grad``, also the gradients of the weights accumulated into a float32 buffer.
     """
     p, generator = problem, torch.Generator(problem.x.device).manual_seed(1)
     shape = p.x.shape[0], p.w1.shape[1]
@@ -48,7 +48,7 @@ def products(problem: Problem, main_grad: bool = False) -> Iterator[tuple[str, G
 
 
 def ours(p: GroupedGemm) -> Function:
-    """What the ops of the library call."""
+    """Our product, as the ops call it."""
 
     def run() -> Tensor:
         kernels.grouped_gemm(p.layout, p.a, p.b, p.split_sizes, out=p.out, beta=p.beta)
@@ -58,7 +58,7 @@ def ours(p: GroupedGemm) -> Function:
 
 
 def tiles(p: GroupedGemm) -> dict[str, Function]:
-    """Each tile that our kernels are built with for this product, by name; none where they cannot compute it."""
+    """Our kernels for this product by the name of their tile; empty if they cannot compute it."""
     if hopper.refusal(p) is not None:
         return {}
 
@@ -72,7 +72,7 @@ def tiles(p: GroupedGemm) -> dict[str, Function]:
 
 
 def dense(p: GroupedGemm) -> Function:
-    """One product of as many operations."""
+    """One dense product with the same number of operations."""
     b = stacked(p.b)
     left, right = {
         Layout.NT: lambda: (p.a, b[0].mT),
@@ -84,7 +84,7 @@ def dense(p: GroupedGemm) -> Function:
 
 
 def loop(p: GroupedGemm) -> Function:
-    """A product for each group; it knows the sizes beforehand, so that it never waits for the device."""
+    """One product per group; it knows the sizes beforehand, and so never waits for the device."""
     sizes, b, out = p.split_sizes.tolist(), stacked(p.b), stacked(p.out)
     lefts: Sequence[Tensor] = torch.split(p.a, sizes)
     if p.layout is Layout.TN:
@@ -116,7 +116,7 @@ CONTESTANTS: dict[str, Callable[[GroupedGemm], Function]] = {
 
 
 def refusal(name: str, p: GroupedGemm) -> str | None:
-    """Why a contestant cannot take part; None: it can."""
+    """The reason why a contestant cannot take part, or None."""
     if name in ("loop", "grouped_mm") and p.beta is not None:
         return "does not add to float32"
     return grouped_mm_backend.refusal(p) if name == "grouped_mm" else None
@@ -137,7 +137,7 @@ def _product(layout: Layout, a: Tensor, b: Tensor, sizes: Tensor, main_grad: boo
 
 
 def under_recipe(p: GroupedGemm, recipe: Recipe) -> Function | None:
-    """The product of operands that have been quantised; None: the recipe leaves those of this one as they are."""
+    """The product of quantised operands; None if the recipe does not quantise this product."""
     if p.layout is Layout.TN:
         return _wgrad_under(p, recipe) if wgrad_is_quantized(recipe) else None
     back, out = p.layout is Layout.NN, p.out

@@ -1,4 +1,4 @@
-"""The experts of gpt-oss as a problem: with biases, gate and up by turns, and a clamped activation."""
+"""The experts of gpt-oss as a problem: with biases, alternating gate and up, and a clamped activation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LIMIT, ALPHA, LINEAR_OFFSET = 7.0, 1.702, 1.0
 
 
 class BiasedResult(NamedTuple):
-    """The output, and the gradients of everything that it depends on."""
+    """The output and the gradients of all inputs."""
 
     y: Tensor
     x: Tensor
@@ -34,7 +34,7 @@ class GptOssProblem(Problem):
 
     @classmethod
     def of(cls, problem: Problem) -> GptOssProblem:
-        """The problem with random biases, its first weights read as rows of gate and up by turns."""
+        """Adds random biases to a problem; rows of its first weights count as alternating gate and up."""
         generator = torch.Generator(problem.x.device).manual_seed(1)
         experts, columns, features = problem.w1.shape
 
@@ -46,7 +46,7 @@ class GptOssProblem(Problem):
         return cls(**values, b1=draw(columns), b2=draw(features))
 
     def _truth(self, group: int, rows: slice) -> BiasedResult:
-        """What one expert gives, in float64."""
+        """The result of one expert in float64."""
         leaves = (self.x[rows], self.scales[rows], *(t[group] for t in (self.w1, self.w2, self.b1, self.b2)))
         x, scales, w1, w2, b1, b2 = operands = [t.detach().double().requires_grad_() for t in leaves]
         with torch.enable_grad():
@@ -56,6 +56,6 @@ class GptOssProblem(Problem):
 
 
 def activate(preact: Tensor) -> Tensor:
-    """The hidden rows [T, F] of rows [T, 2F] of gate and up by turns."""
+    """The hidden rows [T, F] of rows [T, 2F] with alternating gate and up."""
     gate, up = preact[:, ::2].clamp(max=LIMIT), preact[:, 1::2].clamp(-LIMIT, LIMIT)
     return gate * torch.sigmoid(ALPHA * gate) * (up + LINEAR_OFFSET)

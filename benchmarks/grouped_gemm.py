@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import fusible
-from fusible.fuser.contract.config import BACKENDS
 from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout, stacked
+from fusible.ops.values.switches import BACKENDS
 
 from .arguments import command, duration
 from .gemm_contestants import CONTESTANTS, Function, backend_of, products, refusal, tiles, under_recipe
@@ -36,7 +36,7 @@ H200_FLOPS, H200_BYTES = 790e12, 4.3e12  # a second: bf16 cuBLAS at 8192^3, and 
 
 
 class GemmMeasurement(NamedTuple):
-    """What one contestant did with one product."""
+    """The time and error of one contestant on one product."""
 
     seconds: float
     error: float | None
@@ -51,7 +51,7 @@ class Sample(NamedTuple):
 
 
 def samples(p: GroupedGemm) -> Iterator[Sample]:
-    """Rows of the results of some groups: those of the fewest and of the most rows, and some between."""
+    """Samples rows of the result in some groups: the shortest, the longest, and some between."""
     sizes, b = p.split_sizes.cpu(), stacked(p.b)
     starts, order = sizes.cumsum(0) - sizes, sizes.argsort()
     if p.layout is not Layout.TN:
@@ -70,8 +70,8 @@ def check(p: GroupedGemm, functions: Mapping[str, Function]) -> dict[str, float]
     """The largest relative error of a sampled row, against float64, of each contestant but the yardstick.
 
     Raises:
-        InaccurateError: it is more than twice that of a plain product in the same dtype, and what its recipe rounds,
-            or something is not finite.
+        InaccurateError: the error exceeds twice that of a plain product in the same dtype plus its recipe's rounding,
+        or a value is not finite.
     """
     before = 0.0 if p.beta is None else 1.0  # in every element of the result, which counts with beta
     parts = [(s, s.left.double() @ s.right.double() + before, (s.left @ s.right).double() + before) for s in samples(p)]
@@ -81,7 +81,7 @@ def check(p: GroupedGemm, functions: Mapping[str, Function]) -> dict[str, float]
     for name, function in functions.items():
         if name == YARDSTICK:
             continue
-        stacked(p.out).fill_(torch.nan if p.beta is None else before)  # NaN: what is not written is seen
+        stacked(p.out).fill_(torch.nan if p.beta is None else before)  # NaN reveals elements that are not written
         result = function()
         errors[name] = max((_error(result[s.where], truth) for s, truth, _ in parts), default=0.0)
         finite, most = bool(result.sum(dtype=torch.float32).isfinite()), allowed + _rounding(name)
@@ -92,14 +92,14 @@ def check(p: GroupedGemm, functions: Mapping[str, Function]) -> dict[str, float]
 
 
 def _rounding(name: str) -> float:
-    """Of the operands of a contestant."""
+    """The relative rounding of a contestant's operands."""
     return rounding(RECIPES[name]) if name in RECIPES else 0.0
 
 
 def measure(
     p: GroupedGemm, functions: Mapping[str, Function], rounds: int, sustain: float | None = None
 ) -> dict[str, GemmMeasurement]:
-    """Checks, then times every contestant, in turn or (``sustain``) each for so many seconds."""
+    """Checks, then times every contestant: in turn, or each for ``sustain`` seconds."""
     errors = check(p, functions)
     if sustain is None:
         seconds = interleaved(functions, rounds, p.a.device, calls=2, steady=True)
@@ -109,14 +109,14 @@ def measure(
 
 
 def bound(p: GroupedGemm, device: str) -> float | None:
-    """Seconds that the product takes at least, where we know what the device can do; None elsewhere."""
+    """The least possible seconds of the product on a known device, or None."""
     if "H200" not in device or p.a.element_size() != 2:
         return None
     return max(p.flops / H200_FLOPS, bytes_moved(p) / H200_BYTES)
 
 
 def bytes_moved(p: GroupedGemm) -> int:
-    """Operands read once, and the result written once; weights of groups without rows are not read."""
+    """Bytes of operands read once and of the result written once; weights of empty groups are not read."""
     if p.layout is Layout.TN:
         return p.bytes
     weights, unused = stacked(p.b), int((p.split_sizes == 0).sum())
@@ -124,7 +124,7 @@ def bytes_moved(p: GroupedGemm) -> int:
 
 
 def finding(name: str, p: GroupedGemm, measured: Mapping[str, GemmMeasurement]) -> dict[str, Any]:
-    """One product and its measurements, as data."""
+    """One product and its measurements, as a dict."""
     least = bound(p, torch.cuda.get_device_name(p.a.device)) if p.a.is_cuda else None
     speeds = {who: p.flops / m.seconds / 1e12 for who, m in measured.items()}
     mine = measured.get("ours")
@@ -143,7 +143,7 @@ def finding(name: str, p: GroupedGemm, measured: Mapping[str, GemmMeasurement]) 
 
 
 def table(findings: Sequence[Mapping[str, Any]], contestants: Sequence[str]) -> str:
-    """The findings as Markdown; speeds in TFLOP/s, then ours to that of the others."""
+    """The findings as Markdown: speeds in TFLOP/s, then the ratios of ours to the others."""
     others = [who for who in contestants if who != "ours"] if "ours" in contestants else []
     heading = ("TFLOP/s", "M × N × K", *contestants, *(f"ours / {who}" for who in others), "of bound", "error", "by")
     rows = []
@@ -179,7 +179,7 @@ def run(args: argparse.Namespace, case: Asked, report: Report) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures every preset, number of tokens and distribution that is asked for, and prints Markdown."""
+    """Measures every requested preset, number of tokens and distribution, and prints Markdown."""
     args = _arguments(argv)
     with Report(args.out, args.json) as report, fusible.config(backend=args.backend):
         for case in asked(args):
@@ -201,12 +201,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _spread(count: int, wanted: int) -> Tensor:
-    """At most so many of ``count`` indices, the first and the last among them."""
+    """At most ``wanted`` of ``count`` indices, evenly spread, including the first and the last."""
     return torch.linspace(0, max(count - 1, 0), min(count, wanted)).long()
 
 
 def _error(result: Tensor, truth: Tensor) -> float:
-    """The largest relative error of a row; NaN if there is one."""
+    """The largest relative error of a row; NaN if any value is NaN."""
     apart, size = (result.double() - truth).norm(dim=1), truth.norm(dim=1)
     return float((apart / size.clamp(min=torch.finfo(torch.float64).tiny)).nan_to_num(torch.inf).max())
 

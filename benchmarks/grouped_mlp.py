@@ -1,4 +1,4 @@
-"""The experts of a layer: fused plan, unfused plan, and what people write by hand. Accuracy first, then speed.
+"""The experts of a layer: fused plan, unfused plan, and hand-written code. Accuracy first, then speed.
 
     python -m fusible bench mlp                                   on this machine, small sizes
     python -m fusible bench mlp --preset mixtral --tokens 8192    on a GPU
@@ -38,7 +38,7 @@ PARTS = {"inference": "inference", "forward": "forward", "backward": "backward",
 
 
 class MLPMeasurement(NamedTuple):
-    """What one contestant did: seconds, bytes, the largest relative error."""
+    """Seconds, bytes and the largest relative error of one contestant."""
 
     inference: float
     forward: float
@@ -52,7 +52,7 @@ def check(problem: Problem, contestants: Mapping[str, Contestant]) -> dict[str, 
     """The largest relative error of each contestant.
 
     Raises:
-        InaccurateError: a tensor is more than twice as far from the truth as that of the loop in the same dtype.
+        InaccurateError: the error of a tensor exceeds twice that of the loop in the same dtype.
     """
     tiny = 8 * torch.finfo(problem.x.dtype).eps
     errors = {name: problem.errors(c.result()) for name, c in contestants.items() if name != YARDSTICK}
@@ -66,7 +66,7 @@ def check(problem: Problem, contestants: Mapping[str, Contestant]) -> dict[str, 
 
 
 def peer(name: str, problem: Problem) -> Contestant | LeftOut:
-    """Another library as a contestant, after a step of it whose results are right."""
+    """Another library as a contestant, after a step whose results were checked."""
     try:
         contestant = PEERS[name].contestant(problem)
         check(problem, {name: contestant})
@@ -78,7 +78,7 @@ def peer(name: str, problem: Problem) -> Contestant | LeftOut:
 
 
 def taking_part(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Contestant], list[LeftOut]]:
-    """Those of the named contestants that can run here, and why the others cannot."""
+    """The named contestants that can run here, and the reasons why the others cannot."""
     reasons = {name: why for name in names if (why := refusal(name, problem))}
     contestants, left_out = race(problem, [n for n in names if n not in PEERS]), [LeftOut(*r) for r in reasons.items()]
     for name in names:
@@ -125,7 +125,7 @@ def table(problem: Problem, measured: Mapping[str, MLPMeasurement]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark for every distribution that is asked for, and prints Markdown."""
+    """Runs the benchmark for every requested distribution, and prints Markdown."""
     args = _arguments(argv)
     speeds: dict[str, dict[str, float]] = {}
     with Report(args.out, args.json) as report:
@@ -143,7 +143,7 @@ def _problem(args: argparse.Namespace, distribution: str) -> Problem:
 
 
 def _measure_problem(problem: Problem, distribution: str, args: argparse.Namespace, report: Report) -> dict[str, float]:
-    """Measures the contestants and reports them; returns their operations a second, in trillions."""
+    """Measures and reports the contestants; returns their TFLOP/s."""
     contestants, left_out = taking_part(problem, args.contestants)
     contestants |= {f"fused, {recipe}": under_recipe(problem, recipe) for recipe in args.recipe}
     print(f"{distribution}: {', '.join(contestants)} …", file=sys.stderr, flush=True)

@@ -3,17 +3,17 @@
     python -m fusible bench hf --model qwen3-moe                     on a GPU
     python -m fusible bench hf --model gpt-oss --shrink 16 --tokens 64    small, on a CPU
 
-One layer of the real configuration with random weights, or ``--layers`` of them, each added to what it was given.
-Times are medians of interleaved rounds in one run. Forward and step are timed as one of many, behind another, so that
-the host is ahead; decode is a forward without gradients, timed by itself. Compiled is all of it by ``torch.compile``,
-and with graphs also captured (``mode="reduce-overhead"``), for decode. Memory is what a step takes above weights and
-input: at its peak, which leaves all gradients; at its peak above gradients that are there already, as from an earlier
-part of a batch, and are added to; and between forward and backward. The error is the largest, over output and gradients
+One layer of the real configuration with random weights, or ``--layers`` of them, each with a residual connection.
+Times are medians of interleaved rounds in one run. Forward and step are timed behind other calls, so that the host is
+ahead; decode is a forward without gradients, timed alone. ``compiled`` runs all of it under ``torch.compile``; for
+decode also with CUDA graphs (``mode="reduce-overhead"``). Memory is counted above weights and input, at three points:
+the peak of a step that allocates all gradients; the peak of a step that adds to existing gradients; and between forward
+and backward. The error is the largest, over output and gradients
 of the experts, of the relative error against the eager implementation in float32 on the same rounded weights, with the
 same choice of experts.
 
 Other libraries take part where they can be imported, with the package that is installed rather than the one that
-transformers would download. One that fails, or is further from the truth than ours may be, is left out, with the reason
+transformers would download. A library that fails, or is less accurate than ours may be, is left out, with the reason
 below the table.
 """
 
@@ -48,7 +48,7 @@ DECODE_ONLY = ("batched_mm", "fusible compiled, graphs")  # the first copies the
 
 
 class Model(NamedTuple):
-    """Where transformers has a block, and the sizes of a published configuration."""
+    """The location of a block in transformers, and the sizes of a published configuration."""
 
     folder: str
     config: str
@@ -79,7 +79,7 @@ MODELS = {
 
 
 class Stack(nn.Module):
-    """Blocks in a row, each added to what it was given; one alone is only itself."""
+    """Blocks in a row, each with a residual connection; a single block has none."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -114,13 +114,13 @@ class Block:
         self.top_k, self.experts = self.config.num_experts_per_tok, first.experts
 
     def use(self, implementation: str) -> None:
-        """Switches."""
+        """Switches the experts implementation."""
         name = REGISTERED.format(implementation) if implementation in PEERS else implementation.split()[0]
         if name != self._used:  # a configuration takes tens of microseconds to be told
             self._used = self.config._experts_implementation = name
 
     def run(self, implementation: str, x: Tensor) -> Tensor:
-        """All blocks."""
+        """Runs all blocks."""
         self.use(implementation)
         if implementation not in self._runs:
             mode = COMPILED.get(implementation, "")
@@ -128,15 +128,15 @@ class Block:
         return self._runs[implementation](x)
 
     def rows(self, tokens: int, grad: bool = False) -> Tensor:
-        """Hidden states of unit variance."""
+        """Draws hidden states of unit variance."""
         return torch.randn(1, tokens, self.hidden, device=self.device, dtype=self.dtype).requires_grad_(grad)
 
     def forward(self, implementation: str, x: Tensor) -> Callable[[], Tensor]:
-        """The block's forward without gradients, as a function."""
+        """A function that runs the block's forward without gradients."""
         return torch.no_grad()(partial(self.run, implementation, x))
 
     def step(self, implementation: str, x: Tensor) -> Callable[[], tuple[Tensor, ...]]:
-        """Forward and backward."""
+        """A function that runs forward and backward."""
         dy, leaves = torch.randn_like(x), [x, *self.stack.parameters()]
 
         def run() -> tuple[Tensor, ...]:
@@ -145,7 +145,7 @@ class Block:
         return run
 
     def added(self, implementation: str, x: Tensor) -> Callable[[], None]:
-        """Forward and backward, added to gradients that are there."""
+        """A function that runs forward and backward, adding to existing gradients."""
         dy = torch.randn_like(x)
         for leaf in (x, *self.stack.parameters()):
             leaf.grad = torch.zeros_like(leaf)
@@ -156,14 +156,14 @@ class Block:
         return run
 
     def recorded(self, implementation: str, x: Tensor) -> Callable[[], Tensor]:
-        """The forward of a step, whose result keeps what the backward needs."""
+        """A function that runs the forward of a step; its result keeps the tensors of the backward."""
 
         return partial(self.run, implementation, x)
 
 
 def error(block: Block, implementation: str) -> float:
     """The largest relative error of the experts' output and gradients; see above."""
-    if implementation in COMPILED:  # what is compiled is the block: against the one that is not
+    if implementation in COMPILED:  # compare a compiled block with the eager one
         x = block.rows(FEW_ROWS_CHECKED)
         return _distance(block.forward(implementation, x)(), block.forward("fusible", x)().double())
     rows = FEW_ROWS_CHECKED if implementation in DECODE_ONLY else ROWS_CHECKED
@@ -188,7 +188,7 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 
 def refusal(name: str, block: Block) -> str | None:
-    """Why another library cannot take part; None: it can."""
+    """The reason why another library cannot take part, or None."""
     peer = PEERS[name]
     if peer.experts_forward is None and peer.import_error() is None:
         return "cannot take weights that a model owns"
@@ -196,7 +196,7 @@ def refusal(name: str, block: Block) -> str | None:
 
 
 def peer_reason(name: str, block: Block) -> str | None:
-    """Why another library is not timed; None: it ran, and was right. It is registered with transformers."""
+    """The reason why another library is not timed; None if its results are right. Registers it with transformers."""
     why = refusal(name, block)
     if why is not None:
         return why
@@ -217,7 +217,7 @@ def check(block: Block, implementations: Sequence[str]) -> dict[str, float]:
     """The error of each.
 
     Raises:
-        InaccurateError: one is not finite; or ours runs, more than twice as far from the truth as the best other.
+        InaccurateError: an error is not finite, or ours exceeds twice the error of the best other.
     """
     errors = {name: error(block, name) for name in implementations}
     broken = [f"{name}: relative error {value}" for name, value in errors.items() if not math.isfinite(value)]
@@ -234,7 +234,7 @@ def check(block: Block, implementations: Sequence[str]) -> dict[str, float]:
 
 
 class BlockMeasurement(NamedTuple):
-    """What one implementation did; None: not run."""
+    """The measurements of one implementation; None for those that were not run."""
 
     forward: float | None
     step: float | None
@@ -287,7 +287,7 @@ def _milliseconds(seconds: float | None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark for every model that is asked for, and prints Markdown."""
+    """Runs the benchmark for every requested model, and prints Markdown."""
     args = _arguments(argv)
     with Report(args.out, args.json) as report:
         for name in args.model:

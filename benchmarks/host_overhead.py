@@ -1,7 +1,8 @@
-"""What the compiler costs on the host: binding and plan look-up, and whole calls at sizes where nothing else counts.
+"""The host time of the compiler: binding and plan look-up, and whole calls at sizes where the device takes no time.
 
-On CUDA also the time until a call of many experts returns, the device idle before: stacked weights and one parameter an
-expert, gradients to autograd and to ``main_grad``. Run it with ``python -m fusible.benchmarks.host_overhead``.
+On CUDA also the time until a call of many experts returns, starting with an idle device: with stacked weights or one
+parameter per expert, and gradients in autograd or ``main_grad``. Run it with ``python -m
+fusible.benchmarks.host_overhead``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MANY_FEATURES, MANY_ROWS = 64, 4
 
 
 def look_ups(problem: Problem) -> dict[str, Callable[[], None]]:
-    """Bind and plan look-up of a four-op model, for each way to give the arguments."""
+    """Times binding and plan look-up of a four-op model, for each way to pass the arguments."""
     model, sizes, scales = experts(problem), problem.split_sizes, problem.scales
     fc1, _, scale, fc2 = model
     by_op = {fc1: {"split_sizes": sizes}, scale: {"scales": scales}, fc2: {"split_sizes": sizes}}
@@ -60,7 +61,7 @@ def call_seconds(problem: Problem, rounds: int, calls: int) -> dict[str, tuple[f
 
 
 def many_experts(groups: int, stacked: bool, main_grad: bool, device: str, dtype: torch.dtype) -> fusible.Sequential:
-    """Experts of 64 features. ``main_grad`` is one buffer a layer, of which each parameter has its part."""
+    """Experts of 64 features. With ``main_grad``, the parameters of a layer are parts of one buffer."""
     options: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype, "single_grouped_weight": stacked}
     options["accumulate_into_main_grad"] = main_grad
     fc1, fc2 = (fusible.GroupedLinear(groups, MANY_FEATURES, n * MANY_FEATURES, **options) for n in (2, 1))
@@ -73,7 +74,7 @@ def many_experts(groups: int, stacked: bool, main_grad: bool, device: str, dtype
 
 
 class HostSeconds(NamedTuple):
-    """Median seconds until a call returns: of the first after a wait, and of each in a run of them.
+    """Median seconds until a call returns: for the first call after a wait, and for each call of a run.
 
     A thread that has waited begins with cold caches and a sleeping core; a training step's Python does not.
     """
@@ -87,7 +88,7 @@ class HostSeconds(NamedTuple):
 
 
 class CallInputs(NamedTuple):
-    """What a call is given, and the gradient of its output."""
+    """The arguments of a call, and the gradient of its output."""
 
     x: torch.Tensor
     sizes: torch.Tensor
@@ -105,10 +106,10 @@ class CallInputs(NamedTuple):
 def host_seconds(
     model: fusible.Sequential, device: str, dtype: torch.dtype, rounds: int, run: int = 8, step: int = 0
 ) -> HostSeconds:
-    """Times a model; the device is idle before the first call of each run, and its work too small to be waited for.
+    """Times a model; the device is idle before each run, and its work too short to be waited for.
 
     Args:
-        step: how many rows a call has more than the call before.
+        step: the number of rows that each call adds to the call before.
     """
     groups: int = model[0].num_groups  # type: ignore[assignment]
     inputs = [CallInputs.of(groups, i * step, device, dtype) for i in range(run)]
@@ -148,7 +149,7 @@ def _each(function: Callable[[CallInputs], object], inputs: Sequence[CallInputs]
 
 
 def _idle(device: str) -> float:
-    """The time, once the device has done all that it was given."""
+    """The time at which the device has finished all work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()

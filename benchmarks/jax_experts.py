@@ -1,8 +1,8 @@
-"""The experts of a layer in jax: our kernels, jax's own products, tokamax's; beside them the same kernels from PyTorch.
+"""The experts of a layer in jax by our kernels, jax's own products and tokamax's, and by our kernels in PyTorch.
 
     python -m fusible bench jax --preset qwen3 --tokens 8192
 
-The experts of the preset gpt-oss have its biases, its clamped activation, and columns of gate and up by turns.
+The experts of the preset gpt-oss have its biases, its clamped activation, and alternating columns of gate and up.
 
 Each contestant is compiled ahead; ``compile`` is how long that takes, ``temporaries`` what XLA allocates beside
 operands and results. Results are compared with float64 arithmetic first. Times are medians of rounds in which all take
@@ -43,7 +43,7 @@ Layer = Callable[..., Any]  # of split sizes, x, scales, w1, w2; and of b1 and b
 
 
 class JaxMeasurement(NamedTuple):
-    """What one contestant did: seconds of a call, seconds of compilation, bytes, the largest relative error."""
+    """Seconds of a call and of compilation, bytes, and the largest relative error of one contestant."""
 
     forward: float
     step: float
@@ -64,7 +64,7 @@ class CompiledLayer:
     rounding: float = 0.0
 
     def result(self) -> Result | BiasedResult:
-        """What a step gives, as tensors."""
+        """The result of a step, as tensors."""
         return self.fields(*map(as_tensor, self.step()))
 
 
@@ -87,7 +87,7 @@ def ours(sizes: Any, x: Any, scales: Any, w1: Any, w2: Any, b1: Any = None, b2: 
 
 
 def _by_products(product: Layer) -> Layer:
-    """The layer by somebody's ragged product; XLA fuses what is between."""
+    """The layer on a given ragged product; XLA fuses the ops between the products."""
     import jax
     import jax.numpy as jnp
 
@@ -140,7 +140,7 @@ WARM_UP = 3
 
 
 def compiled(layer: Layer, problem: Problem, configurations: int = 0) -> CompiledLayer:
-    """A layer for a problem, on jax's default device; of tokamax, so many configurations are tried before."""
+    """A layer compiled for a problem on jax's default device; tokamax first tries ``configurations`` configurations."""
     import jax
 
     sizes, dy, *arrays = _arrays(problem)
@@ -163,7 +163,7 @@ def compiled(layer: Layer, problem: Problem, configurations: int = 0) -> Compile
 
 
 def _arrays(problem: Problem) -> list[Any]:
-    """Split sizes, dy, x, scales, W1, W2, and biases if there are some, as arrays of jax."""
+    """Split sizes, dy, x, scales, W1, W2, and biases if any, as jax arrays."""
     import jax
 
     p = problem
@@ -173,7 +173,7 @@ def _arrays(problem: Problem) -> list[Any]:
 
 
 def by_pytorch(problem: Problem) -> CompiledLayer:
-    """The same kernels without jax; calls are replayed as in training."""
+    """The same kernels from PyTorch; calls are replayed as in training."""
     if isinstance(problem, GptOssProblem):
         contestant = _gpt_oss_by_pytorch(problem)
         return CompiledLayer(contestant.infer, contestant.step, None, None, BiasedResult)
@@ -182,7 +182,7 @@ def by_pytorch(problem: Problem) -> CompiledLayer:
 
 
 def _gpt_oss_by_pytorch(problem: GptOssProblem) -> Contestant:
-    """Experts as gpt-oss has them; the fusion is that of others."""
+    """The experts of gpt-oss in PyTorch, run by the same fusion as the others."""
     groups, columns, features = problem.w1.shape
     fc1 = fusible.GroupedLinear(groups, features, columns, device="meta")
     fc2 = fusible.GroupedLinear(groups, columns // 2, features, device="meta")
@@ -203,9 +203,9 @@ def _gpt_oss_by_pytorch(problem: GptOssProblem) -> Contestant:
 def taking_part(
     problem: Problem, names: Sequence[str], configurations: int = 0, peer_error: float = 0.0
 ) -> tuple[dict[str, CompiledLayer], list[LeftOut], dict[str, float]]:
-    """Those that can run here, why the others cannot, and how wrong the first are.
+    """The contestants that can run here, the reasons why the others cannot, and the errors of the former.
 
-    Those of other libraries may be wrong by ``peer_error`` beyond their dtype's rounding.
+    Errors of other libraries may exceed their dtype's rounding by ``peer_error``.
     """
     programs: dict[str, CompiledLayer] = {}
     left_out: list[LeftOut] = []
@@ -225,7 +225,7 @@ def taking_part(
 def measure(
     programs: dict[str, CompiledLayer], errors: dict[str, float], rounds: int, least: float
 ) -> dict[str, JaxMeasurement]:
-    """Times every contestant; a measurement takes so many seconds at least."""
+    """Times every contestant, each measurement for at least ``least`` seconds."""
     seconds = {}
     for part in ("forward", "step"):
         calls = {name: _calls_of(getattr(program, part), least) for name, program in programs.items()}
@@ -238,7 +238,7 @@ def measure(
 
 
 def _calls_of(function: Callable[[], Any], least: float) -> int:
-    """How many calls take so many seconds, after the first ones, in which PyTorch's side records what it replays."""
+    """The number of calls that take ``least`` seconds, after warm-up calls in which PyTorch captures its replay."""
     several = _finished(function, WARM_UP)
     several()
     start = time.perf_counter()
@@ -247,7 +247,7 @@ def _calls_of(function: Callable[[], Any], least: float) -> int:
 
 
 def _finished(function: Callable[[], Any], calls: int) -> Callable[[], None]:
-    """So many calls, until the device is done."""
+    """A function that makes ``calls`` calls and waits for the device."""
 
     def run() -> None:
         for _ in range(calls):
@@ -277,7 +277,7 @@ def table(problem: Problem, measured: dict[str, JaxMeasurement]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark for every problem that is asked for, and prints Markdown."""
+    """Runs the benchmark for every requested problem, and prints Markdown."""
     args = _arguments(argv)
     if find_spec("jax") is None:
         raise SystemExit("fusible bench jax: needs jax (pip install jax)")

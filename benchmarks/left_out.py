@@ -1,4 +1,4 @@
-"""What a benchmark was asked to time and did not: printed below the table, and part of its data."""
+"""Contestants that a benchmark was asked to time and left out; printed below the table and part of its data."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from .peers import PEERS
 
 
 class LeftOut(NamedTuple):
-    """A contestant that does not take part, and why."""
+    """A contestant that does not take part, and the reason."""
 
     name: str
     reason: str
 
     @property
     def requirement(self) -> str | None:
-        """What another library takes; None: it is no other library."""
+        """The requirement of another library; None for contestants of this one."""
         return PEERS[self.name].requirement if self.name in PEERS else None
 
     def about(self) -> dict[str, Any]:
-        """As data."""
+        """The contestant and the reason as a dict."""
         return {**self._asdict(), "requirement": self.requirement}
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Adapters on experts: time and peak memory of a step, beside frozen experts and beside the sum that PEFT forms.
+"""Adapters on experts: time and peak memory of a step, compared with frozen experts and with PEFT's summed weights.
 
     python -m fusible.benchmarks.lora --tokens 8192
 
@@ -41,7 +41,7 @@ def linears(preset: Preset, rank: int, device: str) -> tuple[GroupedLinear | Gro
 def layer(
     preset: Preset, up: GroupedLinear | GroupedLoRA, down: GroupedLinear | GroupedLoRA, trained: str
 ) -> fusible.Sequential:
-    """Routed experts, of which the parameters with this in their name are trained."""
+    """Routed experts; only parameters with ``trained`` in their name require gradients."""
     model = fusible.Sequential(
         fusible.Dispatch(preset.experts), up, fusible.SwiGLU(), down, fusible.Scale(), fusible.Combine()
     )

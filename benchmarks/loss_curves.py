@@ -1,8 +1,8 @@
 """The demo's model trained twice from one seed, with fused kernels and with those of PyTorch: the losses must agree.
 
 Run it with ``python -m fusible.benchmarks.loss_curves --out docs/loss_curves --plot docs/loss_curves.svg``. With
-``--recipes`` its experts are trained by each recipe for quantised products, or by those that are named, and beside them
-in 16 bits from parameters that differ by a millionth. At this size a curve finds mistakes, and cannot rank recipes.
+``--recipes`` its experts are trained under each recipe, or under the named ones, and for comparison in 16 bits from
+parameters perturbed by a millionth. At this size a curve finds mistakes, but cannot rank recipes.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .timing import markdown
 
 SMOOTHED = 20  # steps
 NUDGE = 1e-6
-NUDGES = 3  # runs from nudged parameters, the furthest of which says what training amplifies
+NUDGES = 3  # runs from perturbed parameters; the furthest shows how much training amplifies
 
 
 class Training(NamedTuple):
-    """From one seed, under some switches.
+    """A training from a fixed seed, under some switches.
 
     Attributes:
-        nudge: how much the parameters of the head differ, relatively, from those of the others.
+        nudge: the relative perturbation of the head's parameters.
         bf16: whether a CPU computes in bfloat16, as CUDA always does.
     """
 
@@ -48,10 +48,10 @@ class Training(NamedTuple):
 
 
 def losses(device: str, steps: int, jobs: int = 1) -> dict[str, list[float]]:
-    """In nats a byte at every step: fused, op by op on the same kernels, and op by op on the fallback.
+    """The losses of every step in nats per byte: fused, op by op on the same kernels, and op by op on the fallback.
 
-    On CUDA the model computes in bfloat16 from float32 parameters, by autocast. Training amplifies every rounding; by
-    how much, the fallback from parameters that differ by a millionth shows.
+    On CUDA the model computes in bfloat16 from float32 parameters, by autocast. Training amplifies every rounding; the
+    fallback from perturbed parameters shows by how much.
     """
     fallback = "grouped_mm" if device == "cuda" else "loop"
     unfused = [fusion.name for fusion in registry]
@@ -66,10 +66,11 @@ def losses(device: str, steps: int, jobs: int = 1) -> dict[str, list[float]]:
 
 
 def recipe_losses(device: str, steps: int, names: Collection[str] = (), jobs: int = 1) -> dict[str, list[float]]:
-    """In nats a byte at every step, in bfloat16 by autocast: nudged runs, each recipe, and 16 bits at last.
+    """The losses of every step in nats per byte, under bfloat16 autocast: perturbed runs, each recipe, and 16 bits
+    last.
 
     Args:
-        names: of recipes; all without any.
+        names: the recipes to train; all of them if empty.
     """
     recipes = {name: RECIPES[name] for name in names or RECIPES}
     nudged = {f"nudged {i}": Training({}, i * NUDGE, bf16=True) for i in range(1, NUDGES + 1)}
@@ -78,7 +79,10 @@ def recipe_losses(device: str, steps: int, names: Collection[str] = (), jobs: in
 
 
 def _losses_of(trainings: Mapping[str, Training], device: str, steps: int, jobs: int) -> dict[str, list[float]]:
-    """Of each, in as many processes at a time, which share the device. The last come first: they take longest."""
+    """The losses of each training, in ``jobs`` processes that share the device.
+
+    The last ones start first, as they take longest.
+    """
     if jobs == 1:
         return {name: _losses(name, training, device, steps) for name, training in trainings.items()}
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
@@ -87,7 +91,7 @@ def _losses_of(trainings: Mapping[str, Training], device: str, steps: int, jobs:
 
 
 def _losses(name: str, training: Training, device: str, steps: int) -> list[float]:
-    """Prints a line at its end, so that a run of many that does not end leaves those that did."""
+    """The losses of one training. Prints a line at its end, so an interrupted run keeps the finished ones."""
     began = time.perf_counter()
     values = _trained(training, device, steps)
     print(f"{name}: {smoothed(values)[-1]:.4f}, {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
@@ -106,12 +110,12 @@ def _trained(training: Training, device: str, steps: int) -> list[float]:
 
 
 def smoothed(values: Sequence[float]) -> torch.Tensor:
-    """The means of all runs of so many neighbouring values."""
+    """The means of all windows of :data:`SMOOTHED` neighbouring values."""
     return torch.tensor(values).unfold(0, min(SMOOTHED, len(values)), 1).mean(1)
 
 
 def apart(by_name: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """How far each smoothed curve is from the last one, at most."""
+    """The largest distance of each smoothed curve from the last one."""
     *_, last = by_name.values()
     return {name: float((smoothed(v) - smoothed(last)).abs().max()) for name, v in by_name.items()}
 

@@ -1,8 +1,8 @@
-"""What an adapter of low rank makes of rows: one pass by one kernel, beside a gather and products one by one.
+"""The passes of a low-rank adapter over rows: one kernel, compared with a gather and separate products.
 
     python -m fusible.benchmarks.low_rank --preset qwen3 --tokens 8192
 
-The passes are those of a step of routed experts with adapters. Bytes are those of the operands and results, each once.
+The passes are those of a step of routed experts with adapters. Bytes count operands and results, each once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Pass = tuple[Tensor, Layout, dict[str, Any]]
 
 
 def passes(preset: Preset, tokens: int, rank: int) -> tuple[Tensor, dict[str, Pass]]:
-    """The split sizes, and by name the rows of each pass, the layout of its factors, and what is wanted."""
+    """The split sizes; and by name, the rows of each pass, the layout of its factors, and the requested results."""
     experts, slots = preset.experts, tokens * preset.top_k
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     ids = torch.rand(tokens, experts, device="cuda").topk(preset.top_k, -1).indices
@@ -55,7 +55,7 @@ def passes(preset: Preset, tokens: int, rank: int) -> tuple[Tensor, dict[str, Pa
 
 
 def once(of: Pass, sizes: Tensor, kinds: frozenset[str]) -> low_rank.LowRank:
-    """The pass, by one kernel if its kind is among these."""
+    """The pass, by one kernel if its kind is in ``kinds``."""
     x, layout, options = of
     before, low_rank.PASSES = low_rank.PASSES, kinds
     try:

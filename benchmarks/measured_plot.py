@@ -1,4 +1,4 @@
-"""Draws the plot of the README from the tables that stand in docs/measured.md, so that no number stands elsewhere.
+"""Draws the plot of the README from the tables in docs/measured.md, the only place of the numbers.
 
 Run it with ``python -m fusible.benchmarks.measured_plot docs/measured.md docs/plots/experts.svg``.
 """
@@ -39,7 +39,7 @@ def tables(page: str, section: str) -> Iterator[tuple[str, list[dict[str, str]]]
 
 
 def speeds(page: str) -> dict[str, dict[str, float]]:
-    """TFLOP/s by model and contestant, those of :data:`LABELS` that stand in the table."""
+    """TFLOP/s by model and contestant, for the contestants of :data:`LABELS` in the table."""
     by_model = {}
     for heading, rows in tables(page, SECTION):
         by_name = {row[""]: float(row["TFLOP/s"]) for row in rows}
@@ -48,7 +48,7 @@ def speeds(page: str) -> dict[str, dict[str, float]]:
 
 
 def _short(heading: str) -> str:
-    """The model and the number of tokens, in two lines."""
+    """The model and the number of tokens, on two lines."""
     model, _, tokens = heading.partition(":")[0].rpartition(", ")
     return f"{model}\n{tokens}"
 

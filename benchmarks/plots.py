@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Point(NamedTuple):
-    """What was measured at one place of a roofline: operations a byte, operations a second."""
+    """A measurement in a roofline plot: FLOP per byte, FLOP/s."""
 
     name: str
     intensity: float
@@ -47,7 +47,7 @@ def roofline(file: Path, points: Mapping[str, Sequence[Point]], peak: float, ban
 
 
 def curves(file: Path, lines: Mapping[str, Sequence[float]], title: str, x: str, y: str) -> None:
-    """Lines over the number of the value; the first is broad, so that another one on top of it is seen."""
+    """Draws curves over the index of the value; the first one is broad, so that others on top of it can be seen."""
     figure, axes = _figure(title)
     for i, (name, values) in enumerate(lines.items()):
         axes.plot(

@@ -21,12 +21,12 @@ Function = Callable[[], object]
 
 
 def function(gate: Tensor, up: Tensor, limit: float, s: Tensor) -> Tensor:
-    """What is timed."""
+    """The function that is timed."""
     return torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) * s
 
 
 def contestants(device: str) -> Mapping[str, Callable[[Tensor, Tensor], Tensor]]:
-    """The same function of x and of numbers for its rows, by name."""
+    """The ways to compute the same function of x and of numbers for its rows, by name."""
 
     def eager(x: Tensor, s: Tensor) -> Tensor:
         gate, up = x.float().chunk(2, -1)
@@ -38,7 +38,7 @@ def contestants(device: str) -> Mapping[str, Callable[[Tensor, Tensor], Tensor]]
 
 
 def seconds(rows: int, columns: int, device: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Median seconds of each contestant, forward, without gradients and backward, of ten calls in a row each."""
+    """Median seconds of each contestant: forward, forward without gradients, backward; each of ten calls in a row."""
     x = torch.randn(rows, 2 * columns, device=device, dtype=torch.bfloat16, requires_grad=True)
     s, dy = torch.rand(rows, device=device, requires_grad=True), torch.randn_like(x[:, :columns])
     every = contestants(device)

@@ -1,4 +1,4 @@
-"""What the benchmarks compute: the experts of one layer, on made-up rows; and how far a result is from the truth."""
+"""The problem of the benchmarks: the experts of one layer on random rows, and the error of a result."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .arguments import add_common_arguments, positive
 
 
 class Preset(NamedTuple):
-    """The experts of a published model: how many, their sizes, and how many each token visits.
+    """The experts of a published model: their number, sizes, and top-k.
 
-    Where they are spread over ``ranks``, the experts are those of one rank, and so is its share of the rows.
+    If they are spread over ``ranks``, numbers of experts and rows are those of one rank.
     """
 
     experts: int
@@ -40,11 +40,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class InaccurateError(Exception):
-    """A contestant's result is wrong: its speed is of no interest."""
+    """A contestant's result is wrong, so its speed does not count."""
 
 
 class Sizes(NamedTuple):
-    """What a command line asks for."""
+    """The sizes of a command line."""
 
     experts: int
     features: int
@@ -69,18 +69,18 @@ def add_size_arguments(
 
 
 def add_run_arguments(parser: ArgumentParser, contestants: Collection[str], rounds: int) -> None:
-    """Arguments that say what is timed, where, and where the results go."""
+    """Adds the arguments for dtype, distribution and contestants, and :func:`add_common_arguments`."""
     cuda = torch.cuda.is_available()
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32", help="of rows and weights")
     splits = "how rows are spread over the experts"
     parser.add_argument("--distribution", choices=DISTRIBUTIONS, nargs="+", default=["random"], help=splits)
-    who = "what is timed, of what can run here"
+    who = "the contestants to time, if they can run here"
     parser.add_argument("--contestants", choices=contestants, nargs="+", default=list(contestants), help=who)
     add_common_arguments(parser, rounds)
 
 
 def sizes_of(args: Namespace, preset: str | None = None, tokens: int | None = None) -> Sizes:
-    """What :func:`add_size_arguments` has read; ``preset`` and ``tokens`` say which, where it takes several."""
+    """The sizes read by :func:`add_size_arguments`; ``preset`` and ``tokens`` select one of several."""
     model = PRESETS[preset or args.preset]
     experts, features, hidden = (getattr(args, name) or getattr(model, name) for name in Preset._fields[:3])
     return Sizes(experts, features, hidden, (tokens or args.tokens) * model.top_k // model.ranks)
@@ -105,7 +105,7 @@ def split_sizes(distribution: str, experts: int, rows: int) -> Tensor:
 
 
 class Result(NamedTuple):
-    """The output, and the gradients of everything that it depends on."""
+    """The output and the gradients of all inputs."""
 
     y: Tensor
     x: Tensor
@@ -119,7 +119,7 @@ ROWS = ("y", "x", "scales")  # of a result; its other tensors have a part for ea
 
 @dataclass(frozen=True)
 class Problem:
-    """``y = (swiglu(x W1^T) * scales) W2^T`` by expert, and the gradient ``dy`` that comes back."""
+    """``y = (swiglu(x W1^T) * scales) W2^T`` by expert, and the gradient ``dy`` of the output."""
 
     x: Tensor  # [T, K]
     split_sizes: Tensor  # [E]
@@ -132,7 +132,7 @@ class Problem:
     def make(
         cls, experts: int, features: int, hidden: int, sizes: Tensor, device: torch.device | str, dtype: torch.dtype
     ) -> Problem:
-        """Random rows of unit variance; weights such that what they give has unit variance too."""
+        """Draws rows of unit variance, and weights that keep unit variance."""
         generator = torch.Generator(device).manual_seed(0)
 
         def draw(*shape: int, scale: float = 1.0, dtype: torch.dtype = dtype) -> Tensor:
@@ -148,7 +148,7 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the matrix products, forward; the backward has twice as many."""
+        """Floating-point operations of the forward's matrix products; the backward has twice as many."""
         _, columns, features = self.w1.shape
         return 3 * self.x.shape[0] * columns * features
 
@@ -169,7 +169,7 @@ class Problem:
         return {name: (wrong[name] / max(norm[name], 1e-300)) ** 0.5 for name in wrong}
 
     def _truth(self, group: int, rows: slice) -> Any:
-        """What one expert gives, in float64."""
+        """The result of one expert in float64."""
         wide = (self.x[rows], self.scales[rows], self.w1[group], self.w2[group])
         x, scales, w1, w2 = (t.detach().double().requires_grad_() for t in wide)
         with torch.enable_grad():
@@ -179,7 +179,7 @@ class Problem:
 
 
 class Asked(NamedTuple):
-    """One of the problems that a command line asks for."""
+    """One problem that a command line asks for."""
 
     preset: str
     tokens: int
@@ -190,7 +190,7 @@ class Asked(NamedTuple):
         return f"{self.preset}, {self.tokens} tokens, {self.distribution}"
 
     def about(self) -> dict[str, Any]:
-        """What was asked for, as data."""
+        """The parameters of the problem, as a dict."""
         return {name: value for name, value in self._asdict().items() if name != "problem"}
 
 
@@ -205,7 +205,7 @@ def add_asked_arguments(
 
 
 def asked(args: Namespace) -> Iterator[Asked]:
-    """Every preset, number of tokens and distribution that ``args`` names, one made after the other."""
+    """Yields the problem of every preset, number of tokens and distribution in ``args``, made one at a time."""
     for preset, tokens, distribution in product(args.preset, args.tokens, args.distribution):
         experts, features, hidden, rows = sizes_of(args, preset, tokens)
         splits = split_sizes(distribution, experts, rows)

@@ -1,8 +1,8 @@
-"""What it costs to quantise rows and weights: the kernels, beside a copy of as many bytes and torch.compile.
+"""The time to quantise rows and weights: our kernels, a copy of as many bytes, and torch.compile.
 
     python -m fusible.benchmarks.quantize --preset qwen3 --tokens 32768
 
-Rows are those of the preset's experts, spread at random. A copy reads half of the bytes and writes the other half.
+Rows are spread at random over the preset's experts. A copy reads half of the bytes and writes the other half.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .timing import interleaved, markdown
 
 
 class QuantizePart(NamedTuple):
-    """Something to quantise, and other ways to do as much."""
+    """A tensor to quantise, and other ways to do the same."""
 
     name: str
     problem: Quantizing
@@ -83,14 +83,14 @@ def whole_weight(experts: int, n: int, k: int, device: str) -> RowWeight:
 
 
 def torch_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks of 1 x 128 with powers of two, as one would write it in PyTorch; whole blocks only."""
+    """Blocks of 1 x 128 with power-of-two scales in plain PyTorch; whole blocks only."""
     blocks = x.float().view(x.shape[0], -1, BLOCK)
     encode = _encode(blocks.abs().amax(-1, keepdim=True))
     return (blocks * encode).to(torch.float8_e4m3fn).flatten(1), (1 / encode).squeeze(-1).t().contiguous()
 
 
 def torch_weight(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks of 128 x 128, the transposed bytes too; whole blocks only."""
+    """Blocks of 128 x 128 with the transposed bytes in plain PyTorch; whole blocks only."""
     blocks = weight.float().view(len(weight), weight.shape[1] // BLOCK, BLOCK, -1, BLOCK)
     encode = _encode(blocks.abs().amax((2, 4), keepdim=True))
     data = (blocks * encode).to(torch.float8_e4m3fn).flatten(3).flatten(1, 2)
@@ -102,7 +102,7 @@ def _encode(amax: Tensor) -> Tensor:
 
 
 def parts(preset: Preset, tokens: int, device: str, compiled: bool) -> Iterator[QuantizePart]:
-    """The rows of the first linear, both its weights' copies."""
+    """The rows of the first linear, and both operands of its weights."""
     rows, (experts, k, f) = tokens * preset.top_k // preset.ranks, preset[:3]
     sizes = split_sizes("random", experts, rows).to(device)
     x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
@@ -130,7 +130,7 @@ def parts(preset: Preset, tokens: int, device: str, compiled: bool) -> Iterator[
 
 
 def whole_parts(x: Tensor, sizes: Tensor, f: int, device: str) -> Iterator[QuantizePart]:
-    """The same with scales of whole rows and of groups, which are read twice."""
+    """The same with one scale per row and per column of a group, which need two reads."""
     (rows, k), experts = x.shape, sizes.shape[0]
     by_row, by_column = whole_rows(rows, k, device), empty_columns(rows, experts, k, device)
     for scaling in (Scaling.ROWS, Scaling.GROUPS):
@@ -147,7 +147,7 @@ def whole_parts(x: Tensor, sizes: Tensor, f: int, device: str) -> Iterator[Quant
 
 
 def routed_parts(preset: Preset, tokens: int, device: str) -> Iterator[QuantizePart]:
-    """Tokens that are quantised before they go to their experts, and columns of rows that are read where they lie."""
+    """Tokens quantised before dispatch, and column operands gathered from rows in place."""
     experts, k, _, top_k, ranks = preset
     tokens //= ranks  # their slots are all of these experts
     index = torch.rand(tokens, experts, device=device).argsort(-1)[:, :top_k].contiguous()
@@ -164,7 +164,7 @@ def routed_parts(preset: Preset, tokens: int, device: str) -> Iterator[QuantizeP
 
 
 def activation_parts(rows: int, f: int, sizes: Tensor, device: str) -> Iterator[QuantizePart]:
-    """A gated silu with scales: what its forward quantises, and what its backward does where it can."""
+    """A gated silu with scales: the quantised outputs of its forward, and of its backward if a kernel supports it."""
     experts, spec = sizes.shape[0], gated("silu", None, 1.0, 0.0, "concat")
     preact, dpostact = (torch.randn(rows, n, device=device, dtype=torch.bfloat16) for n in (2 * f, f))
     scales = torch.rand(rows, device=device)
@@ -185,7 +185,7 @@ def activation_parts(rows: int, f: int, sizes: Tensor, device: str) -> Iterator[
 
 
 def moved_bytes(problem: Quantizing) -> int:
-    """What is read, once or twice, and written: without the blocks of columns that are allocated but no group uses."""
+    """Bytes read (once or twice) and written, without the allocated column blocks that no group uses."""
     if isinstance(problem, QuantizeWeight | PermuteQuantizedRows):
         return problem.bytes
     columns = [problem.columns]
@@ -196,10 +196,10 @@ def moved_bytes(problem: Quantizing) -> int:
 
 
 def measure(part: QuantizePart, rounds: int, device: str) -> dict[str, float]:
-    """Seconds of the kernel, of a copy and of the peers.
+    """Seconds of the kernel, of a copy, and of the peers.
 
     Raises:
-        RuntimeError: the kernel refuses.
+        RuntimeError: the kernel refuses the operands.
     """
     if (why := quantize.refusal(part.problem)) is not None:
         raise RuntimeError(f"{part.name}: {why}")
@@ -218,7 +218,7 @@ def row_of(part: QuantizePart, seconds: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark for every preset and number of tokens that is asked for, and prints Markdown."""
+    """Runs the benchmark for every requested preset and number of tokens, and prints Markdown."""
     args = _arguments(argv)
     head = ("", "us", "GB/s", "copy, us", "share of the copy's speed", "others, us")
     with Report(args.out, args.json) as report:

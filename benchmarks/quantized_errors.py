@@ -1,7 +1,7 @@
-"""How far products of quantised operands are from exact ones, by recipe: relative Frobenius errors, on a CPU.
+"""Errors of products of quantised operands by recipe: relative, in the Frobenius norm, on a CPU.
 
 ``python -m fusible.benchmarks.quantized_errors`` prints Markdown: y, dx and dW of a grouped linear, multiplied exactly,
-so that only the rounding of operands counts; and first those of a linear in bfloat16. NVFP4 rounds to the nearest here.
+so that only the rounding of operands counts; after the errors of a linear in bfloat16. NVFP4 rounds to nearest here.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LinearOperands(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, tokens: int, features: int, columns: int, groups: int) -> LinearOperands:
-        """Rows and gradients of a kind, weights normal; the last group is longer than the others."""
+        """Draws rows and gradients of a kind, and normal weights; the last group is longer than the others."""
         sizes = torch.full((groups,), tokens // groups - 3)
         sizes[-1] += tokens - int(sizes.sum())
         weight = torch.randn(groups, columns, features).bfloat16()
@@ -50,7 +50,7 @@ class LinearOperands(NamedTuple):
 
 
 class Products(NamedTuple):
-    """float64: y [T, N], dx [T, K], dW [E, N, K]."""
+    """The results in float64: y [T, N], dx [T, K], dW [E, N, K]."""
 
     y: Tensor
     dx: Tensor
@@ -58,7 +58,9 @@ class Products(NamedTuple):
 
 
 def sample(kind: str, rows: int, features: int) -> Tensor:
-    """bfloat16: normal; one channel in a hundred thirty times as large; Student's t of three degrees of freedom."""
+    """Random numbers in bfloat16: normal; with one channel in a hundred times thirty; or Student's t with 3 degrees of
+    freedom.
+    """
     if kind == "heavy tails":
         return torch.distributions.StudentT(3.0).sample(torch.Size((rows, features))).bfloat16()
     x = torch.randn(rows, features)
@@ -68,7 +70,7 @@ def sample(kind: str, rows: int, features: int) -> Tensor:
 
 
 def exact(linear: LinearOperands) -> Products:
-    """Of what was not quantised."""
+    """The products of the unquantised operands."""
     y = row_products(linear.x, linear.weight.mT, linear.sizes)
     return Products(
         y, row_products(linear.dy, linear.weight, linear.sizes), weight_grads(linear.dy, linear.x, linear.sizes)
@@ -76,7 +78,7 @@ def exact(linear: LinearOperands) -> Products:
 
 
 def quantised(linear: LinearOperands, recipe: Recipe) -> Products:
-    """Of the values of the copies that each product reads."""
+    """The products of the dequantised operands that each product reads."""
     sizes = linear.sizes
     x, dy, weight = (
         QuantizedGroupedTensor.quantize(linear.x, recipe, sizes, columnwise=True),
@@ -99,19 +101,19 @@ def columnwise(tensor: QuantizedGroupedTensor) -> Tensor:
 
 
 def row_products(rows: Tensor, matrices: Tensor, sizes: Tensor) -> Tensor:
-    """float64: each group of rows times its matrix."""
+    """Each group of rows times its matrix, in float64."""
     parts = zip(rows.double().split_with_sizes(sizes.tolist()), matrices.double(), strict=True)
     return torch.cat([part @ matrix for part, matrix in parts])
 
 
 def weight_grads(dy: Tensor, x: Tensor, sizes: Tensor) -> Tensor:
-    """float64, of each group."""
+    """The weight gradient of each group, in float64."""
     parts = zip(dy.double().split_with_sizes(sizes.tolist()), x.double().split_with_sizes(sizes.tolist()), strict=True)
     return torch.stack([left.t() @ right for left, right in parts])
 
 
 def errors(linear: LinearOperands, recipe: Recipe | None) -> Iterator[float]:
-    """Of y, dx and dW; without a recipe those of results that are rounded to bfloat16."""
+    """The errors of y, dx and dW; without a recipe, those of rounding the results to bfloat16."""
     products = exact(linear)
     approximate = [p.bfloat16() for p in products] if recipe is None else quantised(linear, recipe)
     for value, expected in zip(approximate, products, strict=True):

@@ -1,4 +1,4 @@
-"""Groups of any shapes: one launch against a loop that asks the device for them; for equal ones, the grouped GEMM too.
+"""Groups of any shapes: one launch against a loop that reads them from the device; for equal shapes also grouped GEMM.
 
 Run it with ``python -m fusible.benchmarks.ragged_gemm``.
 """
@@ -24,7 +24,7 @@ KINDS = ("equal", "multiples of 8", "multiples of 2", "any")
 
 
 def shapes_of(kind: str, groups: int, size: int) -> Shapes:
-    """Products of about ``size`` rows, columns and depth; half as many to half as many again unless they are equal."""
+    """Random shapes of about ``size`` rows, columns and depth, within half of it unless they are equal."""
     if kind == "equal":
         return [(size, size, size)] * groups
     step = {"multiples of 8": 8, "multiples of 2": 2, "any": 1}[kind]
@@ -37,7 +37,7 @@ def shapes_of(kind: str, groups: int, size: int) -> Shapes:
 
 
 def operands(layout: Layout, shapes: Shapes, dtype: torch.dtype, device: str) -> tuple[GroupedTensor, GroupedTensor]:
-    """Random matrices; their dims lie on the device."""
+    """Random matrices; their dims are on the device."""
 
     def grouped(dims: Sequence[tuple[int, int]], scale: float) -> GroupedTensor:
         first, last = (torch.tensor([pair[i] for pair in dims], device=device) for i in (0, 1))
@@ -50,7 +50,7 @@ def operands(layout: Layout, shapes: Shapes, dtype: torch.dtype, device: str) ->
 
 
 def contestants(layout: Layout, shapes: Shapes, dtype: torch.dtype, device: str) -> dict[str, Callable[[], Tensor]]:
-    """Functions that give the data of the product, into a buffer of their own."""
+    """Functions that compute the product into their own buffers."""
     a, b = operands(layout, shapes, dtype, device)
     rooms = [torch.empty(sum(m * n for m, n, _ in shapes), device=device, dtype=dtype) for _ in range(2)]
 
@@ -79,10 +79,10 @@ def contestants(layout: Layout, shapes: Shapes, dtype: torch.dtype, device: str)
 
 
 def check(functions: dict[str, Callable[[], Tensor]]) -> None:
-    """All agree with the loop, which multiplies with torch.
+    """Checks that all agree with the loop, which multiplies with torch.
 
     Raises:
-        InaccurateError: one does not.
+        InaccurateError: a result differs.
     """
     want = functions["loop"]().double()
     for name, function in functions.items():

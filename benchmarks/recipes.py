@@ -1,4 +1,4 @@
-"""The recipes that benchmarks compare, by the names of the command line."""
+"""The recipes of the benchmarks, by their names on the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def rounding(recipe: Recipe) -> float:
-    """What the roundings of operands, some of them one after the other, add up to: relative, of a product."""
+    """The relative error of a product due to all roundings of its operands."""
     if isinstance(recipe, NVFP4):
         return 3 * 2.0**-3
     return 2.0**-3 if getattr(recipe, "gradient", "e4m3") == "e5m2" else 2.0**-4

@@ -1,4 +1,4 @@
-"""Where the findings of a benchmark go: to the screen, and to files of Markdown and JSON."""
+"""Output of a benchmark's findings: to the screen, and to Markdown and JSON files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Report:
     """Sections of Markdown, each with the same findings as data.
 
     Args:
-        prefix: of the files ``.md`` and ``.json``; None: print only. They are written anew with every section, so that
-            an interrupted run leaves what it has found.
-        as_json: print the data when all of it is there, instead of the sections.
+        prefix: the prefix of the files ``.md`` and ``.json``; None: print only. They are rewritten with every section,
+        so an interrupted run keeps its findings.
+        as_json: print the data at the end instead of the sections.
     """
 
     def __init__(self, prefix: Path | None, as_json: bool = False) -> None:
@@ -32,7 +32,7 @@ class Report:
         self._about = about()
 
     def add(self, section: str, results: Iterable[Mapping[str, Any]]) -> None:
-        """Prints a section, and writes all that there are."""
+        """Prints a section, and rewrites the files."""
         self._sections.append(section)
         self._results += results
         self.say(section + "\n")
@@ -41,7 +41,7 @@ class Report:
             Path(f"{self._prefix}.json").write_text(self._data() + "\n")
 
     def say(self, text: str) -> None:
-        """Prints for people."""
+        """Prints a line, unless the output is JSON."""
         if not self._as_json:
             print(text, flush=True)
 
@@ -57,7 +57,7 @@ class Report:
 
 
 def about() -> dict[str, Any]:
-    """When, where and by which versions."""
+    """The date, the machine and the versions."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "arguments": sys.argv[1:],
@@ -70,7 +70,7 @@ def about() -> dict[str, Any]:
 
 
 def describe(problem: Problem) -> str:
-    """The problem, and where it is computed, in one line."""
+    """The problem and the device, in one line."""
     groups, columns, features = problem.w1.shape
     sizes = f"E={groups}, K={features}, F={columns // 2}, T={problem.x.shape[0]}"
     where = torch.cuda.get_device_name() if problem.x.is_cuda else f"CPU, {torch.get_num_threads()} threads"

@@ -1,11 +1,11 @@
-"""How near the kernels come to what the device can do: operations a byte, and the bound that follows from them.
+"""How near the kernels come to the device's limits: FLOP per byte, and the bound that follows.
 
     python -m fusible roofline                                            all presets on a GPU
     python -m fusible roofline --preset qwen3 --tokens 64 8192 --plot roofline.svg
 
-The two ceilings are measured first: the bandwidth of a large copy, which counts what is read and what is written, and
-the speed of a large matrix product. The bound of a product is min(peak, FLOP a byte x bandwidth), where every operand
-counts as read once and the result as written once.
+The two ceilings are measured first: the bandwidth of a large copy, reads plus writes, and the speed of a large matrix
+product. The bound of a product is min(peak, FLOP per byte x bandwidth), with every operand read once and the result
+written once.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SIDE, COPIED = 8192, 2**30  # on a CPU an eighth, and a sixteenth
 
 
 class Ceilings(NamedTuple):
-    """What the device does at best."""
+    """The peak speeds of the device."""
 
     flops: float  # a second
     bandwidth: float  # bytes a second, read and written
 
     def bound(self, flops: int, moved: int) -> float:
-        """FLOP/s that are possible at most, for so many operations on so many bytes."""
+        """The upper bound in FLOP/s for ``flops`` operations on ``moved`` bytes."""
         return min(self.flops, flops / moved * self.bandwidth)
 
 
@@ -52,7 +52,7 @@ def ceilings(device: str, dtype: torch.dtype, rounds: int) -> Ceilings:
 
 
 def findings(case: Asked, roof: Ceilings, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every product of the experts: how many operations a byte, how fast, how fast at most."""
+    """Every product of the experts: FLOP per byte, speed, and upper bound."""
     results = []
     for name, p in products(case.problem, args.main_grad):
         functions = {who: CONTESTANTS[who](p) for who in args.contestants if refusal(who, p) is None}

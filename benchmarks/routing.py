@@ -1,10 +1,9 @@
-"""What it costs to bring rows to their experts and back: the ways that torch has, for every part of it.
+"""The cost of routing rows to experts and back: our kernels and torch's ways, part by part.
 
     python -m fusible bench routing --tokens 8192 64
 
-``ours`` marks what :mod:`fusible.ops.kernels.doors.routing` does.
-All ways of a part give the same numbers, or the run ends.
-The bound is the time in which an H200 moves the bytes that the part must move.
+``ours`` marks :mod:`fusible.ops.kernels.doors.routing`. All ways of a part give the same numbers, or the run stops. The
+bound is the time in which an H200 moves the minimum number of bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ H200_BYTES = 4.3e12  # a second: a copy, measured on one
 
 
 class RoutingPart(NamedTuple):
-    """One part of routing: the ways to do it, ours first, and the bytes that it must move."""
+    """One part of routing: the ways to do it, ours first, and the minimum number of bytes it moves."""
 
     name: str
     ways: Mapping[str, Callable[[], Tensor]]
@@ -47,7 +46,7 @@ class RoutingInputs(NamedTuple):
 
 
 def draw(preset: Preset, tokens: int, device: str, dtype: torch.dtype) -> RoutingInputs:
-    """Experts without repetition, rows of unit variance."""
+    """Draws experts without repetition, and rows of unit variance."""
     generator = torch.Generator(device).manual_seed(0)
     index = torch.rand(tokens, preset.experts, generator=generator, device=device).argsort(-1)[:, : preset.top_k]
     sizes = ((tokens * preset.top_k, preset.features), (tokens, preset.features))
@@ -56,7 +55,7 @@ def draw(preset: Preset, tokens: int, device: str, dtype: torch.dtype) -> Routin
 
 
 def parts(inputs: RoutingInputs) -> Iterator[RoutingPart]:
-    """All of routing to an order of rows; and rows to experts, and back; then what PyTorch's way is made of."""
+    """Routing to an order of rows, rows to experts and back, and the parts of PyTorch's way."""
     index, rows, x, experts = inputs
     route, torchs = routing.route(index, experts, x.dtype), routing.by_torch(index, experts)
     ids, (tokens, slots), columns = index.reshape(-1), index.shape, rows.shape[1]
@@ -104,10 +103,10 @@ def _counts(ids: Tensor, experts: int) -> dict[str, Callable[[], Tensor]]:
 
 
 def check(part: RoutingPart) -> None:
-    """All ways of a part give what the first gives.
+    """Checks that all ways of a part give the same result as the first.
 
     Raises:
-        InaccurateError: one does not.
+        InaccurateError: a result differs.
     """
     results = {name: way().double() for name, way in part.ways.items()}
     first = next(iter(results.values()))
@@ -137,7 +136,7 @@ def table(inputs: RoutingInputs, seconds: Mapping[str, Mapping[str, float]]) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmark for every preset and number of tokens that is asked for, and prints Markdown."""
+    """Runs the benchmark for every requested preset and number of tokens, and prints Markdown."""
     args = _arguments(argv)
     with Report(args.out, args.json) as report:
         for name, tokens in product(args.preset, args.tokens):

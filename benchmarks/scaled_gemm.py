@@ -7,11 +7,11 @@
 Random normals are quantised; the rows are spread unevenly. ``rows`` are our products of operands that have one scale
 for each row. ``dense`` is one product of as many operations by ``torch._scaled_mm`` with one scale for each operand:
 ``fast`` leaves all sums to the tensor cores, ``two-level`` does not. ``grouped`` is ``torch._scaled_grouped_mm`` of the
-operands of ``rows``; groups of weight gradients are rounded to multiples of 16 rows for it. ``deepgemm`` has scales of
-blocks, and rows that are padded beforehand, as it must have them: groups start at multiples of 128. Only the rows that
-are no padding count as operations. Its weight gradients are added to float32, so ``fp32 +=`` is what they compare with.
+operands of ``rows``; groups of weight gradients are rounded to multiples of 16 rows for it. ``deepgemm`` has block
+scales and needs rows padded beforehand: groups start at multiples of 128. Only rows that are not padding count as
+operations. Its weight gradients are accumulated in float32, so compare them with ``fp32 +=``.
 
-An untimed call goes before each that is timed, so that nobody waits for the host.
+An untimed call precedes each timed one, so that the device never waits for the host.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Function = Callable[[], Tensor]
 
 
 class Shape(NamedTuple):
-    """A model, and its tokens before they are multiplied by top-k."""
+    """A model, and its number of tokens before top-k."""
 
     preset: str
     tokens: int
@@ -60,7 +60,7 @@ FEW_ROWS = {"Mixtral 64": Shape("mixtral", 64), "Qwen3 64": Shape("qwen3", 64)}
 
 
 class GemmOperands(NamedTuple):
-    """Of one model, in bfloat16: rows, weights, gradients of the result."""
+    """The operands of one model in bfloat16: rows, weights, gradients of the result."""
 
     x: Tensor  # [T, K]
     weight: Tensor  # [E, N, K]
@@ -72,7 +72,7 @@ LINEARS = ("fc1", "fc2")
 
 
 def operands(shape: Shape, linear: str) -> GemmOperands:
-    """Random normals."""
+    """Draws normal operands."""
     model = PRESETS[shape.preset]
     rows = shape.tokens * model.top_k // model.ranks
     columns, depth = (2 * model.hidden, model.features) if linear == "fc1" else (model.features, model.hidden)
@@ -87,12 +87,14 @@ def operands(shape: Shape, linear: str) -> GemmOperands:
 
 
 def transposed(o: GemmOperands) -> GemmOperands:
-    """Of the product that gives the gradient of the rows: those of the result, and the other copy of the weights."""
+    """The operands of the product that gives the gradient of the rows: the result's gradients and the transposed
+    weights.
+    """
     return GemmOperands(o.dy, o.weight.mT.contiguous(), o.x, o.sizes)
 
 
 def quantized(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Bytes of [..., values of a block], and the power of two that decodes each block."""
+    """Bytes in blocks [..., block] and the power of two that decodes each block."""
     scale = torch.exp2((blocks.abs().amax(-1).float() / MOST).clamp(min=2.0**-100).log2().ceil())
     return (blocks.float() / scale[..., None]).clamp(-MOST, MOST).to(E4M3), scale
 
@@ -108,7 +110,7 @@ def quantized_rows(x: Tensor) -> QuantizedRows:
 
 
 def quantized_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """One matrix after the other, as there is not memory for all in float32."""
+    """Quantises one matrix at a time, as all of them in float32 do not fit in memory."""
     results = [_quantized_matrix(matrix) for matrix in weight]
     return torch.stack([data for data, _ in results]), torch.stack([scales for _, scales in results])
 
@@ -123,7 +125,7 @@ def _quantized_matrix(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def whole_rows(o: GemmOperands, out: Tensor) -> ScaledGemm:
-    """The product of operands that have one scale for each row."""
+    """The product of operands with one scale per row."""
     weights, scales = zip(*map(quantized, o.weight), strict=True)
     return ScaledGemm(QuantizedRows(*quantized(o.x)), torch.stack(weights), torch.stack(scales), 1, o.sizes, out)
 
@@ -176,7 +178,7 @@ def _ran(problem: ScaledGemm | ScaledWgrad, tile: int = -1) -> Tensor:
 
 
 def _torch_forward(p: ScaledGemm) -> dict[str, Function]:
-    """torch's own, of those that run here."""
+    """torch's own products that can run here."""
     one = torch.ones((), device="cuda")
     ends = p.split_sizes.cumsum(0).to(torch.int32)
 
@@ -203,7 +205,7 @@ def _torch_forward(p: ScaledGemm) -> dict[str, Function]:
 
 
 def _deepgemm(make: Callable[[], deepgemm.Float8Product]) -> dict[str, Function]:
-    """DeepGEMM's, where it is installed and runs."""
+    """DeepGEMM's product, if it is installed and runs."""
     why = deepgemm.PEER.refusal("cuda", torch.bfloat16)
     if why is not None:
         print(f"deepgemm is left out: {why}")
@@ -245,7 +247,7 @@ def wgrad(o: GemmOperands, tiles: Sequence[int], dtype: torch.dtype) -> dict[str
 
 
 def _torch_wgrad(o: GemmOperands) -> dict[str, Function]:
-    """torch's own, of those that run here: groups have one scale a column, and multiples of 16 rows."""
+    """torch's own weight gradients that can run here: one scale per column, and groups of multiples of 16 rows."""
     (dy, _), (x, _) = (quantized(operand.mT.contiguous()) for operand in (o.dy, o.x))
     ends = o.sizes.cumsum(0) // 16 * 16
     ends[-1] = len(o.x)
@@ -271,7 +273,7 @@ def _torch_wgrad(o: GemmOperands) -> dict[str, Function]:
 
 
 def activation(o: GemmOperands) -> dict[str, Function]:
-    """The contestants of the product, SwiGLU and the quantiser of hidden rows, for which bf16 has no quantiser."""
+    """The contestants for product, SwiGLU and quantiser of the hidden rows; bf16 has no quantiser."""
     bytes_, grid = quantized_weight(o.weight)
     tokens, columns = len(o.x), o.weight.shape[1]
     alternate = columns // 2 % BLOCK != 0  # as in the model that has such a number
@@ -304,7 +306,7 @@ def check(functions: dict[str, Function]) -> dict[str, float]:
     """The relative error against the product in bfloat16.
 
     Raises:
-        InaccurateError: it is more than quantisation explains.
+        InaccurateError: the error is larger than quantisation explains.
     """
     want, errors = functions["bf16"]().clone(), {}
     for name in functions:
@@ -358,7 +360,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def contestants(o: GemmOperands, asked: str, tiles: Sequence[int]) -> dict[str, Function]:
-    """Those of a product, by its name on the command line."""
+    """The contestants of a product, by its name on the command line."""
     if asked == "activation":
         return activation(o)
     if asked == "wgrad":

@@ -1,6 +1,7 @@
 """The structure of the tree in numbers: functions that a call runs, imports between parts, lines, sizes.
 
-``python -m fusible.benchmarks.structure`` prints Markdown. ``--tree PATH`` looks at another checkout, say an older one.
+``python -m fusible.benchmarks.structure`` prints Markdown. ``--tree PATH`` measures another checkout, such as an older
+one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PYTHON = (*PACKAGES, "src/fusible", "benchmarks", "examples", "tests")
 
 
 def python_files(tree: Path, folder: str) -> list[Path]:
-    """Links are not followed: every file counts once."""
+    """The Python files of a folder. Links are not followed, so every file counts once."""
     return [path for path in sorted((tree / folder).rglob("*.py")) if not path.parent.is_symlink()]
 
 
@@ -40,14 +41,14 @@ def python_files(tree: Path, folder: str) -> list[Path]:
 
 
 class Imports(NamedTuple):
-    """Who imports whom; imports inside functions and for types included."""
+    """The import graph, including imports inside functions and for types."""
 
     files: nx.DiGraph[str]
     boxes: nx.DiGraph[str]  # a file, or a subpackage with all that is in it
 
     @classmethod
     def of(cls, tree: Path, packages: Sequence[str] = PACKAGES) -> Imports:
-        """Of the files in these packages, among each other."""
+        """The imports among the files of these packages."""
         paths = {module_name(path.relative_to(tree)): path for p in packages for path in python_files(tree, p)}
         files: nx.DiGraph[str] = nx.DiGraph()
         files.add_nodes_from(paths)
@@ -68,7 +69,7 @@ def module_name(path: Path) -> str:
 
 
 def imported_names(path: Path, tree: Path) -> Iterator[str]:
-    """The dotted names that a file imports; relative ones are resolved, and "fusible." is left out."""
+    """The dotted names that a file imports: relative ones resolved, "fusible." removed."""
     package = path.relative_to(tree).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -80,7 +81,7 @@ def imported_names(path: Path, tree: Path) -> Iterator[str]:
 
 
 def module_in(name: str, modules: Iterable[str]) -> str | None:
-    """The module that an imported name is, or stands in. The compiled extension has no file here."""
+    """The module that an imported name is or belongs to; None for the compiled extension, which has no file here."""
     return next((m for m in (name, name.rpartition(".")[0]) if m in modules and name != EXTENSION), None)
 
 
@@ -90,13 +91,13 @@ def box_of(name: str, subpackages: set[str]) -> str:
 
 
 def cycles(graph: nx.DiGraph[str]) -> list[set[str]]:
-    """The sets of nodes that reach one another, the largest first."""
+    """The strongly connected sets of nodes, the largest first."""
     components = [part for part in nx.strongly_connected_components(graph) if len(part) > 1]
     return sorted(components, key=len, reverse=True)
 
 
 def layers(graph: nx.DiGraph[str]) -> list[list[str]]:
-    """The nodes by their longest way down; those of a cycle are in one layer."""
+    """The nodes by the length of their longest path down; the nodes of a cycle share a layer."""
     condensed = nx.condensation(graph)
     height: dict[int, int] = {}
     for part in reversed(list(nx.topological_sort(condensed))):
@@ -108,7 +109,7 @@ def layers(graph: nx.DiGraph[str]) -> list[list[str]]:
 
 
 def rooms(files: nx.DiGraph[str], package: str) -> nx.DiGraph[str]:
-    """Which rooms of a package import which: a room is a file in it, or a subpackage with all that is in it."""
+    """The imports among the rooms of a package; a room is a file in it or a subpackage."""
     depth = package.count(".") + 2
     inside = [name for name in files if f"{name}.".startswith(f"{package}.")]
     part_of = {name: ".".join(name.split(".")[:depth]) for name in inside}
@@ -120,7 +121,7 @@ def rooms(files: nx.DiGraph[str], package: str) -> nx.DiGraph[str]:
 
 
 def arrows_in_circles(graph: nx.DiGraph[str]) -> int:
-    """How many arrows of a graph have a way back."""
+    """The number of edges that are part of a cycle."""
     return sum(graph.subgraph(part).number_of_edges() for part in cycles(graph))
 
 
@@ -142,7 +143,7 @@ class Lines(NamedTuple):
 
 
 def lines_by_package(tree: Path) -> dict[str, Lines]:
-    """Python by package; the sources of the CUDA kernels with their headers."""
+    """Lines of Python by package, and of the CUDA sources with their headers."""
     csrc = sorted(path for path in (tree / "csrc").rglob("*") if path.suffix in (".cpp", ".cu", ".cuh", ".h"))
     return {**{p: Lines.of(python_files(tree, p)) for p in PYTHON}, "csrc": Lines.of(csrc)}
 
@@ -155,20 +156,20 @@ def library(tree: Path) -> list[Path]:
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """How many parameters a function has besides self, ``*args`` and ``**kwargs``."""
+    """The number of parameters of a function, without self, ``*args`` and ``**kwargs``."""
     names = [a.arg for a in (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)]
     return len(names) - (names[:1] in (["self"], ["cls"]))
 
 
 def wide_functions(paths: Iterable[Path]) -> int:
-    """How many functions have many parameters."""
+    """The number of functions with many parameters."""
     nodes = (node for path in paths for node in ast.walk(ast.parse(path.read_text())))
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     return sum(parameters(function) >= MANY_PARAMETERS for function in functions)
 
 
 def sizes(tree: Path) -> dict[str, int]:
-    """What shall not grow, by its name."""
+    """The sizes that should not grow, by name."""
     paths, files = library(tree), Imports.of(tree).files
     lines = lines_by_package(tree)
     graphs = {package: rooms(files, package) for package in ROOMY}
@@ -188,7 +189,9 @@ def sizes(tree: Path) -> dict[str, int]:
 
 
 def count_calls(tree: Path) -> dict[str, Counts]:
-    """In this tree on a CPU and by the stub; in another one on a CPU alone, by a process that imports it."""
+    """Counts calls: in this tree on a CPU and with the stub; in another tree on a CPU alone, by a process that imports
+    it.
+    """
     if tree == ROOT:
         return {**call_counts.on_cpu(), **call_counts.with_stub()}
     source = tree / "src" if (tree / "src").is_dir() else tree  # where the import package stands

@@ -8,7 +8,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 from unittest.mock import patch
 
@@ -19,21 +19,15 @@ from fusible.fuser import replay
 from fusible.fuser.replay.capture import Allocation
 from fusible.ops import kernels
 
-_form = attrgetter("__class__", "shape", "dtype", "device", "requires_grad")
-
 
 class NothingLaunched:
-    """Takes every launch, and does nothing."""
+    """Accepts every launch and does nothing."""
 
     def Capture(self, spans: list[tuple[int, int]], rows: int, owned: Sequence[int]) -> NothingCaptured:
         return NothingCaptured(spans, rows)
 
     def has_objects(self, values: dict[str, Any], names: tuple[str, ...], objects: tuple[Any, ...]) -> bool:
         return all(map(is_, map(values.get, names), objects))
-
-    def are_alike(self, tensors: Sequence[torch.Tensor], functions: tuple[int, ...]) -> bool:
-        forms = zip(map(_form, tensors), map(torch.Tensor.stride, tensors), strict=True)
-        return len(set(forms)) == 1
 
     def tensor_addresses(self, tensors: Sequence[torch.Tensor], function: int) -> bytes:
         return array("Q", map(torch.Tensor.data_ptr, tensors)).tobytes()
@@ -47,7 +41,7 @@ class NothingLaunched:
 
 
 class NothingCaptured:
-    """Captures no launch. It knows memory by its first address."""
+    """Records no launch. It identifies memory by its first address."""
 
     active: NothingCaptured | None = None
     refusal: str | None = None
@@ -82,7 +76,7 @@ class NothingCaptured:
 
 
 class NothingReplayed:
-    """What two captures leave of a run: the sizes of its results, and a small piece of scratch memory."""
+    """The result of two captures: the sizes of results, and a small scratch buffer."""
 
     def __init__(self, first: NothingCaptured, second: NothingCaptured) -> None:
         sizes = zip(first.first_sizes, second.first_sizes, strict=True)
@@ -97,7 +91,7 @@ class NothingReplayed:
 
 @contextmanager
 def _imported_as(name: str, module: Any) -> Iterator[None]:
-    """One entry of ``sys.modules``; the others stay, also those that are added meanwhile."""
+    """Replaces one entry of ``sys.modules`` within the body, and restores only that."""
     before = sys.modules.get(name)
     sys.modules[name] = module
     try:
@@ -110,7 +104,7 @@ def _imported_as(name: str, module: Any) -> Iterator[None]:
 
 @contextmanager
 def installed(extension: object) -> Iterator[None]:
-    """The kernels take tensors of the CPU for those of a GPU, and find this extension."""
+    """Makes kernels treat CPU tensors as GPU tensors and use this extension."""
     answers = {
         "library": lambda: extension,
         "is_built": lambda: True,
@@ -134,6 +128,6 @@ def installed(extension: object) -> Iterator[None]:
 
 @contextmanager
 def launching_nothing() -> Iterator[None]:
-    """Calls are captured and replayed as on a GPU; the stub takes the launches."""
+    """Captures and replays calls as on a GPU; the stub accepts the launches."""
     with installed(NothingLaunched()), replay.simulated("cpu"):
         yield

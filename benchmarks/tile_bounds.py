@@ -1,12 +1,12 @@
-"""What tiles leave of the speed of the tensor cores: a count, which needs no GPU.
+"""The share of the tensor cores' speed that tiles allow, counted without a GPU.
 
     python -m fusible.benchmarks.tile_bounds --preset deepseek-v3-ep8 qwen3 --tokens 8192 --distribution random zipf
 
 Each product of the experts is cut into the tiles that the kernels choose among, and these are handed to 132
-multiprocessors on demand. Shares are of the tensor cores' cycles: what is left once rows are rounded up, and once the
-last round is not full; then the same with the longest tasks first. Shared memory moves 128 bytes a cycle, which reads
-of products, operands and results take: the share is of the cycles that products of rounded rows take. Times are those
-of the FLOPs and of the weights' bytes on an H200.
+multiprocessors on demand. Shares are of the tensor cores' cycles: after rounding up rows, and after the incomplete last
+round; then with the longest tasks first. Shared memory moves 128 bytes per cycle for operands, products and results;
+its share is relative to the cycles of products of rounded rows. Times are those that an H200 needs for the FLOPs and
+for the bytes of the weights.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BANKS = 128  # bytes that shared memory moves in a cycle
 
 
 class Tile(NamedTuple):
-    """Rows x columns of a block, blocks of a cluster one above the other; `swap_ab` (csrc/device/gemm/swap_ab.cuh)."""
+    """A tile: rows x columns of a block, blocks per cluster (stacked), `swap_ab` (csrc/device/gemm/swap_ab.cuh)."""
 
     rows: int
     columns: int
@@ -42,7 +42,7 @@ class Tile(NamedTuple):
 
     @property
     def rounding(self) -> int:
-        """To how many rows a product is rounded up."""
+        """The multiple to which a product's rows are rounded up."""
         return 16 if self.swap_ab else 64
 
 
@@ -51,7 +51,7 @@ BACKWARD, WGRAD = (Tile(128, 192, 2, False),), (Tile(256, 192, 1, False),)
 
 
 class ProductShape(NamedTuple):
-    """A product: the columns of its result, and its depth; or, for a weight gradient, the rows of its result."""
+    """A product: the columns of its result and its depth; for a weight gradient, the rows of its result."""
 
     columns: int
     depth: int = 0
@@ -59,7 +59,7 @@ class ProductShape(NamedTuple):
 
 
 def shapes(features: int, hidden: int) -> dict[str, tuple[ProductShape, Sequence[Tile]]]:
-    """The products of the experts, and the tiles that are candidates for each."""
+    """The products of the experts, each with its candidate tiles."""
     return {
         "fc1": (ProductShape(2 * hidden, features), SHORT),
         "fc2": (ProductShape(features, hidden), SHORT),
@@ -72,7 +72,7 @@ def shapes(features: int, hidden: int) -> dict[str, tuple[ProductShape, Sequence
 
 
 class Task(NamedTuple):
-    """The tile of each block of a cluster: rows (a multiple of the rounding), columns, and values of depth."""
+    """The tile of each block of a cluster: rows (a multiple of the rounding), columns, and depth."""
 
     rows: int
     columns: int
@@ -80,12 +80,14 @@ class Task(NamedTuple):
 
     @property
     def cycles(self) -> float:
-        """Of the tensor cores."""
+        """The cycles of the tensor cores."""
         return 2 * self.rows * self.columns * STEP * -(-self.depth // STEP) / FLOP
 
     def bytes_of(self, swap_ab: bool) -> int:
-        """What shared memory moves: a wgmma reads 64 of one side and all of the other, a stage is written, and a result
-        is written and read."""
+        """The bytes that shared memory moves.
+
+        A wgmma reads 64 of one side and all of the other; each stage is written once; a result is written and read.
+        """
         left, right = (self.columns, self.rows) if swap_ab else (self.rows, self.columns)
         read = left // 64 * -(-self.depth // STEP) * (64 + right) * STEP
         return 2 * (read + -(-self.depth // STAGE) * (self.rows + self.columns) * STAGE + 2 * self.rows * self.columns)
@@ -101,7 +103,7 @@ def tasks(shape: ProductShape, tile: Tile, sizes: Sequence[int]) -> Iterator[Tas
 
 
 def _of_gradient(shape: ProductShape, tile: Tile, size: int) -> Iterator[Task]:
-    """The last columns are multiplied as 128 where no more exist."""
+    """The tasks of a weight gradient; a last column tile of at most 128 columns is computed as 128."""
     full, rest = divmod(shape.columns, tile.columns)
     widths = [tile.columns] * full + ([128 if rest <= 128 else tile.columns] if rest else [])
     for width in widths:
@@ -109,7 +111,10 @@ def _of_gradient(shape: ProductShape, tile: Tile, size: int) -> Iterator[Task]:
 
 
 def _of_rows(shape: ProductShape, tile: Tile, size: int) -> Iterator[Task]:
-    """Pairs of tiles take as long as the higher one; an odd last one is done as pairs side by side."""
+    """The tasks of a row product.
+
+    A pair of tiles takes as long as the higher one; an odd last tile is split in columns.
+    """
     heights, columns = heights_of(tile, size), -(-shape.columns // tile.columns)
     for i in range(0, len(heights), tile.cluster):
         pair = heights[i : i + tile.cluster]
@@ -118,7 +123,7 @@ def _of_rows(shape: ProductShape, tile: Tile, size: int) -> Iterator[Task]:
 
 
 def heights_of(tile: Tile, size: int) -> list[int]:
-    """Of the tiles of a group, rounded up: `swap_ab` shares the rows evenly."""
+    """The rounded heights of a group's tiles; `swap_ab` shares the rows evenly."""
     blocks, count = -(-size // tile.rounding), -(-size // tile.rows)
     if not tile.swap_ab:
         return [tile.rows] * (count - 1) + [blocks * tile.rounding - (count - 1) * tile.rows]
@@ -127,7 +132,7 @@ def heights_of(tile: Tile, size: int) -> list[int]:
 
 
 def last_end(cycles: Sequence[float], blocks: int) -> float:
-    """When the last of so many blocks ends, if each takes the next task as soon as it is free."""
+    """The end of the last of ``blocks`` blocks, if each takes the next task when it is free."""
     ends = [0.0] * blocks
     for each in cycles:
         heapq.heapreplace(ends, ends[0] + each)
@@ -162,7 +167,7 @@ HEADING = (
 
 
 def table(preset: str, tokens: int, distribution: str) -> str:
-    """Every product of a model with every tile that is a candidate for it, as Markdown."""
+    """Every product of a model with each of its candidate tiles, as Markdown."""
     p = PRESETS[preset]
     sizes = split_sizes(distribution, p.experts, tokens * p.top_k // p.ranks).tolist()
     every = shapes(p.features, p.hidden).items()
@@ -171,7 +176,7 @@ def table(preset: str, tokens: int, distribution: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a table for every preset, number of tokens and distribution that is asked for."""
+    """Prints a table for every requested preset, number of tokens and distribution."""
     args = _arguments(argv)
     for preset, tokens, distribution in product(args.preset, args.tokens, args.distribution):
         print(table(preset, tokens, distribution))

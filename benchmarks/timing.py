@@ -26,8 +26,8 @@ def interleaved(
 ) -> dict[str, float]:
     """Median seconds of one call of each function.
 
-    In every round each function has its turn, in a new random order, so that a slow moment of the machine meets all of
-    them and none always follows the same other one.
+    In every round each function has its turn, in a new random order, so a slow moment of the machine affects all of
+    them, and no function always follows the same one.
 
     Args:
         functions: by name.
@@ -49,7 +49,7 @@ def interleaved(
 
 
 def graph_of(function: Callable[[], object], calls: int) -> Function:
-    """So many calls as a CUDA graph, so that the host is not timed."""
+    """A CUDA graph of ``calls`` calls, so that the host is not timed."""
     function()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -62,7 +62,7 @@ def graph_of(function: Callable[[], object], calls: int) -> Function:
 def relative(functions: Mapping[str, Function], rounds: int, device: torch.device | str = "cpu") -> dict[str, float]:
     """Median time of each function as a multiple of the first one's, from neighbouring calls: first, it, it, first.
 
-    A clock that changes within a round meets both. An untimed call goes before the four, which the host queues at once.
+    A clock that changes within a round affects both. An untimed call precedes the four, which the host queues at once.
     """
     first, *others = functions
     ratios: dict[str, list[float]] = {name: [] for name in others}
@@ -78,7 +78,7 @@ def relative(functions: Mapping[str, Function], rounds: int, device: torch.devic
 
 
 class _HostMark:
-    """This moment. Called with an earlier one, it gives the time between them."""
+    """The current time. Called with an earlier mark, it returns the time between them."""
 
     def __init__(self) -> None:
         self.seconds = time.perf_counter()
@@ -88,7 +88,7 @@ class _HostMark:
 
 
 class _CudaMark:
-    """The same of the device's current stream."""
+    """The same for the device's current stream."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -107,7 +107,7 @@ def _mark(device: torch.device | str) -> Any:
 def sustained(
     functions: Mapping[str, Function], rounds: int, device: torch.device | str = "cpu", seconds: float = 0.2
 ) -> dict[str, float]:
-    """Median seconds of one call of each function, which is called again and again, alone, for so many seconds.
+    """Median seconds of one call of each function, called repeatedly, alone, for ``seconds`` seconds.
 
     A GPU lowers its clock under such load, as in training. Only the second half is timed. The turns are those of
     :func:`interleaved`.
@@ -123,7 +123,7 @@ def sustained(
 
 
 def _turns(names: Iterable[str], rounds: int) -> Iterator[str]:
-    """Every name once a round, in a new random order."""
+    """Yields every name once a round, in a new random order."""
     order, shuffler = list(names), random.Random(0)
     for _ in range(rounds):
         shuffler.shuffle(order)
@@ -135,7 +135,7 @@ def _clock(device: torch.device | str, flush: bool) -> Callable[[Sequence[Functi
 
 
 def _prepared(function: Function, make: Function | None) -> Function:
-    """The function, with its argument if there is something to make it."""
+    """The function, bound to its argument if it has a function that makes one."""
     return function if make is None else partial(function, make())
 
 
@@ -149,7 +149,7 @@ def _host_seconds(functions: Sequence[Function]) -> float:
 class _CudaClock:
     """Times on the device. The buffer whose reading flushes the cache also keeps the device busy during the launch.
 
-    It is read, not written: as much as the cache holds would be written back while the function runs, at its cost.
+    It is read, not written: otherwise the write-back of the cache would slow the timed function.
     """
 
     def __init__(self, flush: bool) -> None:
@@ -169,7 +169,7 @@ class _CudaClock:
 
 
 def peak_bytes(function: Function, device: torch.device | str = "cpu") -> int:
-    """The most memory that tensors take during a call, above what they took before it."""
+    """The peak memory of tensors during a call, above the memory before it, in bytes."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -181,7 +181,7 @@ def peak_bytes(function: Function, device: torch.device | str = "cpu") -> int:
 
 
 def kept_bytes(function: Function, device: torch.device | str = "cpu") -> int:
-    """The memory of tensors that a call allocates and that its result keeps alive."""
+    """The bytes of tensors that a call allocates and that its result keeps alive."""
     if torch.device(device).type == "cuda":
         before = torch.cuda.memory_allocated()
         result = function()
@@ -192,7 +192,7 @@ def kept_bytes(function: Function, device: torch.device | str = "cpu") -> int:
 
 
 def _cpu_changes(function: Function) -> tuple[Any, list[int]]:
-    """What a call returns, and each change of the memory of tensors; the CPU's allocator keeps no peak itself."""
+    """The result of a call, and each change of tensor memory in bytes; the CPU allocator itself records no peak."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
@@ -213,7 +213,7 @@ def _peak(changes: Iterable[int]) -> int:
 
 
 def markdown(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown, with columns as wide as their widest cell: names to the left, numbers to the right."""
+    """A Markdown table with padded columns: names to the left, numbers to the right."""
     table = [list(heading), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [_padded(row, widths) for row in table]

@@ -1,4 +1,4 @@
-"""Tunes tokamax's kernels for the products of a program, before it is compiled: untuned, they take small tiles."""
+"""Tunes tokamax's kernels for the products of a program before it is compiled; untuned ones use small tiles."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def tune(lowered: Any, most: int) -> None:
-    """Times at most so many configurations of each product of a program; tokamax takes the fastest from then on."""
+    """Times at most ``configurations`` configurations of each product; tokamax uses the fastest from then on."""
     from tokamax import autotuning  # type: ignore[import-not-found, unused-ignore]
 
     for product in autotuning.get_bound_args(lowered):
@@ -16,7 +16,7 @@ def tune(lowered: Any, most: int) -> None:
 
 
 def _preference(configuration: Any) -> tuple[Any, ...]:
-    """Those that tokamax's own list for an H100 holds are among the first eight."""
+    """Sort key of configurations: the entries of tokamax's own list for an H100 are among the first eight."""
     c = configuration
     deep_if_persistent = (c.num_stages == 4) == c.persistent
     return (-c.block_m, c.block_k, not deep_if_persistent, c.grid_tile_width not in (1, 8), c.grid_minor_dim)

@@ -10,12 +10,12 @@ _OPS = ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset")
 
 
 def refusal(device: torch.device) -> str | None:
-    """Why it cannot run, in torch's words where it has tried; None: it can.
+    """The reason why it cannot run (torch's error if it was tried), or None.
 
-    Makes NVSHMEM what this process gets its symmetric memory from. Call it on all ranks, before any is allocated.
+    Makes NVSHMEM the source of this process's symmetric memory. Call it on all ranks before allocating any.
 
     Args:
-        device: with its index: NVSHMEM's teams take ``cuda`` and ``cuda:0`` for two devices, and serve one.
+        device: with its index: NVSHMEM's teams treat ``cuda`` and ``cuda:0`` as two devices, and serve one.
     """
     if device.type != "cuda":
         return f"all_to_all_vdev_2d needs GPUs, the device is {device}"
@@ -34,7 +34,7 @@ def refusal(device: torch.device) -> str | None:
 
 
 def _symmetric(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory of which every rank has as much, known to the others."""
+    """Symmetric memory: every rank allocates the same size, visible to the others."""
     import torch.distributed._symmetric_memory as memory
 
     tensor = memory.empty(*shape, dtype=dtype, device=device)
@@ -52,7 +52,7 @@ class DeviceExchange:
     """Buffers for tokens [T, H] whose experts are ``ids`` [T, k]; a rank owns at most ``most_rows`` rows.
 
     Attributes:
-        rows: what :meth:`dispatch` gives, sorted by expert, then rank.
+        rows: the result of :meth:`dispatch`, sorted by expert, then rank.
     """
 
     def __init__(self, x: Tensor, ids: Tensor, num_experts: int, most_rows: int) -> None:
@@ -73,7 +73,7 @@ class DeviceExchange:
         torch.ops.symm_mem.all_to_all_vdev_2d(self._sent, self.rows, self._sizes, self._arrived, _world().group_name)
 
     def combine(self) -> Tensor:
-        """Brings the rows back; the sum [T, H] of each token's."""
+        """Sends the rows back; returns the sum [T, H] of each token's rows."""
         torch.ops.symm_mem.all_to_all_vdev_2d_offset(
             self.rows, self._returned, self._arrived, self._back, _world().group_name
         )

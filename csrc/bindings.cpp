@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// fusible.ops._C: converts Python's integers and calls the C++ core, nothing else.
+// fusible.ops._C: converts Python's integers and calls the C++ core.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -158,9 +158,6 @@ PYBIND11_MODULE(_C, module) {
   def_capture(module);
   module.def("has_objects", &fusible::python::has_objects, "values"_a, "names"_a, "objects"_a,
              "Whether a dictionary has these objects under these names.");
-  module.def(
-      "are_alike", &fusible::python::are_alike, "tensors"_a, "functions"_a,
-      "Whether tensors have the type and the form of the first one; functions of torch at these addresses tell.");
   module.def("tensor_addresses", &fusible::python::tensor_addresses, "tensors"_a, "function"_a,
              "The addresses of tensors, told by a function of torch at this address, one after the other.");
   def<fusible::GroupedGemmLaunch>(
@@ -217,6 +214,9 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::LowRankPassLaunch>(module,
                                   "Rows gathered, times a factor of low rank, and a factor's gradient, in one pass; "
                                   "0 for what is not wanted.");
+  def<fusible::ChoiceWorkspace>(module, "Bytes that choose needs.");
+  def<fusible::ChooseLaunch>(module, "The experts of tokens and their weights, by logits; 0 for what is not wanted.");
+  def<fusible::ChooseBackwardLaunch>(module, "The gradient of the logits of a choice of experts.");
   def<fusible::RouteWorkspace>(module, "Bytes that route needs.");
   def<fusible::RouteLaunch>(
       module, "Finds the row of each slot of each token: a stable sort by expert. 0 for what is not wanted.");

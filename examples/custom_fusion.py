@@ -1,4 +1,4 @@
-"""Two fusions of one's own: an op that the library does not know, and a fusion across a residual connection.
+"""Two user-defined fusions: one of a new op, and one across a residual connection.
 
 Run it with ``python -m fusible.examples.custom_fusion``.
 """
@@ -34,7 +34,7 @@ class Softcap(Op):
 
 @fusion(Pattern.path(bias=Bias, cap=Softcap))
 class BiasSoftcap(FusedOp):
-    """Keeps its output alone; one pass over the rows in the backward serves both gradients."""
+    """Saves its output alone; one pass over the rows in the backward gives both gradients."""
 
     bias: Bias
     cap: Softcap
@@ -55,7 +55,7 @@ class BiasSoftcap(FusedOp):
     .where("the linear is not square", lambda m: m.linear.in_features == m.linear.out_features)
 )
 class ResidualLinear(FusedOp):
-    """``x + x W^T`` as one matrix product that starts from x, and its gradient as one that starts from dy."""
+    """``x + x W^T`` as one matrix product accumulated onto x, and its gradient as one accumulated onto dy."""
 
     linear: Linear
 
@@ -78,7 +78,7 @@ class ResidualLinear(FusedOp):
 
 
 def main() -> None:
-    """Both fusions in one model, which gives what it gives without them."""
+    """Runs both fusions in one model; results are the same as without them."""
     torch.manual_seed(0)
     model = Sequential(
         MakeExtraOutput("residual"), Linear(8, 8, bias=False), AddExtraInput("residual"), Bias(8), Softcap(30.0)

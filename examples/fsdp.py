@@ -1,8 +1,8 @@
-"""Experts whose parameters are sharded over two processes by FSDP2, against the same training in one process.
+"""Experts sharded over two processes by FSDP2, compared with the same training in one process.
 
     python examples/fsdp.py          two GPUs with NCCL where there are two, else two processes on the CPU with gloo
 
-Each process has half of the batch and, between its uses, half of the experts. The losses are those of one process.
+Each process has half of the batch and, between uses, half of the experts. The losses equal those of one process.
 """
 
 from __future__ import annotations
@@ -45,14 +45,16 @@ class Layer(nn.Module):
 
 
 class Losses(NamedTuple):
-    """Of every step: in one process, and sharded; and the dtype in which the experts' weights were multiplied."""
+    """The losses of every step, in one process and sharded, and the dtype in which the experts' weights were
+    multiplied.
+    """
 
     alone: list[float]
     sharded: list[float]
 
 
 def train(model: nn.Module, rank: int, world: int, device: torch.device) -> list[float]:
-    """The losses of every step; of the whole batch, whatever part of it this process has."""
+    """Trains the model; returns the losses of every step, over the whole batch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
     generator, losses = torch.Generator().manual_seed(1), []
     teacher = torch.randn(FEATURES, FEATURES, generator=generator) / FEATURES**0.5
@@ -72,15 +74,15 @@ def train(model: nn.Module, rank: int, world: int, device: torch.device) -> list
 
 
 def build(device: torch.device) -> nn.Module:
-    """The same weights in every process."""
+    """Builds the model with the same weights in every process."""
     torch.manual_seed(0)
     return nn.Sequential(Layer(), Layer()).to(device)
 
 
 def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
-    """The experts by themselves, then the rest: what is gathered at once stays small."""
+    """Shards the experts by themselves, then the rest, so that little is gathered at once."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
-    # the experts are given what the layer hands them: their scales would be rounded, were they cast as well
+    # the layer prepares the experts' inputs; casting them here would round the scales
     of_experts = MixedPrecisionPolicy(policy.param_dtype, policy.reduce_dtype, cast_forward_inputs=False)
     for layer in model.children():
         fully_shard(layer.experts, mesh=mesh, mp_policy=of_experts)  # type: ignore[arg-type]
@@ -89,7 +91,7 @@ def shard(model: nn.Module, mesh: DeviceMesh, dtype: torch.dtype | None) -> None
 
 
 def work(rank: int, world: int, port: int, cuda: bool) -> None:
-    """One process."""
+    """The work of one process."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
@@ -108,7 +110,7 @@ def work(rank: int, world: int, port: int, cuda: bool) -> None:
 
 
 def report(model: nn.Module, losses: Losses, dtype: torch.dtype | None, allowed: float) -> None:
-    """Prints a line, and fails if the losses are not those of one process."""
+    """Prints a line, and fails if the losses differ from those of one process."""
     off = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
     local = model[0].experts[1].weight.to_local()  # type: ignore[index]
     kind = str(dtype or torch.float32).removeprefix("torch.")

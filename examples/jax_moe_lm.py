@@ -29,7 +29,7 @@ CONTEXT = 64
 
 
 class Experts(nnx.Module):  # type: ignore[misc]
-    """Routes each token to ``top_k`` of the experts, and sums what they give, weighted by the router."""
+    """Routes each token to ``top_k`` experts, and sums their outputs, weighted by the router."""
 
     def __init__(self, features: int, hidden: int, experts: int, top_k: int, dtype: Any, rngs: nnx.Rngs) -> None:
         self.top_k, self.dtype = top_k, dtype
@@ -39,7 +39,7 @@ class Experts(nnx.Module):  # type: ignore[misc]
         self.w2 = nnx.Param(normal(hidden**-0.5)(rngs.params(), (experts, hidden, features)))
 
     def __call__(self, tokens: Any) -> tuple[Any, Any]:
-        """Of tokens [T, H] the output [T, H], and the loss that keeps experts equally busy."""
+        """Maps tokens [T, H] to the output [T, H] and the loss that balances the load of the experts."""
         chances = jax.nn.softmax(self.router(tokens))
         weights, experts = jax.lax.top_k(chances, self.top_k)
         weights = weights / weights.sum(-1, keepdims=True)
@@ -55,7 +55,7 @@ class Experts(nnx.Module):  # type: ignore[misc]
 
 
 class Block(nnx.Module):  # type: ignore[misc]
-    """Attention, then experts, each on normalised rows and added to what comes in."""
+    """Attention, then experts, each on normalised input and with a residual connection."""
 
     def __init__(self, features: int, hidden: int, experts: int, dtype: Any, rngs: nnx.Rngs) -> None:
         self.norm1, self.norm2 = nnx.RMSNorm(features, rngs=rngs), nnx.RMSNorm(features, rngs=rngs)
@@ -63,7 +63,7 @@ class Block(nnx.Module):  # type: ignore[misc]
         self.experts = Experts(features, hidden, experts, 2, dtype, rngs)
 
     def __call__(self, x: Any) -> tuple[Any, Any]:
-        """Of [B, L, H] the same, and the loss of the router."""
+        """Maps [B, L, H] to the same shape, and returns the router's loss."""
         x = x + self.attention(self.norm1(x), mask=nnx.make_causal_mask(x[..., 0]))
         y, balance = self.experts(self.norm2(x).reshape(-1, x.shape[-1]))
         return x + y.reshape(x.shape), balance
@@ -88,20 +88,20 @@ class LanguageModel(nnx.Module):  # type: ignore[misc]
 
 
 def loss_of(model: LanguageModel, text: Any) -> Any:
-    """Of bytes [B, L + 1], in nats for each, with a hundredth of the routers' losses."""
+    """The mean cross-entropy of bytes [B, L + 1] in nats per byte, plus a hundredth of the routers' losses."""
     logits, balance = model(text[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean() + 0.01 * balance
 
 
 def train_step(model: LanguageModel, optimizer: Any, text: Any) -> Any:
-    """The loss before the step."""
+    """Makes one training step; returns the loss before it."""
     loss, grads = nnx.value_and_grad(loss_of)(model, text)
     optimizer.update(model, grads)
     return loss
 
 
 def batches(size: int, seed: int = 0) -> Iterator[np.ndarray]:
-    """Stretches of the sources of the standard library, without end: bytes [size, CONTEXT + 1]."""
+    """Yields random stretches of the standard library's sources, bytes [size, CONTEXT + 1], without end."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:60]
     text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8).astype(np.int32)
     random = np.random.default_rng(seed)
@@ -111,7 +111,7 @@ def batches(size: int, seed: int = 0) -> Iterator[np.ndarray]:
 
 
 def train(steps: int, features: int = 64, hidden: int = 64, experts: int = 8, dtype: Any = None) -> list[float]:
-    """The loss of every step; the experts compute in ``dtype``, by default in what runs fastest here."""
+    """Trains the model; returns the losses. The experts compute in ``dtype``, by default the fastest here."""
     dtype = dtype or (jnp.float32 if fusible.jax.info()["fallback"] else jnp.bfloat16)
     model = LanguageModel(features, hidden, experts, 2, dtype, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)

@@ -18,7 +18,7 @@ from fusible import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY
 
 
 class GroupedMLP(nn.Module):
-    """Rows sorted by expert, int64 sizes and float32 probabilities on the device, buffers of the dispatcher's."""
+    """A grouped MLP on rows sorted by expert, with int64 sizes, float32 probabilities and the dispatcher's buffers."""
 
     def __init__(self, experts: int, hidden: int, ffn_hidden: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class GroupedMLP(nn.Module):
         output_buffer: Tensor | None = None,
         grad_input_buffer: Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """[M, H] to [M, H], and no bias."""
+        """Maps rows [M, H] to [M, H], and returns no bias."""
         op_kwargs: dict[Any, dict[str, Any]] = {}
         if grad_input_buffer is not None:
             op_kwargs[0] = {GRAD_INPUT_BUFFER_KEY: grad_input_buffer}
@@ -52,7 +52,7 @@ class GroupedMLP(nn.Module):
         return self._ops[0](permuted_local_hidden_states, *extras, op_kwargs=op_kwargs), None
 
     def backward_dw(self) -> None:
-        """The weight gradients, after whatever was to overlap with communication: the second linear's first."""
+        """Computes the weight gradients, the second linear's first; they may overlap with communication."""
         for i in (2, 0):
             self._ops[0][i].backward_dw()  # type: ignore[operator]
 
@@ -69,7 +69,7 @@ def reference(layer: GroupedMLP, x: Tensor, sizes: Tensor, probs: Tensor) -> Ten
 
 
 def main() -> None:
-    """One micro-batch as Megatron runs it, checked against plain torch."""
+    """Runs one micro-batch as Megatron does, and checks it against plain torch."""
     torch.manual_seed(0)
     layer, sizes = GroupedMLP(experts=4, hidden=32, ffn_hidden=64), torch.tensor([6, 0, 9, 5])
     x, probs = torch.randn(20, 32).requires_grad_(), torch.rand(20).requires_grad_()

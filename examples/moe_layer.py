@@ -1,6 +1,6 @@
 """A mixture-of-experts layer from its ops: router, dispatch, experts, combine.
 
-``fusible.MoE`` is such a layer, ready made. This one shows how to write your own.
+``fusible.MoE`` provides such a layer. This one shows how to write your own.
 
 Run it with ``python -m fusible.examples.moe_layer``.
 """
@@ -22,7 +22,9 @@ class Router(nn.Module):
         self.gate = nn.Linear(features, experts, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The experts of each token [T, top_k], their weights, and a loss that is smallest, 1, at an even load."""
+        """The experts of each token [T, top_k], their weights, and a load-balancing loss with minimum 1 at an even
+        load.
+        """
         probabilities = self.gate(x).softmax(-1, dtype=torch.float32)
         top, chosen = probabilities.topk(self.top_k, -1)
         used = (chosen.flatten().unsqueeze(1) == torch.arange(self.experts, device=x.device)).sum(0)
@@ -61,7 +63,7 @@ class MoELayer(nn.Module):
 
 
 def main() -> None:
-    """One step of training; shows how the layer runs."""
+    """Trains one step and shows how the layer runs."""
     torch.manual_seed(0)
     layer = MoELayer(features=64, hidden=128)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)

@@ -1,7 +1,6 @@
-"""The demo on several processes: experts are spread over them, the rest of the model is the same on all.
+"""The demo on several processes: experts are spread over them, the rest of the model is replicated.
 
-Run it with ``python -m fusible demo --ep 2``. Each process trains on batches of its own, on a GPU each where there are
-some.
+Run it with ``python -m fusible demo --ep 2``. Each process trains on its own batches, on its own GPU if there are GPUs.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Process:
         self.rank, self._size, self._device = group.rank, group.size, device
 
     def agreed(self, done: Iterator[float]) -> Iterator[float]:
-        """As far as the first process is."""
+        """The progress of the first process."""
         while (now := float(self._from_first(next(done, 1.0)))) < 1:
             yield now
 
@@ -48,7 +47,7 @@ class Process:
         return number
 
     def clip(self, model: LanguageModel) -> None:
-        """Experts have gradients of all tokens already; those of everything else are summed here."""
+        """Sums and averages gradients, then clips. Experts' gradients already cover the tokens of all processes."""
         of_experts = {id(p) for block in model.blocks for p in block.moe.experts.parameters()}  # type: ignore[union-attr]
         squares = torch.zeros(2, device=self._device)
         for p in model.parameters():
@@ -68,7 +67,7 @@ def start(args: Namespace) -> None:
 
 
 def work(rank: int, args: Namespace, folder: str) -> None:
-    """One process; the first one prints."""
+    """The work of one process; the first one prints."""
     cuda = torch.device(args.device).type == "cuda"
     device, gpu = (f"cuda:{rank}", torch.device("cuda", rank)) if cuda else (args.device, None)
     if gpu is not None:
@@ -84,7 +83,7 @@ def work(rank: int, args: Namespace, folder: str) -> None:
 
 
 def run(args: Namespace, device: str) -> None:
-    """Trains, and says how the experts of one process run."""
+    """Trains, and prints how the experts of one process run."""
     setting, text = Setting.on(device), read_text()
     size = setting.size
     group = Group(
@@ -97,7 +96,7 @@ def run(args: Namespace, device: str) -> None:
     )
     torch.manual_seed(0)
     model = setting.model(group)
-    for parameter in model.parameters():  # all start from what the first has; its experts are as good as others
+    for parameter in model.parameters():  # all start from the first one's; its random experts serve as well as others
         dist.broadcast(parameter.data, 0)
     print(f"{group.size} processes, each with {group.num_local_experts} of {size.experts} experts")
     with setting.autocast():

@@ -1,4 +1,4 @@
-"""torchtitan's grouped experts on our fused op: its calls, its parameter names in checkpoints, its padding rows.
+"""torchtitan's grouped experts on our fused op: same calls, checkpoint names and padding rows.
 
 Run it with ``python -m fusible.examples.torchtitan_experts``; torchtitan is not needed. For a torchtitan job there is
 ``fusible.integrations.torchtitan``, an override of its own ``GroupedExperts``: see docs/torchtitan.md.
@@ -22,7 +22,7 @@ class FusedExperts(nn.Module):
     """``GroupedExperts``: rows sorted by expert, and how many each has; router scores are applied after it, not here.
 
     Its checkpoints have ``w1``, ``w2`` and ``w3``, as torchtitan writes and reads them, while gate and up are one
-    parameter here, and one product.
+    parameter and one product here.
     """
 
     def __init__(self, dim: int, hidden_dim: int, num_experts: int) -> None:
@@ -36,7 +36,7 @@ class FusedExperts(nn.Module):
         self.register_load_state_dict_pre_hook(_load)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        """[R, D] to [R, D]. Rows past the last expert's, which a padding dispatcher leaves there, give zeros."""
+        """Maps rows [R, D] to [R, D]. Rows past the last expert's, left by a padding dispatcher, give zeros."""
         rows = x.to(self.experts.fc1.weight.dtype)  # type: ignore[union-attr, arg-type]
         y: Tensor = self.experts(rows, split_sizes=num_tokens_per_expert)
         return y.type_as(x)
@@ -51,14 +51,14 @@ def _save(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
 
 
 def _load(module: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    """torchtitan's parameters under the name of the container, which reads them itself."""
+    """Stores torchtitan's parameters under the name of the container, which reads them itself."""
     for name in ("w1", "w2", "w3", "w13", "w1_EFD", "w2_EDF", "w3_EFD"):
         if f"{prefix}{name}" in state:
             state[f"{prefix}experts.{name}"] = state.pop(f"{prefix}{name}")
 
 
 def reference(weights: dict[str, Tensor], x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-    """What torchtitan computes: three products for each expert."""
+    """The reference of torchtitan: three products for each expert."""
     y, start = torch.zeros_like(x), 0
     for i, size in enumerate(num_tokens_per_expert.tolist()):
         rows = x[start : start + size]
@@ -69,7 +69,7 @@ def reference(weights: dict[str, Tensor], x: Tensor, num_tokens_per_expert: Tens
 
 
 def main() -> None:
-    """Loads a checkpoint of torchtitan, computes what it computes, and writes the checkpoint back."""
+    """Loads a checkpoint of torchtitan, computes the same output, and writes the checkpoint back."""
     torch.manual_seed(0)
     dim, hidden_dim, experts = 32, 64, 4
     weights = {

@@ -6,9 +6,9 @@ from .compiler.plan import Plan
 from .compiler.registry import Fusion, register_fusion, registry, unregister
 from .composite import Composite, FusedOp
 from .container.sequential import Sequential
-from .contract.config import Config, config
+from .contract.config import Config
 from .contract.errors import ArgumentError, DoubleBackwardError, RefusedError
-from .contract.op import Buffer, Gradient, Grads, Keyword, Op, Outputs
+from .contract.op import Buffer, Gradient, Grads, Keyword, Op, Outputs, Promises
 from .contract.spec import TensorSpec
 from .explain.explanation import Explanation
 from .explain.model import ModelExplanation, explain
@@ -32,11 +32,11 @@ __all__ = [
     "Outputs",
     "Pattern",
     "Plan",
+    "Promises",
     "RefusedError",
     "Run",
     "Sequential",
     "TensorSpec",
-    "config",
     "explain",
     "one_or_run",
     "optional",

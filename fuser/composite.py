@@ -1,4 +1,4 @@
-"""Ops that stand for several: fused ops, which a pattern builds, and composites, which a user writes."""
+"""Ops that consist of several: fused ops, which a pattern builds, and composites, which a user writes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .runtime.call import call_bwd, call_fwd, evaluate
 class Chain(Op):
     """Parts, by role, run one after the other.
 
-    A part's keyword is the chain's keyword of the same name, or ``role_keyword`` where that is what the chain declares.
-    A part's parameter is named ``role.parameter``. Where both halves are the chain of the parts', ``Saved`` is a
-    dictionary from the role to the part's ``Saved``; an override of one half gives or takes that.
+    A part's keyword is the chain's keyword of the same name, or ``role_keyword`` if the chain declares that.
+    A part's parameter is named ``role.parameter``. If both halves are inherited, ``Saved`` is a dictionary from the
+    role to the part's ``Saved``; an override of one half must return or accept that.
     """
 
     keywords: Mapping[str, Keyword] = {}
@@ -38,14 +38,14 @@ class Chain(Op):
 
     @property
     def parts(self) -> dict[str, Op]:
-        """The ops that this one stands for, by role, in order."""
+        """The ops of the chain, by role, in order."""
         return self._modules  # type: ignore[return-value]
 
     def inner_ops(self) -> Mapping[str, Op]:
         return self.parts
 
     def takes(self, role: str, keyword: str) -> str | None:
-        """The name under which the chain takes a keyword of a part; None if it takes none such."""
+        """The chain's name of a part's keyword; None if the chain does not take it."""
         long = f"{role}_{keyword}"
         return long if long in self.keywords else keyword if keyword in self.keywords else None
 
@@ -124,7 +124,7 @@ class Chain(Op):
         return {**{k: extras[k] for k in part.keywords if k in extras}, **from_call}
 
     def _needs(self, needs_grad: frozenset[str]) -> dict[str, frozenset[str]]:
-        """By role: what gradients a part must give, so that the chain can give those in ``needs_grad``."""
+        """The gradients that each part must compute for those in ``needs_grad``, by role."""
         needs: dict[str, frozenset[str]] = {}
         flows, inner = "x" in needs_grad, self._inner()
         for role, part in self.parts.items():
@@ -135,7 +135,9 @@ class Chain(Op):
         return needs
 
     def _add(self, grads: dict[str, Any], dextras: dict[str, Any], role: str, name: str, gradient: Any) -> None:
-        """Files a part's gradient under the chain's name for it; two parts that read one keyword add up."""
+        """Stores a part's gradient under the chain's name; the gradients of two parts that read one
+        keyword are added.
+        """
         part = self.parts[role]
         if name not in part.keywords:
             grads[f"{role}.{name}"] = gradient
@@ -145,7 +147,7 @@ class Chain(Op):
         into[key] = evaluate(gradient) if key not in into else into[key] + evaluate(gradient)
 
     def _inner(self) -> set[str]:
-        """Extra outputs of parts that later parts read."""
+        """The extra outputs of parts that later parts read."""
         inner, outputs = set[str](), set[str]()
         for part in self.parts.values():
             inner |= outputs & part.keywords.keys()
@@ -162,9 +164,9 @@ class Chain(Op):
 class FusedOp(Chain):
     """An op that replaces a run of ops where its pattern matches. It owns no parameters.
 
-    It is built as ``Fused(**roles)``, None for optional roles that are not there, and defines ``fwd``, ``bwd``, or
-    both. A half that it does not define is the chain of its parts'; see :class:`Chain` for what the other half then
-    returns or is given. A call that passes a keyword which its ``fwd`` does not take is not fused.
+    It is built as ``Fused(**roles)``, with None for missing optional roles, and defines ``fwd``, ``bwd``, or both. A
+    half that it does not define is the chain of its parts; :class:`Chain` describes the ``Saved`` of that case. A call
+    that passes a keyword which its ``fwd`` does not take is not fused.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -183,4 +185,4 @@ class FusedOp(Chain):
 
 
 class Composite(Chain):
-    """Several ops under one name, such as ``ScaledSwiGLU``. A container takes it apart; alone it runs as the chain."""
+    """Several ops under one name, such as ``ScaledSwiGLU``. A container flattens it; alone it runs as the chain."""

@@ -1,4 +1,4 @@
-"""Checks for those who write ops and fusions: what the compiler takes on trust, tried on an example."""
+"""Checks for authors of ops and fusions: tries the promises that the compiler relies on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .compiler.registry import registry
 from .container.sequential import Sequential
-from .contract.config import active_config, config
+from .contract.config import active_config, changed
 from .contract.errors import ArgumentError
 from .contract.op import Op
 from .contract.spec import TensorSpec
@@ -23,23 +23,24 @@ Leaves = Mapping[str, Tensor]
 
 
 def check_op(op: Op, x: Tensor, **keywords: Any) -> None:
-    """Tries what an op promises, on copies in float64.
+    """Checks the promises of an op, on copies in float64.
 
-    - ``fwd`` writes into none of its arguments but buffers, and returns what ``check`` foresees.
-    - Gradients have the shapes of what they are the gradients of, and are those of finite differences.
-    - A gradient does not depend on which others are wanted.
-    - ``bwd`` lives on what ``fwd`` returned: another call in between changes nothing. It writes into no gradient of an
-      output.
+    - ``fwd`` writes into none of its arguments but buffers, and returns what ``check`` predicts.
+    - Gradients have the shapes of their tensors, and agree with finite differences.
+    - A gradient does not depend on the set of wanted gradients.
+    - ``bwd`` only depends on what ``fwd`` returned: another call in between changes nothing. It does not write into the
+    gradients of outputs.
     - Keywords reach the op in a container, by their names and by ``op_kwargs``.
 
     Args:
-        op: small, as finite differences take a call for each number.
-        x: its input, in any floating-point dtype.
-        **keywords: those of a call.
+        op: a small op, as finite differences need a call for each number.
+        x: the input, in any floating-point dtype.
+        **keywords: the keywords of a call.
 
     Raises:
-        AssertionError: one of these does not hold. The message says which.
-        ArgumentError: no op; keywords that do not fit it; an op that delivers a gradient itself, as to ``main_grad``.
+        AssertionError: a promise does not hold; the message says which.
+        ArgumentError: not an op; keywords that do not fit it; an op that delivers a gradient itself, such as to
+        ``main_grad``.
 
     >>> import torch, fusible
     >>> fusible.testing.check_op(fusible.SwiGLU(), torch.randn(3, 4))
@@ -75,23 +76,23 @@ def check_op(op: Op, x: Tensor, **keywords: Any) -> None:
 
 
 def check_fusion(name: str, container: Sequential, x: Tensor, *, exact: bool = False, **keywords: Any) -> None:
-    """Tries whether a fusion changes what a call means.
+    """Checks that a fusion does not change the results of a call.
 
     - The fusion fires for this call. Otherwise the message says why it does not.
-    - Outputs and all gradients agree with those of the unfused ops: in float64 within rounding, and with ``exact`` bit
-      for bit in the dtypes that are given. So they do if a single gradient is wanted.
-    - The fused op writes into none of its arguments, and owns no parameters.
+    - Outputs and all gradients agree with those of the unfused ops: in float64 within rounding, or with ``exact`` bit
+    for bit in the given dtypes. They also agree if a single gradient is wanted.
+    - The fused op does not write into its arguments, and owns no parameters.
 
     Args:
-        name: of the fusion, as ``explain`` shows it.
-        container: whose call the fusion shall change; a copy is called.
-        x: its input.
+        name: the name of the fusion, as in ``explain``.
+        container: the container whose call should be fused; a copy is called.
+        x: the input.
         exact: see above.
-        **keywords: those of a call that ops share. There is no ``op_kwargs``.
+        **keywords: the shared keywords of a call. There is no ``op_kwargs``.
 
     Raises:
-        AssertionError: one of these does not hold. The message says which.
-        ArgumentError: no container.
+        AssertionError: a promise does not hold; the message says which.
+        ArgumentError: not a container.
         KeyError: no fusion has that name.
     """
     _check_is("check_fusion", container, Sequential)
@@ -109,7 +110,7 @@ def check_fusion(name: str, container: Sequential, x: Tensor, *, exact: bool = F
             versions = [tensor._version for tensor in leaves.values()]
             fused = _results(run, wanted)
             assert versions == [t._version for t in leaves.values()], f"{name}: the fused op writes into its arguments"
-            with config(disable_fusions={*active_config().disable_fusions, name}):
+            with changed(disable_fusions=active_config().disable_fusions | {name}):
                 unfused = _results(run, wanted)
         _compare(f"{name}: fused, where gradients of {', '.join(wanted)} are wanted,", fused, unfused, exact)
 
@@ -130,7 +131,7 @@ def _refuse_deliveries(op: Op) -> None:
 
 
 def _check_fwd_and_bwd(op: Op, x: Tensor, keywords: dict[str, Any]) -> None:
-    """What ``fwd`` and ``bwd`` return, called as the runtime calls them."""
+    """Checks the results of ``fwd`` and ``bwd``, called as the runtime calls them."""
     name, inputs = type(op).__name__, differentiable(op, x, keywords)
     promised, wanted = check(op, TensorSpec.of(x), keywords, Runtime(True, None)), frozenset(inputs)
     with torch.no_grad():
@@ -141,7 +142,7 @@ def _check_fwd_and_bwd(op: Op, x: Tensor, keywords: dict[str, Any]) -> None:
         outputs = dict(zip(("y", *op.extra_outputs), map(TensorSpec.of, forward.outputs), strict=True))
         expected = {"y": promised} if isinstance(promised, TensorSpec) else promised or {}
         for key, spec in expected.items():
-            foreseen = spec._replace(requires_grad=outputs[key].requires_grad)  # of which a check says nothing
+            foreseen = spec._replace(requires_grad=outputs[key].requires_grad)  # a check does not predict it
             assert outputs[key] == foreseen, f"{name}.check foresees {spec} for {key}, fwd returns {outputs[key]}"
         tensors, douts = [*forward.kept, *forward.apart], tuple(map(torch.ones_like, forward.outputs))
         grads = forward.context.gradients(tensors, forward.lent, douts, None)
@@ -159,7 +160,7 @@ def _check_gradient(name: str, key: str, gradient: Any, tensor: Tensor) -> None:
 
 
 def _check_subsets(name: str, run: Callable[[], tuple[Tensor, ...]], leaves: Leaves) -> dict[str, Any]:
-    """That each gradient is the same if it alone is wanted; returns all of them."""
+    """Checks that each gradient is the same if it alone is wanted; returns all of them."""
     everything = _results(run, leaves)
     for wanted in _subsets(leaves):
         with _wanting(leaves, wanted):
@@ -184,14 +185,14 @@ def _check_fires(name: str, container: Sequential, x: Tensor, keywords: dict[str
 
 
 def _subsets(leaves: Leaves) -> Iterator[Leaves]:
-    """All of them, and each alone."""
+    """All leaves together, and each alone."""
     yield leaves
     yield from ({name: leaf} for name, leaf in leaves.items())
 
 
 @contextmanager
 def _wanting(leaves: Leaves, wanted: Leaves) -> Iterator[None]:
-    """The others require no gradient, for the body."""
+    """A context in which the other leaves require no gradient."""
     try:
         for name, leaf in leaves.items():
             leaf.requires_grad_(name in wanted)
@@ -207,7 +208,7 @@ def _results(run: Callable[[], tuple[Tensor, ...]], wanted: Leaves) -> dict[str,
 
 
 def _gradients(outputs: tuple[Tensor, ...], wanted: Leaves) -> dict[str, Tensor | None]:
-    """By name; None where nothing leads there."""
+    """The gradients by name; None if a leaf is not reached."""
     there = [output for output in outputs if output.requires_grad]
     weights = [torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y) for y in there]
     if not there or not wanted:
@@ -221,7 +222,7 @@ def _numbered(outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
 
 
 def _compare(subject: str, ours: Mapping[str, Any], truth: Mapping[str, Any], exact: bool = False) -> None:
-    """That each of ours is what it is in truth."""
+    """Checks that each of ours equals the truth."""
     tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
     for name, tensor in ours.items():
         right = truth[name]
@@ -235,13 +236,13 @@ def _compare(subject: str, ours: Mapping[str, Any], truth: Mapping[str, Any], ex
 
 
 def _floats(outputs: Any) -> tuple[Tensor, ...]:
-    """Those that can have a gradient."""
+    """The floating-point outputs, which can have a gradient."""
     several = outputs if isinstance(outputs, tuple) else (outputs,)
     return tuple([output for output in several if output.is_floating_point()])
 
 
 def _leaf(value: Any, dtype: torch.dtype | None) -> Any:
-    """A copy that requires a gradient, of what can have one."""
+    """A copy of a tensor, which requires a gradient if it can."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return value
     return value.detach().to(dtype or value.dtype, copy=True).requires_grad_()

@@ -1,7 +1,9 @@
-"""Other people's models and files, run and read by this library. Each module imports its framework itself.
+"""Integrations: models and checkpoints of other libraries, run and read by this one.
 
-The ones for Hugging Face transformers and PEFT are imported as soon as transformers' models and PEFT's LoRA are, and
-what containers learn of the layouts of others as soon as there are ops.
+Each module imports its framework itself.
+
+The integrations for Hugging Face transformers and PEFT are imported when a program imports transformers' models or
+PEFT's LoRA. The readers of foreign checkpoints are imported with the ops.
 """
 
 from .on_import import after_import

@@ -1,8 +1,8 @@
-"""Checkpoints of others as ours and back: functions from a state dict to a state dict.
+"""Conversions of other libraries' checkpoints to ours and back, as functions from state dict to state dict.
 
 Each converts the experts of every layer that it finds and leaves everything else alone. ``names`` are those of the two
-linears in the container: ``("0", "3")`` for ``Sequential(fc1, SwiGLU(), Scale(), fc2)``. What a layout does not say of
-itself is an argument, and never guessed: whether matrices are transposed, whether gate and up alternate.
+linears in the container: ``("0", "3")`` for ``Sequential(fc1, SwiGLU(), Scale(), fc2)``. Properties that a layout does
+not state are arguments and never guessed: whether matrices are transposed, whether gate and up alternate.
 
 ``load_state_dict`` of a container reads these formats by itself where nothing is ambiguous; see :mod:`loading`.
 """
@@ -35,19 +35,19 @@ _TORCHTITAN = r"(?P<layer>(.*\.)?)(?P<name>(w1|w2|w3|w13)(_[A-Z0-9]+)?)$"
 def from_hugging_face(
     state: StateDict, names: LinearNames, *, transposed: bool = False, interleaved: bool = False
 ) -> dict[str, Any]:
-    """From the names of transformers' experts modules: ``gate_up_proj`` (or ``up_proj``), ``down_proj``, biases.
+    """Converts transformers' experts: ``gate_up_proj`` (or ``up_proj``), ``down_proj`` and their biases.
 
     Args:
         transposed: matrices are [E, in, out], as in gpt-oss.
         interleaved: gate and up columns alternate, as in gpt-oss.
 
     Raises:
-        ValueError: tensors are missing or do not fit; or there is one tensor an expert, as in published files.
+        ValueError: tensors are missing or do not fit, or each expert has its own tensor, as in published files.
     """
     one = next((key for key in state if re.match(_ONE_BY_ONE, key)), None)
     if one is not None:
         raise ValueError(
-            f"{one} is of one expert, and those of a layer are expected in one tensor, such as gate_up_proj; "
+            f"{one} holds one expert, but the experts of a layer must be one tensor, such as gate_up_proj; "
             "transformers stacks them when it loads: give the state_dict() of its model"
         )
     return _convert(state, _HUGGING_FACE, names, lambda part: layouts.from_hugging_face(part, transposed, interleaved))
@@ -66,10 +66,10 @@ def to_hugging_face(
 
 
 def from_mxfp4(state: StateDict, names: LinearNames, *, interleaved: bool = True) -> dict[str, Any]:
-    """From gpt-oss's checkpoints: ``gate_up_proj_blocks``, ``gate_up_proj_scales``, those of ``down_proj``, biases.
+    """Converts gpt-oss's checkpoints: blocks, scales and biases of ``gate_up_proj`` and ``down_proj``.
 
-    Nothing is rounded. A container that ``quantize_(container, MXFP4())`` has changed takes the bytes as they are; one
-    of 16 bits loads their values, with a warning.
+    Nothing is rounded. A container quantised with ``quantize_(container, MXFP4())`` loads the bytes unchanged; a 16-bit
+    container loads the dequantised values, with a warning.
 
     Args:
         interleaved: gate and up rows alternate, as in gpt-oss.
@@ -85,7 +85,10 @@ def from_mxfp4(state: StateDict, names: LinearNames, *, interleaved: bool = True
 
 
 def _packed_layers(state: StateDict) -> dict[str, dict[str, Tensor]]:
-    """By prefix the tensors of each layer in MXFP4; biases alone may be of a layer in another format."""
+    """The tensors of each layer in MXFP4, by prefix.
+
+    Layers with biases alone are left out: their format is another one.
+    """
     layers: dict[str, dict[str, Tensor]] = {}
     for key in state:
         if (match := re.match(_MXFP4, key)) and isinstance(state[key], Tensor):
@@ -94,12 +97,12 @@ def _packed_layers(state: StateDict) -> dict[str, dict[str, Tensor]]:
 
 
 def from_torchtitan(state: StateDict, names: LinearNames) -> dict[str, Any]:
-    """From ``w1``, ``w2``, ``w3`` or ``w13``, ``w2`` of torchtitan's experts, with or without shape suffixes."""
+    """Converts torchtitan's experts: ``w1``, ``w2``, ``w3`` or ``w13``, ``w2``, with or without shape suffixes."""
     return _convert(state, _TORCHTITAN, names, layouts.from_torchtitan)
 
 
 def to_torchtitan(state: StateDict, names: LinearNames) -> dict[str, Any]:
-    """To ``w1``, ``w2``, ``w3``.
+    """Converts to torchtitan's ``w1``, ``w2``, ``w3``.
 
     Raises:
         ValueError: the experts have biases.
@@ -110,11 +113,11 @@ def to_torchtitan(state: StateDict, names: LinearNames) -> dict[str, Any]:
 def from_transformer_engine(
     state: StateDict, names: LinearNames, *, te_names: LinearNames = ("0", "2"), glu_interleave_size: int | None = None
 ) -> dict[str, Any]:
-    """From a ``transformer_engine.pytorch.ops.Sequential`` of grouped linears.
+    """Converts the grouped linears of a ``transformer_engine.pytorch.ops.Sequential``.
 
     Args:
-        te_names: of the two linears there.
-        glu_interleave_size: the one that the activation there had: rows of gate and up alternate in blocks.
+        te_names: the names of the two linears in that container.
+        glu_interleave_size: the argument of its activation: rows of gate and up alternate in blocks of this size.
     """
     rest = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
     for prefix, (up, down) in _pairs(rest, te_names, numbered=True):
@@ -142,13 +145,13 @@ def to_transformer_engine(
 
 
 def with_layout(state: StateDict, name: str, layout: str | Interleaved) -> dict[str, Any]:
-    """The same state dict, which now says in which order a linear before a GLU has rows of gate and up.
+    """Returns the state dict with a note on the order of gate and up rows of the linear before a GLU.
 
-    A container reorders what it loads by this. Its own ``state_dict()`` says it already, as do the conversions here.
+    A container reorders rows by this note on loading. Its own ``state_dict()`` and the conversions here write it.
 
     Args:
-        name: of the linear, in every layer that has one, or in full.
-        layout: as of a GLU: ``"concat"``, gate before up, or ``interleaved(n)``.
+        name: the linear's name in its layer (every layer that has one is noted), or its full name.
+        layout: the GLU's layout: ``"concat"``, gate before up, or ``interleaved(n)``.
     """
     pattern = rf"(?P<linear>(.*\.)?{re.escape(name)}\.)(basic_ops\.\d+\.)?[^.]+$"
     block = gated("silu", None, 1.0, 0.0, layout).block or 0
@@ -201,7 +204,7 @@ def _convert_back(
 def _pairs(
     state: StateDict, names: LinearNames, numbered: bool
 ) -> Iterator[tuple[str, tuple[dict[str, Tensor], dict[str, Tensor]]]]:
-    """For every prefix under which both linears stand: their parameters by name."""
+    """Yields each prefix that has both linears, with the parameters of the two by name."""
     number = r"\d+" if numbered else ""
     pattern = rf"(?P<prefix>(.*\.)?){re.escape(names[0])}\.weight{'0' if numbered else ''}$"
     for prefix in [match["prefix"] for key in state if (match := re.match(pattern, key))]:

@@ -1,7 +1,7 @@
-"""The routed experts of a layer in code that is being compiled.
+"""The routed experts of a layer under ``torch.compile``.
 
-Everything is read off the module by value, and the container is known by its form alone, so that nothing in the code
-belongs to one layer: layers of one structure share it, compiled one by one or all at once.
+Every property of the module is read by value, and a container is identified by its form alone. The compiled code
+therefore belongs to no single layer: layers of the same structure share it, whether compiled one by one or together.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ class QuantizedLinear(NamedTuple):
 
 
 class LayerForm(NamedTuple):
-    """What the container of experts depends on.
+    """Everything that determines the container of experts.
 
     Attributes:
-        up, down: the shapes of the weights as they are stored.
-        spec: of the op between the linears, as plain values; None where the module's own code runs there.
-        has_norm: whether a norm of the model's own follows.
-        scales: of weights that stay quantised, as of :class:`fusible.Float8Block`; None: they are not.
+        up, down: the stored shapes of the weights.
+        spec: the op between the linears, as plain values; None if the module's own code runs there.
+        has_norm: whether a norm of the model follows.
+        scales: the kind of scales of weights that stay quantised, see :class:`fusible.Float8Block`; None for plain
+        weights.
     """
 
     up: tuple[int, ...]
@@ -55,7 +56,7 @@ class LayerForm(NamedTuple):
 def experts_forward(
     experts: Any, parameters: ModuleParameters, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The experts implementation where a compiler traces; see the one of :mod:`transformers`."""
+    """The experts implementation while a compiler traces; see the eager one in :mod:`transformers`."""
     up, down, up_bias, down_bias = parameters
     held: list[dict[str, Tensor]] = []
     for weight, bias in ((up, up_bias), (down, down_bias)):
@@ -68,7 +69,7 @@ def experts_forward(
 def float8_forward(
     experts: Any, up: QuantizedLinear, down: QuantizedLinear, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """:func:`experts_forward` of experts whose weights stay quantised, in blocks of 128 x 128."""
+    """:func:`experts_forward` for experts whose weights stay quantised in blocks of 128 x 128."""
     linears = (up, down)
     form = *(tuple(linear.weight.shape) for linear in linears), (up.weight.dtype, down.weight.dtype), False, False
     held = [{"weight": linear.weight.detach(), SCALES: linear.scales.detach().float()} for linear in linears]
@@ -85,7 +86,7 @@ def _run(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
-    """Of a form without what is between the linears, which have these tensors."""
+    """Runs the form, completed by the activation and norm of ``experts``, on the parameters ``held``."""
     spec, attributes = _spec(experts), experts.__dict__
     has_norm = bool(attributes.get("has_post_expert_norm"))
     modules: Modules = []
@@ -103,7 +104,7 @@ def _run(
 
 @constant
 def _traced_plan(form: Any, call: Any, arguments: Any, names: Any, flags: Any, version: Any) -> TracedPlan:
-    """The traced plan of the container of that form; a new one where fusions have been registered since."""
+    """The traced plan of a container of this form; built anew after a fusion has been registered."""
     return traced_plan_or_reason(_container(LayerForm(*form))._current, flags, call, arguments, names)
 
 
@@ -126,15 +127,15 @@ def _linear(form: LayerForm, shape: tuple[int, ...], dtype: torch.dtype) -> Grou
 
 
 def _between(spec: tuple[Any, ...] | None) -> nn.Module:
-    """The op of a spec; in the place of the module's own code, a module that is no op."""
+    """The op of a spec, or ``nn.Identity`` as the placeholder of the module's own code."""
     if spec is None:
         return nn.Identity()
     return activation_with(spec)
 
 
 def _spec(experts: Any) -> tuple[Any, ...] | None:
-    """What is between the linears, as plain values; None if that is the model's own code."""
-    attributes = experts.__dict__  # to guard on what is not in it is cheap, on a missing attribute it is not
+    """The op between the linears as plain values; None if it is the model's own code."""
+    attributes = experts.__dict__  # a guard on a missing key of the dict is cheap, on a missing attribute it is not
     if "_apply_gate" in attributes:
         return None
     act, of_module = attributes["_modules"].get("act_fn"), {}
@@ -152,7 +153,7 @@ def _spec(experts: Any) -> tuple[Any, ...] | None:
 
 
 def _values(attributes: dict[str, Any], names: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
-    """Those of the attributes that are numbers, text or None."""
+    """The attributes among ``names`` that are numbers, text or None, as pairs of name and value."""
     present = [(name, attributes[name]) for name in names if name in attributes]
     return tuple(
         [(n, constant_value(value)) for n, value in present if value is None or isinstance(value, int | float | str)]

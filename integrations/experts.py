@@ -1,4 +1,4 @@
-"""The experts of a transformers model as a container of ours, on the parameters that the model owns."""
+"""A container that runs the experts of a transformers model on the model's own parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Names(NamedTuple):
-    """What the parameters of an experts module are called; a bias that is not there is None."""
+    """The names of the parameters of an experts module; None for a missing bias."""
 
     up: str
     down: str
@@ -40,7 +40,7 @@ class Names(NamedTuple):
 
 
 class ModuleParameters(NamedTuple):
-    """The parameters themselves, as they are at a call; one that a parametrization computes is computed by asking."""
+    """The current parameters of an experts module; a parametrized one is computed when it is read."""
 
     up: Tensor
     down: Tensor
@@ -49,7 +49,7 @@ class ModuleParameters(NamedTuple):
 
     @classmethod
     def of(cls, experts: Any) -> ModuleParameters:
-        """One that is missing is None; :func:`refusal` tells."""
+        """Reads the parameters of ``experts``; a missing one is None, which :func:`refusal` reports."""
         return cls._make([None if name is None else _parameter(experts, name) for name in Names.of(experts)])
 
 
@@ -77,12 +77,14 @@ class ModelStep(StandIn):
 
 
 class ExpertsContainer:
-    """A container, and what it was built for. Deep copies and pickles leave it out, others see that it is not theirs.
+    """A container and the experts module it was built for.
+
+    Deep copies and pickles of the module leave it out; shallow copies detect that it belongs to another module.
 
     Attributes:
-        parameters: those of the last call, if the module owns them.
+        parameters: the parameters of the last call, if the module owns them.
         trained: which parameters of the last call required gradients, where the module does not own them.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
         last: dtype and device of the ids of the last call, and their shape; None before it.
     """
 
@@ -97,7 +99,7 @@ class ExpertsContainer:
 
     @property
     def routing(self) -> str:
-        """Whose kernels routed the last call, and why no others."""
+        """The backend that routed the last call, and why the kernels did not."""
         if self.last is None:
             return ""
         dispatch: Any = self.container._modules["dispatch"]
@@ -105,18 +107,18 @@ class ExpertsContainer:
         return routed_by(ids, device, dispatch.num_experts, shape.numel(), self.dtype)
 
     def run(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, H] in the dtype of ``x``."""
+        """Runs the experts: [T, H] in the dtype of ``x``."""
         self.last = top_k_index.dtype, x.device, top_k_index.shape
         tokens = x if x.dtype == self.dtype or autocasts(x) else x.to(self.dtype)
         y: Tensor = self.container.forward(tokens, top_k_index=top_k_index, top_k_weights=top_k_weights)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
     def was_built_for(self, experts: Any, key: tuple[Any, ...]) -> bool:
-        """Whether it can run the experts, once it has their parameters."""
+        """Whether the container can run these experts once it holds their parameters."""
         return self._experts() is experts and self.key == key
 
     def lend(self, experts: Any, parameters: ModuleParameters) -> None:
-        """Puts the parameters into the linears, and remembers that all this holds for the experts with them."""
+        """Puts the parameters into the linears, and records the experts and parameters for which this holds."""
         named = zip(Names.of(experts), parameters, strict=True)
         self.parameters = parameters
         self._lent = [(n, t, t.dtype, t.shape) for n, t in named if n is not None and t is not None]
@@ -124,7 +126,7 @@ class ExpertsContainer:
         _put(self.container, parameters)
 
     def let_go(self, experts: Any) -> None:
-        """After a call: of parameters that the module does not keep, but computes or fetches for each call."""
+        """Drops, after a call, parameters that the module computes or fetches for each call."""
         parameters = experts.__dict__["_parameters"]
         if _is_offloaded(experts) or any(parameters.get(name) is not tensor for name, tensor, *_ in self._lent):
             self.trained = tuple([t is not None and t.requires_grad for t in self.parameters or ()])
@@ -133,7 +135,9 @@ class ExpertsContainer:
             self.parameters, self._lent = None, []
 
     def holds_for(self, experts: Any) -> bool:
-        """Whether nothing has changed since; what costs a hot call one look at each tensor and constant."""
+        """Whether nothing has changed since the container was built; costs a hot call one check per tensor and
+        constant.
+        """
         if self.parameters is None or self._experts() is not experts:
             return False
         parameters = experts.__dict__["_parameters"]
@@ -150,7 +154,7 @@ _ATTRIBUTE = "_fusible_built"  # of the module, where neither its children nor i
 
 
 def refusal(experts: Any, parameters: ModuleParameters) -> str | None:
-    """Why the parameters cannot be read as they are; None: they can."""
+    """The reason why the parameters cannot be read directly, or None."""
     for name, tensor in zip(Names.of(experts), parameters, strict=True):
         if name is not None:
             why = _unreadable(type(tensor), getattr(tensor, "dtype", None))
@@ -161,7 +165,7 @@ def refusal(experts: Any, parameters: ModuleParameters) -> str | None:
 
 @constant
 def _unreadable(kind: type, dtype: torch.dtype | None) -> str | None:
-    """Why no parameter of a class and dtype can be read; None: it can. Compiled code guards on these two."""
+    """The reason why no parameter of this class and dtype can be read, or None. Compiled code guards on the two."""
     if not issubclass(kind, Tensor):
         return "missing" if kind is type(None) else f"a {kind.__name__}"
     if not stores_values(kind):
@@ -170,7 +174,7 @@ def _unreadable(kind: type, dtype: torch.dtype | None) -> str | None:
 
 
 def built_of(experts: Any, parameters: ModuleParameters) -> ExpertsContainer:
-    """The container of the experts, its linears on the parameters of now, and what else was built for them.
+    """Builds the container of the experts; its linears hold the current parameters.
 
     The parameters stay the model's: gradients arrive there, nothing is copied, and no state_dict shows the container.
     """
@@ -183,7 +187,7 @@ def built_of(experts: Any, parameters: ModuleParameters) -> ExpertsContainer:
 
 
 def existing(experts: nn.Module) -> ExpertsContainer | None:
-    """What has run the experts, ready to explain the last call; None if there was no call yet."""
+    """The container that ran the experts, ready to explain the last call; None before the first call."""
     built: ExpertsContainer | None = experts.__dict__.get(_ATTRIBUTE)
     if built is not None and built.parameters is None:  # until the next call
         now = zip(ModuleParameters.of(experts), built.trained, strict=True)  # an adapter of the call may be gone by now
@@ -193,13 +197,13 @@ def existing(experts: nn.Module) -> ExpertsContainer | None:
 
 
 def _key(experts: Any, parameters: ModuleParameters) -> tuple[Any, ...]:
-    """What the container depends on; everything else is looked up at every call."""
+    """The key that the container depends on; everything else is looked up at every call."""
     shapes = parameters.up.shape, parameters.down.shape, parameters.up_bias is None
     return (*shapes, *_facts(experts))
 
 
 def _facts(experts: Any) -> tuple[Any, ...]:
-    """Of the key, what is no parameter's."""
+    """The part of the key that does not depend on the parameters."""
     attributes, kind = experts.__dict__, type(experts)
     modules = attributes["_modules"]
     act = modules["act_fn"] if "act_fn" in modules else attributes.get("act_fn")
@@ -211,7 +215,7 @@ def _facts(experts: Any) -> tuple[Any, ...]:
 
 
 def _facts_within(act: Any) -> tuple[Any, ...]:
-    """Of an activation that is a module: its hooks and constants, and those of its children."""
+    """The hooks and constants of an activation module and of its children; empty for a function."""
     if not isinstance(act, nn.Module):
         return ()
     values = is_hooked(act), *map(act.__dict__.get, _names_read(type(act), type(act).forward))
@@ -221,7 +225,7 @@ def _facts_within(act: Any) -> tuple[Any, ...]:
 
 
 def built_before(experts: Any) -> ExpertsContainer | None:
-    """What was built for the experts, if it still holds."""
+    """The container built for the experts earlier, if it is still valid."""
     built = experts.__dict__.get(_ATTRIBUTE)
     return built if built is not None and built.holds_for(experts) else None
 
@@ -243,7 +247,7 @@ def _build(experts: Any, parameters: ModuleParameters) -> Sequential:
 
 
 def layer_around(experts: Any, fc1: Any, fc2: Any) -> Sequential:
-    """The container of an experts module with these linears: its activation or gate, and its norm, are read off it."""
+    """The container of an experts module with these linears; reads activation or gate, and norm, off the module."""
     op, reason = activation_of(experts)
     gate = op or ModelStep(experts, "_apply_gate" if experts.has_gate else "act_fn", reason)
     has_norm = getattr(experts, "has_post_expert_norm", False)
@@ -265,7 +269,7 @@ def _linear(experts: Any, weight: Tensor, bias: Tensor | None) -> GroupedLinear:
 
 
 def _put(container: Sequential, parameters: ModuleParameters) -> None:
-    """Puts tensors in the place of parameters: also such as are none, from a parametrization."""
+    """Puts tensors in the place of parameters; results of a parametrization, which are plain tensors, are allowed."""
     for name, weight, bias in zip(("fc1", "fc2"), parameters[:2], parameters[2:], strict=True):
         linear: Any = container._modules[name]
         linear._parameters["weight"] = weight

@@ -1,7 +1,7 @@
-"""The experts of FP8 checkpoints of transformers, on the bytes and scales that the model owns: nothing is copied.
+"""The experts of transformers' FP8 checkpoints. They run on the model's own bytes and scales, without a copy.
 
-Their weights [E, N, K] and scales are those of a :class:`GroupedLinear` whose weight stays quantised. Rows are
-quantised as the checkpoint's scales are: by powers of two where those are stored as such, else by float32.
+The weights [E, N, K] and scales become those of a :class:`GroupedLinear` whose weight stays quantised. Rows are
+quantised with the kind of scale that the checkpoint has: powers of two or float32.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, experts: Any) -> Weights:
-        """Those of now.
+        """Reads the current weights and scales of ``experts``.
 
         Raises:
-            ArgumentError: one is missing.
+            ArgumentError: a tensor is missing.
         """
         up = "gate_up_proj" if experts.has_gate else "up_proj"
         names = (up, f"{up}_scale_inv", "down_proj", "down_proj_scale_inv")
@@ -45,13 +45,16 @@ class Weights(NamedTuple):
             if tensor is None:
                 kind = type(experts).__name__
                 raise ArgumentError(
-                    f"{kind}: {name} is None; bytes are no values without scales, so load both from the checkpoint"
+                    f"{kind}: {name} is None; bytes have no meaning without scales; load both from the checkpoint"
                 )
         return cls(*tensors)  # type: ignore[arg-type]
 
 
 class Float8Container(NamedTuple):
-    """A container, and the tensors whose memory it reads: by identity and address, since loading replaces either."""
+    """A container and the tensors whose memory it reads.
+
+    Both identity and address are compared, as loading may change either.
+    """
 
     container: Sequential
     tensors: Weights
@@ -96,14 +99,14 @@ def run(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> 
     built = built_of(experts)
     container = built.container
     for name, scales in (("fc1", built.tensors.up_scales), ("fc2", built.tensors.down_scales)):
-        if scales.dtype != torch.float32:  # which somebody may have written since
+        if scales.dtype != torch.float32:  # written after the container was built
             container.get_submodule(name).get_buffer(SCALES).copy_(scales.detach())
     y: Tensor = container.forward(x, top_k_index=top_k_index, top_k_weights=top_k_weights)
     return y.to(x.dtype)
 
 
 def built_of(experts: Any) -> Float8Container:
-    """The container of the experts as they are now."""
+    """The container of the experts, rebuilt if weights, scales or gate have changed."""
     weights = Weights.of(experts)
     built: Float8Container | None = experts.__dict__.get(_ATTRIBUTE)
     if built is None or not built.holds_for(experts, weights):
@@ -119,7 +122,7 @@ def is_float8(experts: Any) -> bool:
 
 
 def existing(experts: Any) -> Float8Container | None:
-    """What has run the experts; None if there was no call yet."""
+    """The container that ran the experts; None before the first call."""
     built: Float8Container | None = experts.__dict__.get(_ATTRIBUTE)
     return built
 
@@ -134,6 +137,6 @@ def _addresses(weights: Weights) -> tuple[int, ...]:
 
 
 def _gate(experts: Any) -> tuple[Any, ...]:
-    """What decides between the linears: the activation, and the numbers of a gate."""
+    """The values that select the op between the linears: the activation and the constants of the gate."""
     numbers = [experts.__dict__.get(name) for name in ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap")]
     return (experts.act_fn, experts.__dict__.get("up_softcap"), experts.__dict__.get("_apply_gate"), *numbers)

@@ -1,7 +1,7 @@
-"""Which activation the experts of a transformers model have: read off the module's own function as a program.
+"""The activation of a transformers model's experts, traced from the module's own function as a program.
 
-A program that computes what a built-in activation does becomes that one, whose kernels are compiled ahead. Any other
-is compiled when it first runs. What is none, the model runs as it is, between two grouped linears.
+A program equal to a built-in activation becomes that activation, whose kernels are compiled ahead. Any other program is
+compiled at its first run. A function that cannot be traced runs as it is, between two grouped linears.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..ops.programs.tracing import trace
 from ..ops.values.activation_spec import ActivationSpec, spec_of_program
 
 GateValues = tuple[Any, ...]
-"""Those of an :class:`ActivationSpec`, as code that is compiled can hold them."""
+"""The values of an :class:`ActivationSpec`, in types that compiled code can hold."""
 _UNCHANGING = type(None), int, float, str, FunctionType, BuiltinFunctionType, partial
 
 
@@ -33,7 +33,7 @@ class ModelActivation(Activated):
 
 
 def activation_of(experts: nn.Module) -> tuple[ModelActivation | None, str]:
-    """The op that stands for what is between the two linears; or None, and why it has to run as it is."""
+    """The op that replaces the code between the two linears, or None and the reason why that code must run as it is."""
     act = getattr(experts, "act_fn", None)
     if "_apply_gate" in vars(experts) or (isinstance(act, nn.Module) and any(map(is_hooked, act.modules()))):
         return None, "this module's _apply_gate was replaced, or its act_fn has hooks"
@@ -57,7 +57,7 @@ def names_read(kind: type, method: Any) -> tuple[str, ...]:
 
 @constant
 def constants_read(kind: type, gate: Any, act: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of what experts' gate may depend on, and of what their activation may, if it is of a class ``act``."""
+    """The attribute names that the gate of experts may read, and those that an activation of class ``act`` may read."""
     return names_read(kind, gate), names_read(act, getattr(act, "forward", None)) if isinstance(act, type) else ()
 
 
@@ -70,11 +70,11 @@ def values_of(
     act: Any,
     act_constants: tuple[tuple[str, Any], ...],
 ) -> GateValues | None:
-    """The spec that :func:`activation_of` finds for experts with these values; None: it finds none.
+    """The spec that :func:`activation_of` finds for experts with these values, or None.
 
     Args:
         kind, gate: the class of the experts, and its ``_apply_gate``.
-        has_gate, constants: those of their attributes that are there, by name.
+        has_gate, constants: their attributes that exist, by name.
         act: their activation: a function, the class of a module, or None.
         act_constants: the attributes of that module.
     """
@@ -102,10 +102,10 @@ def activation_with(values: GateValues) -> ModelActivation:
 
 
 def _module(kind: type) -> Any:
-    """One of the class, if its class is all that an activation has besides plain values.
+    """An instance of the class, if an activation has no state besides plain values.
 
     Raises:
-        TypeError: it may have more.
+        TypeError: it may have other state.
     """
     if not kind.__module__.startswith(("torch.nn.", "transformers.")):
         raise TypeError(f"{kind.__name__} may hold anything")
@@ -128,7 +128,9 @@ def _spec(experts: Any) -> ActivationSpec:
 
 
 def _unwatched(experts: Any) -> str | None:
-    """An attribute that the gate or the activation reads and that may change unseen: no number and no function."""
+    """An attribute that the gate or activation reads and that may change unnoticed, as it is neither number nor
+    function.
+    """
     act, gate = getattr(experts, "act_fn", None), getattr(type(experts), "_apply_gate", None)
     modules = [*act.modules()] if isinstance(act, nn.Module) else []
     reads = [(experts, names_read(type(experts), gate)), *[(m, names_read(type(m), type(m).forward)) for m in modules]]

@@ -1,4 +1,4 @@
-"""How others store the experts of one layer, and how we do: pure functions on tensors.
+"""Layouts of the experts of one layer, theirs and ours: pure functions on tensors.
 
 A :class:`Layer` is the logical layout: a matrix an expert, [out, in], gate rows before up rows, whatever a GLU reads.
 """
@@ -31,10 +31,10 @@ class Layer(NamedTuple):
 
 
 def converted(part: Part, conversion: Callable[[], T]) -> T:
-    """What a conversion makes of the tensors of a layer.
+    """Runs a conversion of the tensors of a layer, and rewords its errors.
 
     Raises:
-        ValueError: one is missing, or they do not fit the conversion, or one another.
+        ValueError: a tensor is missing, or shapes do not fit the conversion or each other.
     """
     try:
         return conversion()
@@ -61,7 +61,7 @@ def fitting(layer: Layer, gated: bool | None = None) -> Layer:
 
 
 def interleave(tensor: Tensor, block: int, dim: int) -> Tensor:
-    """From gate, then up, to ``block`` of gate before as many of up, and so on, along a dimension."""
+    """Rearranges [gate, up] along a dimension into alternating blocks: ``block`` of gate, ``block`` of up, …"""
     return _swapped(tensor, dim, (2, -1, block))
 
 
@@ -71,7 +71,7 @@ def deinterleave(tensor: Tensor, block: int, dim: int) -> Tensor:
 
 
 def concat(layer: Layer, block: int | None) -> Layer:
-    """The layer with gate before up, of one where they alternate in blocks, if there is one."""
+    """The layer with gate before up; ``block``, if any, is the size in which they alternate now."""
     if not block:
         return layer
     bias = None if layer.up_bias is None else deinterleave(layer.up_bias, block, -1)
@@ -79,7 +79,7 @@ def concat(layer: Layer, block: int | None) -> Layer:
 
 
 def _swapped(tensor: Tensor, dim: int, sizes: tuple[int, int, int]) -> Tensor:
-    """A dimension, counted from the end, taken apart into three, of which the first two change places."""
+    """Splits a dimension, counted from the end, into three, and swaps the first two."""
     end = dim % tensor.dim() + 2
     apart: Tensor = tensor.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
     return apart.transpose(end - 2, end - 1).flatten(end - 2, end)
@@ -117,7 +117,7 @@ class PackedLayer(NamedTuple):
 def from_mxfp4(part: Part, interleaved: bool) -> PackedLayer:
     """``gate_up_proj_blocks`` uint8 [E, 2F, K / 32, 16], ``gate_up_proj_scales`` [E, 2F, K / 32], and so on.
 
-    The matrices are [E, out, in], unlike those of the model. Two values of a byte are neighbours in a row.
+    The matrices are [E, out, in], unlike those of the model. The two values of a byte are neighbours in a row.
     """
     (up, up_scales), (down, down_scales) = (_packed(part, name) for name in ("gate_up_proj", "down_proj"))
     bias = part.get("gate_up_proj_bias")
@@ -134,7 +134,7 @@ def from_mxfp4(part: Part, interleaved: bool) -> PackedLayer:
 
 
 def _packed(part: Part, name: str) -> tuple[Tensor, Tensor]:
-    """The bytes [E, out, in / 2] of a matrix, and those of its scales [E, out, in / 32]."""
+    """The bytes [E, out, in / 2] of a matrix and its scales uint8 [E, out, in / 32]."""
     blocks, scales = part[f"{name}_blocks"], part[f"{name}_scales"]
     if blocks.dtype != torch.uint8 or blocks.dim() != 4 or blocks.shape[-1] != 16:
         raise ValueError(f"{name}_blocks must be uint8 [E, out, in / 32, 16], not {_described(blocks)}")
@@ -160,7 +160,7 @@ def from_torchtitan(part: Part) -> Layer:
 
 
 def to_torchtitan(layer: Layer) -> dict[str, Tensor]:
-    """``w1``, ``w2``, ``w3``, of experts that are gated and have no biases."""
+    """Converts gated experts without biases to ``w1``, ``w2``, ``w3``."""
     if layer.up_bias is not None or layer.down_bias is not None:
         raise ValueError("to_torchtitan: its grouped experts have no biases")
     gate, up = fitting(layer, gated=True).up.chunk(2, 1)

@@ -1,8 +1,8 @@
-"""What ``load_state_dict`` of a container understands by itself besides its own names.
+"""Foreign state dicts that ``load_state_dict`` of a container reads besides its own names.
 
-It reads the names of torchtitan and of transformers, where the shapes leave one reading, and those of
-TransformerEngine; the linears themselves read one tensor or one an expert. :mod:`row_order` brings rows of gate and up
-into the order in which the container reads them.
+It reads the names of torchtitan and transformers where the shapes allow one reading only, and TransformerEngine's
+names. The linears themselves read one tensor for all experts or one per expert. :mod:`row_order` then brings rows of
+gate and up into the order that the container reads.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _ExpertOps(NamedTuple):
 
 
 def read(container: Sequential, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> list[str]:
-    """Puts our names and layout into ``state``; returns what is wrong with what stands there."""
+    """Rewrites ``state`` to our names and layout; returns the errors found."""
     experts = _experts(container)
     wrong = None if experts is None else _read_foreign(experts, state, prefix)
     if wrong is not None:
@@ -50,7 +50,7 @@ def read(container: Sequential, state: dict[str, Any], prefix: str, metadata: di
 
 
 def _drop_extra_states(container: Sequential, state: dict[str, Any], prefix: str) -> None:
-    """Those of TransformerEngine's ops, each of which has one, and the notes of modules that do not take them."""
+    """Drops the extra states of TransformerEngine's ops, and notes addressed to modules that do not read them."""
     children = {leaf.path for leaf in row_order.leaves(container) if leaf.parent is container}
     for name, module in container.named_modules():
         value = state.get(key := f"{prefix}{name}.{SUFFIX}")
@@ -85,7 +85,7 @@ def _from_hugging_face(experts: _ExpertOps, part: dict[str, Tensor]) -> Layer:
     """The layer.
 
     Raises:
-        ValueError: why not; or that a conversion by hand is needed, and which.
+        ValueError: the tensors do not fit, or an explicit conversion is needed; the message names it.
     """
     shapes = [tensor.shape for name, tensor in part.items() if not name.endswith("_bias")]
     expected = [_logical(linear) for linear in experts.linears]

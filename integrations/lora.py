@@ -1,7 +1,7 @@
-"""The experts of a transformers model with low-rank adapters: a container of ours on the parameters of both.
+"""The experts of a transformers model with low-rank adapters, run by a container on the parameters of both.
 
-For one call, whoever has the adapters lends them to the experts module (:func:`lent`); its forward then runs
-:func:`experts_forward`. The weights are read as they are. Nothing of the size of a weight is made.
+For one call, the owner of the adapters lends them to the experts module (:func:`lent`), whose forward then runs
+:func:`experts_forward`. The weights are read in place, and no tensor of a weight's size is allocated.
 """
 
 from __future__ import annotations
@@ -25,14 +25,18 @@ _ALIGNED = 16  # bytes in a row of a matrix that the CUDA kernels read
 
 
 class Adapter(NamedTuple):
-    """Of one parameter: ``lora_a`` [E, R, in] and ``lora_b`` [E, out, R], whose product is added to the matrices."""
+    """The adapter of one parameter: ``lora_a`` [E, R, in] and ``lora_b`` [E, out, R]; their product is added to the
+    weight.
+    """
 
     a: Tensor
     b: Tensor
 
     @classmethod
     def of(cls, parts: Sequence[Adapter]) -> Adapter:
-        """Several as one, of the sum of their ranks, filled up with zeros to rows that kernels read."""
+        """Joins several adapters into one, whose rank is the sum of theirs, padded with zeros to a rank that kernels
+        read.
+        """
         a, b = torch.cat([part.a for part in parts], 1), torch.cat([part.b for part in parts], 2)
         missing = -a.shape[1] % (_ALIGNED // a.itemsize)
         if missing and a.itemsize == 2:
@@ -44,8 +48,8 @@ class AdaptedExperts:
     """The adapters of an experts module and the container that runs them. Deep copies and pickles leave it out.
 
     Attributes:
-        adapters: those of the call that is under way, by the name of the parameter.
-        routing: whose kernels routed the last call.
+        adapters: the adapters of the current call, by parameter name.
+        routing: the backend that routed the last call.
     """
 
     def __init__(self, experts: nn.Module) -> None:
@@ -56,11 +60,11 @@ class AdaptedExperts:
         self._last: _Last | None = None
 
     def belongs_to(self, experts: nn.Module) -> bool:
-        """Not so where somebody has copied the attributes of a module."""
+        """Whether ``experts`` is the module of these adapters; false if a copied module shares the attribute."""
         return self._experts() is experts
 
     def run(self, experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        """[T, H] in the dtype of the weights; afterwards the container holds no tensor of the call."""
+        """Runs the experts: [T, H] in the dtype of the weights. The container then drops the tensors of the call."""
         parameters, names = ModuleParameters.of(experts), Names.of(experts)
         adapters = [self.adapters.get(name) for name in (names.up, names.down)]
         ranks = tuple([0 if adapter is None else adapter.a.shape[1] for adapter in adapters])
@@ -77,7 +81,7 @@ class AdaptedExperts:
             self._let_go(x.device)
 
     def explained(self, experts: Any) -> LayerContainer | None:
-        """For ``fusible.explain``: the container, on tensors like those of the last call; None: there was none."""
+        """The container for ``fusible.explain``, on tensors like those of the last call; None if there was none."""
         if self._last is None:
             return None
         device, like = self._last
@@ -86,7 +90,7 @@ class AdaptedExperts:
         return LayerContainer(self._container, self.routing)
 
     def _put(self, parameters: ModuleParameters, factors: Sequence[Sequence[Tensor | None]]) -> None:
-        """Puts tensors in the place of parameters: also such as are none."""
+        """Puts tensors in the place of parameters; they need not be ``nn.Parameter``."""
         for linear, weight, bias, (lora_a, lora_b) in zip(
             self._linears(), parameters[:2], parameters[2:], factors, strict=True
         ):
@@ -94,7 +98,7 @@ class AdaptedExperts:
             linear._parameters.update({name: tensor for name, tensor in named.items() if tensor is not None})
 
     def _let_go(self, device: torch.device) -> None:
-        """Keeps the forms alone, and which adapters are trained."""
+        """Drops the tensors; keeps the container's structure and which adapters are trained."""
         for linear in self._linears():
             linear._parameters.update({name: _like(tensor, "meta") for name, tensor in linear._parameters.items()})
         names = "lora_a", "lora_b"
@@ -108,7 +112,7 @@ class AdaptedExperts:
 
 
 class _Last(NamedTuple):
-    """Where the last call was, and tensors without data like the adapters' two each."""
+    """The device of the last call, and tensors without data like the two factors of each adapter."""
 
     device: torch.device
     factors: tuple[Tensor | None, ...]
@@ -122,7 +126,7 @@ def _like(tensor: Tensor | None, device: torch.device | str) -> Any:
 
 @contextmanager
 def lent(experts: nn.Module, name: str, adapter: Adapter) -> Iterator[None]:
-    """Within it, the forward of the experts adds the adapter to the parameter of that name."""
+    """A context in which the forward of the experts adds the adapter to the named parameter."""
     layer: AdaptedExperts | None = experts.__dict__.get(ATTRIBUTE)
     if layer is None or not layer.belongs_to(experts):
         layer = experts.__dict__[ATTRIBUTE] = AdaptedExperts(experts)
@@ -134,14 +138,15 @@ def lent(experts: nn.Module, name: str, adapter: Adapter) -> Iterator[None]:
 
 
 def takes(experts: Any, name: str) -> bool:
-    """Whether the parameter of an experts module can be adapted here, as it is."""
+    """Whether this parameter of an experts module can be adapted here without a conversion."""
     return name in Names.of(experts)[:2] and refusal(experts, ModuleParameters.of(experts)) is None
 
 
 def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
-    """With the adapters that are lent now: [T, H], ids and weights [T, k] to [T, H]. None: there are none.
+    """Runs the experts with the adapters that are lent now.
 
-    A call without adapters is the last one from then on, which ``fusible.explain`` is about.
+    Args and result: x [T, H], ids and weights [T, k] to [T, H]; None if no adapter is lent. After a call without
+    adapters ``fusible.explain`` describes that call.
     """
     layer: AdaptedExperts = experts.__dict__[ATTRIBUTE]
     if not layer.belongs_to(experts) or not layer.adapters:
@@ -152,7 +157,7 @@ def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights:
 
 
 def explained(experts: Any) -> LayerContainer | None:
-    """For ``fusible.explain``, if the last call had adapters."""
+    """The container for ``fusible.explain`` if the last call had adapters, else None."""
     layer: AdaptedExperts | None = experts.__dict__.get(ATTRIBUTE)
     return None if layer is None else layer.explained(experts)
 

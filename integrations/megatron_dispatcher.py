@@ -1,4 +1,4 @@
-"""Megatron-Core's flex token dispatcher by our exchanges.
+"""Megatron-Core's flex token dispatcher on the exchanges of :mod:`fusible.ep`.
 
     from fusible.integrations import megatron_dispatcher
 
@@ -31,7 +31,7 @@ class FusibleDispatchManager(_DispatchManager):  # type: ignore[misc]
     """Moves the tokens of one layer; all layers of a process share a group.
 
     Tokens have their experts in the order of probabilities, and these go to the experts by row, as Megatron applies
-    them there. A slot beyond the experts that the router has chosen, as after it has dropped some, is of no expert.
+    them there. Slots without a chosen expert, such as those of dropped tokens, get no expert.
     """
 
     def __init__(self, process_group: Any, router_topk: int, num_experts: int, options: ExchangeOptions) -> None:
@@ -55,7 +55,7 @@ class FusibleDispatchManager(_DispatchManager):  # type: ignore[misc]
     def dispatch(
         self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True
     ) -> Tensor:
-        """Tokens [T, H] of this rank to rows [Q, H] of its experts, sorted by expert."""
+        """Sends tokens [T, H] of this rank to the ranks of their experts; returns rows [Q, H], sorted by expert."""
         ops = self._ops = exchange_ops(
             *(self._process_group, self._num_experts, self._top_k),
             *(hidden_states.shape[-1], hidden_states.dtype, self._options),
@@ -67,39 +67,39 @@ class FusibleDispatchManager(_DispatchManager):  # type: ignore[misc]
         return rows
 
     def get_permuted_hidden_states_by_experts(self, hidden_states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows as they are, and the probability of each."""
+        """The received rows, unchanged, and the probability of each."""
         return hidden_states, self.dispatched_probs
 
     def get_number_of_tokens_per_expert(self) -> Tensor:
-        """int64 [E / ranks], on the device of the rows."""
+        """The number of rows of each local expert, int64 [E / ranks] on the device of the rows."""
         assert self._tokens_per_expert is not None
         return self._tokens_per_expert.long()
 
     def get_restored_hidden_states_by_experts(self, hidden_states: Tensor) -> Tensor:
-        """The rows as they are."""
+        """The experts' rows, unchanged."""
         return hidden_states
 
     def combine(self, hidden_states: Tensor, async_finish: bool = True, on_comm_stream: bool = True) -> Tensor:
-        """Rows [Q, H] of the experts to tokens [T, H]: the sum of each token's."""
+        """Sends rows [Q, H] of the experts back; returns tokens [T, H], each the sum of its rows."""
         assert self._ops is not None
         sums: Tensor = self._ops.combine(hidden_states, row_of_slot=self._row_of_slot)
         self.dispatched_probs = self._tokens_per_expert = self._row_of_slot = None
         return sums
 
     def row_buffer(self) -> Tensor | None:
-        """[Q, H]: memory for what :meth:`combine` is given; None: any is as good."""
+        """Memory [Q, H] for the rows that :meth:`combine` reads; None if any memory will do."""
         return None if self._ops is None else self._ops.group.row_buffer()
 
 
 class FusibleFlexTokenDispatcher(MoEFlexTokenDispatcher):  # type: ignore[misc]
-    """Megatron's, with :class:`FusibleDispatchManager` for a backend.
+    """Megatron's flex dispatcher with :class:`FusibleDispatchManager` as its backend.
 
     Args:
-        options: of the exchanges. Without a capacity, that of ``moe_expert_rank_capacity_factor``, where Megatron has
-            it; without that one too, rows are as many as come.
+        options: options of the exchanges. The capacity defaults to ``moe_expert_rank_capacity_factor`` if Megatron has
+        it, else to the number of rows that arrive.
 
     Raises:
-        ValueError: the configuration pads the tokens of experts, or its experts need rows that are padded.
+        ValueError: the configuration pads the tokens of experts, or its experts need padded rows.
     """
 
     def __init__(
@@ -125,21 +125,21 @@ class FusibleFlexTokenDispatcher(MoEFlexTokenDispatcher):  # type: ignore[misc]
         self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.token_indices"]
 
     def get_expert_zero_copy_buffers(self) -> tuple[Tensor | None, None]:
-        """For what the experts give, memory that other ranks read, where the transport has some.
+        """Memory for the experts' output that other ranks read directly, if the transport has some.
 
-        The gradient of their input is copied there: it would have the same memory, which one call of a container does
-        not take twice.
+        The gradient of the input is copied instead: it would share that memory, which one call of a container cannot
+        use twice.
         """
         return self._comm_manager.row_buffer(), None
 
 
 def install(layer: ModuleType | None = None, **options: Any) -> None:
-    """Lets Megatron's MoE layers that are built from then on take :class:`FusibleFlexTokenDispatcher` for flex.
+    """Makes MoE layers of Megatron that are built from now on use :class:`FusibleFlexTokenDispatcher` for flex.
 
     Args:
         layer: the module of ``MoELayer``; that of the installed Megatron-Core by default.
-        options: of the group: ``max_tokens``, ``capacity``, ``combine``, ``transport``, ``timeout``, as for
-            :class:`fusible.ep.Group`. ``max_tokens`` is needed with a fixed capacity alone.
+        options: arguments of :class:`fusible.ep.Group`: ``max_tokens``, ``capacity``, ``combine``, ``transport``,
+        ``timeout``. ``max_tokens`` is only needed with a fixed capacity.
     """
     module: Any = layer if layer is not None else import_module(LAYER)
     module.MoEFlexTokenDispatcher = partial(FusibleFlexTokenDispatcher, options=ExchangeOptions(**options))
@@ -158,10 +158,10 @@ def _refuse_padding(config: Any) -> None:
 
 
 def _refuse_experts_in_blocks(config: Any, options: ExchangeOptions) -> None:
-    """Raises for experts of TransformerEngine that multiply blocks of rows, where Megatron does not pad ours to them.
+    """Raises if TransformerEngine's experts multiply blocks of rows but Megatron does not pad our rows to them.
 
-    It splits the rows by their numbers on the host, so that there may be none behind the last expert's. For two of its
-    own backends it takes the rows as padded.
+    Megatron splits the rows by their numbers on the host, so there may be no rows after the last expert's. For two of
+    its own backends it assumes that the rows are padded.
     """
     needs = [name for name in ("fp8", "fp4", "moe_use_grouped_tensor") if getattr(config, name, None)]
     experts: Any = sys.modules.get(transformer_engine.EXPERTS)
@@ -178,7 +178,7 @@ def _refuse_experts_in_blocks(config: Any, options: ExchangeOptions) -> None:
     raise ValueError(
         f"experts with {' and '.join(needs)} read blocks of rows, and Megatron {why}: call "
         "fusible.integrations.transformer_engine.install() before the model is built, with "
-        "use_transformer_engine_op_fuser, or leave moe_flex_dispatcher_backend and the capacity as they are by default"
+        "use_transformer_engine_op_fuser, or leave moe_flex_dispatcher_backend and the capacity at their defaults"
     )
 
 

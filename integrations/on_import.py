@@ -1,4 +1,4 @@
-"""Registers with a framework that is there already, or once a program imports it; imports no framework itself."""
+"""Imports an integration once a program imports its framework, or now if it has; imports no framework itself."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 def after_import(framework: str, integration: str) -> None:
     """Imports ``integration`` now, if the module ``framework`` has been imported, else once it has been.
 
-    An integration that cannot be imported there, say since the framework is too old, is left alone: neither import
-    fails. Whoever imports it by its name gets the error.
+    If the integration cannot be imported, say because the framework is too old, neither import fails. Importing the
+    integration by its name then raises the error.
     """
     if framework in sys.modules:
         _integrate(integration)
@@ -25,13 +25,13 @@ def after_import(framework: str, integration: str) -> None:
 
 
 class _Awaited(MetaPathFinder):
-    """Finds nothing by itself, and goes away once it is asked for the framework."""
+    """An import finder that finds nothing itself, and removes itself when it is asked for the framework."""
 
     def __init__(self, framework: str, integration: str) -> None:
         self._framework, self._integration = framework, integration
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """What the others find; its loader imports the integration when it is done."""
+        """The spec that the other finders return; its loader imports the integration after the framework."""
         if fullname != self._framework:
             return None
         sys.meta_path.remove(self)
@@ -42,7 +42,7 @@ class _Awaited(MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # the loader is what it was
+            del loader.exec_module  # restores the loader
             execute(module)
             _integrate(self._integration)
 
@@ -53,7 +53,7 @@ class _Awaited(MetaPathFinder):
 def _integrate(integration: str) -> None:
     try:
         import_module(integration)
-    except ImportError:  # a framework without what is needed here
+    except ImportError:  # the framework lacks something that is needed here
         return
     except Exception as error:
         warnings.warn(f"fusible: {integration} cannot be used: {error!r}", stacklevel=3)

@@ -1,10 +1,10 @@
-"""Importing this runs the LoRA adapters of experts, PEFT's ``target_parameters``, as products of their own rank.
+"""Runs PEFT's LoRA adapters of experts (``target_parameters``) as low-rank products, once this module is imported.
 
-``import fusible`` does so once a program imports PEFT's LoRA, before or after it.
+``import fusible`` imports it in programs that import PEFT's LoRA, before or after.
 
-PEFT itself adds ``B A`` to the weights of all experts at every forward, and keeps the sum for the backward. With this,
-a model whose experts run through ``"fusible"`` multiplies the rows by the frozen weights and by the adapters. What is
-trained, saved, loaded and merged stays PEFT's.
+PEFT itself adds ``B A`` to the weights of all experts at every forward, and keeps the sum for the backward. Here a
+model whose experts run through ``"fusible"`` multiplies the rows by the frozen weights and by the adapters. Training,
+saving, loading and merging of adapters remain PEFT's.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from . import lora
 from .lora import Adapter
 
 NAME = "fusible"
-_METHOD = "_activate_lora"  # private; what it takes and what it does have been the same since PEFT 0.17
+_METHOD = "_activate_lora"  # private; its arguments and effect have not changed since PEFT 0.17
 
 ActivateAdapters = Callable[[Any, list[str]], AbstractContextManager[None]]
 
 
 def register() -> None:
-    """Lets experts modules that run through ``"fusible"`` have the adapters; called once, by the import of this module.
+    """Gives the adapters to experts modules that run through ``"fusible"``; called once, when this module is imported.
 
-    Where this PEFT activates adapters in another way, nothing changes, and a warning says so.
+    If this PEFT activates adapters in another way, nothing changes and a warning says so.
     """
     wrapper: Any = getattr(peft_layer, "ParamWrapper", None)
     original: ActivateAdapters | None = getattr(wrapper, _METHOD, None)
@@ -43,7 +43,7 @@ def register() -> None:
 
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:
-    """Refuses a parameter while its adapter is made, by ``get_peft_model`` or whatever else does so."""
+    """Checks a parameter while its adapter is made, by ``get_peft_model`` or any other call."""
 
     @wraps(original)
     def init(self: Any, base_layer: Any, adapter_name: str, parameter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -57,11 +57,11 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_adaptable(module: Any, name: str) -> None:
-    """Of a parameter that PEFT is to adapt, whatever runs the module.
+    """Checks that PEFT can adapt a parameter, whichever implementation runs the module.
 
     Raises:
-        ValueError: its values are bytes with scales beside them. PEFT would add adapters to the bytes, and transformers
-            gives these no gradient, so that nothing is trained and the output hardly changes.
+        ValueError: the parameter is stored as bytes with separate scales. PEFT would add adapters to the bytes, which
+        get no gradient in transformers: nothing is trained, and the output hardly changes.
     """
     parameter = getattr(module, name, None)
     if getattr(module, f"{name}_scale_inv", None) is None or not isinstance(parameter, Tensor):
@@ -95,7 +95,7 @@ def _activate(original: ActivateAdapters) -> ActivateAdapters:
 
 
 def _takes(wrapper: Any, experts: Any) -> bool:
-    """Whether the wrapped parameter is one of experts that run here. Compiled code has the sum, as PEFT makes it."""
+    """Whether the wrapped parameter belongs to experts that run here. Compiled code uses PEFT's sum instead."""
     config = getattr(experts, "config", None)
     if getattr(config, "_experts_implementation", None) != NAME or not hasattr(experts, "is_transposed"):
         return False
@@ -117,7 +117,7 @@ def adapter_of(wrapper: Any, name: str) -> Adapter:
 
 
 def _of_parameter_dtype(wrapper: Any, *factors: Tensor) -> tuple[Tensor, ...]:
-    """The adapters of a model in half precision are float32; its products are not."""
+    """Casts the adapters to the parameter's dtype: adapters of a model in half precision are float32."""
     dtype = wrapper.get_param().dtype
     return tuple([factor.to(dtype) for factor in factors])
 

@@ -1,8 +1,8 @@
-"""The order of gate and up rows in the state dict of a container: noted when it is saved, followed when it is loaded.
+"""The order of gate and up rows in the state dict of a container: noted on saving, followed on loading.
 
-``state_dict()`` holds the parameters as they are. Where a GLU reads interleaved columns, a note beside each parameter
-that has a number or a row for each of these columns says so; see :mod:`fusible.ops.stored`. What is loaded is brought
-into the order of the container, and refused where nothing tells in which it is, or where it cannot be brought into it.
+``state_dict()`` holds the parameters unchanged. If a GLU reads interleaved columns, a note beside each parameter with
+an element or a row per column says so. On loading, rows are brought into the container's order. Loading fails if their
+order is unknown or cannot be changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..ops.parameters.stored import SETTLED, SUFFIX, note, noted
 from . import layouts
 
 METADATA = "interleaved"
-_KEEP_COLUMNS = (nn.Identity, nn.Dropout)  # of the modules that are no ops
+_KEEP_COLUMNS = (nn.Identity, nn.Dropout)  # modules that are not ops but keep columns apart
 
 
 class Leaf(NamedTuple):
@@ -43,7 +43,7 @@ class Gated(NamedTuple):
 
 
 def gated_modules(container: Sequential) -> Iterator[Gated]:
-    """Those of a container, and of the containers nested in it, whose columns a GLU of theirs reads."""
+    """The modules of a container, and of those nested in it, whose output columns a GLU reads."""
     pending: list[tuple[Leaf, str | None]] = []
     previous: Leaf | None = None
     for leaf in leaves(container):
@@ -57,7 +57,9 @@ def gated_modules(container: Sequential) -> Iterator[Gated]:
 
 
 def _with(leaf: Leaf, pending: list[tuple[Leaf, str | None]]) -> list[tuple[Leaf, str | None]]:
-    """What has parameters for the columns that a module puts out, with why their order is not known to be the same."""
+    """The modules with parameters for the columns that ``leaf`` puts out, each with the reason why its order is
+    unknown.
+    """
     module = leaf.module
     dims = column_dims(module)
     before = pending if _keeps_columns(module) else []
@@ -73,20 +75,20 @@ def _with(leaf: Leaf, pending: list[tuple[Leaf, str | None]]) -> list[tuple[Leaf
 
 
 def column_dims(module: nn.Module) -> Mapping[str, int | None]:
-    """By the name of a parameter the dimension, from the end, that has the columns that come out; None: it has none."""
+    """By parameter name, the dimension (from the end) of the output columns; None if it has no such dimension."""
     dims: Mapping[str, int | None] = _of_op(module, "column_dims", {})
     return {"weight": -2, "bias": -1} if isinstance(module, nn.Linear) else dims
 
 
 def _of_op(module: nn.Module, name: str, default: Any) -> Any:
-    """What an op of ours says of itself; attributes of other modules mean something else."""
+    """An attribute of an op; the default for other modules, where an attribute of that name means something else."""
     return getattr(module, name, default) if isinstance(module, Op) else default
 
 
 def _keeps_columns(module: nn.Module) -> bool:
     """Whether each column that comes out is computed from the one that goes in."""
     if isinstance(module, Op):
-        return module.passes_x_on or hasattr(type(module), "link")
+        return module.promises.passes_x_on or hasattr(type(module), "link")
     return isinstance(module, _KEEP_COLUMNS)
 
 
@@ -106,7 +108,7 @@ def _is_pair(source: Leaf, glu: Leaf, previous: Leaf | None) -> bool:
 
 
 def leaves(container: Sequential) -> Iterator[Leaf]:
-    """What a container runs, in order; nested containers and composites are opened."""
+    """The modules that a container runs, in order; nested containers and composites are opened."""
     return _leaves(container, container, "")
 
 
@@ -121,7 +123,7 @@ def _leaves(module: nn.Module, parent: Sequential, prefix: str) -> Iterator[Leaf
 
 
 def write_notes(container: Sequential, state: dict[str, Any], prefix: str) -> None:
-    """Says beside parameters whose rows are interleaved that they are, and in the metadata the order of all."""
+    """Notes beside each interleaved parameter that it is interleaved, and the order of all in the metadata."""
     blocks = {gated.leaf.path: gated.block for gated in gated_modules(container)}
     for path, block in blocks.items():
         if block:
@@ -132,7 +134,7 @@ def write_notes(container: Sequential, state: dict[str, Any], prefix: str) -> No
 
 
 def settle(container: Sequential, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> list[str]:
-    """Brings the rows of what is loaded into the order in which the container reads them; returns what is wrong."""
+    """Brings loaded rows of gate and up into the order that the container reads; returns the errors."""
     wrong = []
     for gated in gated_modules(container):
         start = f"{prefix}{gated.leaf.path}."
@@ -149,7 +151,7 @@ def settle(container: Sequential, state: dict[str, Any], prefix: str, metadata: 
 
 
 def _stored(gated: Gated, state: dict[str, Any], start: str, metadata: dict[str, Any]) -> int | str:
-    """The block in which a state dict holds the rows of gate and up, or why that is not known."""
+    """The block size of gate and up rows in a state dict, or the reason why it is unknown."""
     value, block = state.get(start + SUFFIX), noted(state.get(start + SUFFIX))
     if block is not None:
         return block
@@ -163,12 +165,12 @@ def _stored(gated: Gated, state: dict[str, Any], start: str, metadata: dict[str,
 
 
 def untold(name: str, order: str) -> str:
-    """That nothing says in which order the rows of a parameter are."""
+    """The error that the order of a parameter's rows is not stated."""
     return f"{name} may have rows of gate and up {order}, or gate before up; the state dict does not say"
 
 
 def stated_order(state: Mapping[str, Any], linear: str) -> int | None:
-    """The block in which a state dict says that it has the rows of a linear; None if it does not say."""
+    """The block size that a state dict states for the rows of a linear; None if it states none."""
     block = noted(state.get(f"{linear}.{SUFFIX}"))
     names = linear.split(".")
     for depth in range(len(names)) if block is None else ():
@@ -183,7 +185,7 @@ def fix(start: str) -> str:
 
 
 def _reorder(gated: Gated, state: dict[str, Any], start: str, stored: int) -> list[str]:
-    """From blocks of ``stored`` to those of the container, in all that has these rows; returns what is wrong."""
+    """Reorders every tensor with these rows from blocks of ``stored`` to the container's; returns the errors."""
     try:
         if gated.obstacle is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Expert-parallel exchanges in the layers of other frameworks: all layers that exchange alike share one group."""
+"""Expert-parallel exchanges for layers of other frameworks. Layers with equal exchanges share one group."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MOST_TOKENS = 1 << 24  # of a group without a capacity, which reserves nothing 
 
 
 class ExchangeOptions(NamedTuple):
-    """What a layer of another framework asks of its :class:`fusible.ep.Group`, where the arguments are described.
+    """The options of a :class:`fusible.ep.Group` that a layer of another framework needs; described there.
 
     Attributes:
-        max_tokens: None: any number; only where the rows are as many as come.
+        max_tokens: None for any number; only possible if the number of rows is not fixed.
     """
 
     max_tokens: int | None = None
@@ -32,14 +32,14 @@ class ExchangeOptions(NamedTuple):
         """The largest number of tokens that a rank gives to a call.
 
         Raises:
-            ValueError: it is not said, and the capacity depends on it.
+            ValueError: it is not given, but the capacity depends on it.
         """
         if self.max_tokens is not None:
             return self.max_tokens
         if self.capacity != "exact" or self.transport == "symmetric":
             raise ValueError(
                 f"max_tokens is needed for capacity {self.capacity!r} with transport {self.transport!r}: the largest "
-                "number of tokens that a rank gives to a layer; or leave both as they are by default"
+                "number of tokens that a rank gives to a layer; or leave both at their defaults"
             )
         return _MOST_TOKENS
 
@@ -66,7 +66,7 @@ def exchange_ops(
     dtype: torch.dtype,
     options: ExchangeOptions,
 ) -> ExchangeOps:
-    """Those of all layers of a process whose exchanges are alike; the first call for them is collective.
+    """The ops that all layers of a process with equal exchanges share; the first call for them is collective.
 
     Raises:
         ValueError: the options do not fit, or ranks differ in them.

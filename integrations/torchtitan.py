@@ -44,7 +44,7 @@ class FusibleGroupedExperts(fused_swiglu.FusedGroupedExperts):  # type: ignore[m
         self._container: tuple[Sequential, ...] = ()  # in a tuple: no child, its parameters are those here
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """[R, D] to [R, D], in the dtype of the rows; the product is in bfloat16."""
+        """Runs the experts on rows [R, D]; returns [R, D] in the dtype of the rows. Products are in bfloat16."""
         if self._runs_torchtitan_products():
             theirs: Tensor = super().forward(x_RD, num_tokens_per_expert_E)
             return theirs
@@ -53,7 +53,7 @@ class FusibleGroupedExperts(fused_swiglu.FusedGroupedExperts):  # type: ignore[m
         return run(x_RD.to(DTYPE), num_tokens_per_expert_E, w13, w2).type_as(x_RD)
 
     def explained(self) -> LayerContainer | str:
-        """For ``fusible.explain``: the container, on the weights of now."""
+        """The container for ``fusible.explain`` on the current weights, or the reason why there is none."""
         if not self._container:
             theirs = "torchtitan's own products run: they are quantised, or their types are checked"
             return theirs if self._runs_torchtitan_products() else "no call yet"
@@ -68,7 +68,7 @@ class FusibleGroupedExperts(fused_swiglu.FusedGroupedExperts):  # type: ignore[m
         return replaced or (get_spmd_backend() == "spmd_types" and spmd.is_type_checking())
 
     def _weights(self) -> tuple[Tensor, Tensor]:
-        """Of the experts that are local, [E, 2F, D] and [E, D, F]."""
+        """The weights of the local experts, [E, 2F, D] and [E, D, F]."""
         w13, w2 = (_local(w).to(DTYPE) for w in (self.w13, self.w2_EDF))
         return w13.flatten(1, 2), w2
 
@@ -91,7 +91,7 @@ class FusibleGroupedExperts(fused_swiglu.FusedGroupedExperts):  # type: ignore[m
     target=GroupedExperts.Config, description="Routed experts on fusible's grouped GEMMs."
 )
 def grouped_experts(cfg: GroupedExperts.Config) -> GroupedExperts.Config:
-    """The experts of a configuration as :class:`FusibleGroupedExperts`; those of a subclass stay as they are."""
+    """Replaces the configuration by one of :class:`FusibleGroupedExperts`; those of subclasses stay unchanged."""
     fused = fused_swiglu.fused_grouped_experts(cfg)
     if type(fused) is not fused_swiglu.FusedGroupedExperts.Config:
         return cfg
@@ -99,13 +99,13 @@ def grouped_experts(cfg: GroupedExperts.Config) -> GroupedExperts.Config:
 
 
 def _local(weight: Tensor) -> Tensor:
-    """What lies here of a sharded one."""
+    """The local shard of a weight; a weight that is not sharded, itself."""
     local: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
     return local
 
 
 def _whole(sizes: Tensor) -> Tensor:
-    """Numbers of tokens as integers, which some dispatchers count as floating-point numbers."""
+    """Converts the numbers of tokens, which some dispatchers count in floating point, to integers."""
     return sizes.to(torch.int32) if sizes.is_floating_point() else sizes
 
 
@@ -116,7 +116,7 @@ def _lend(container: Sequential, w13: Tensor, w2: Tensor) -> None:
 
 
 def _traced(rows: Tensor, sizes: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
-    """In code that is compiled, whose compiler fuses what is between the products."""
+    """The experts in compiled code; the compiler fuses the ops between the products."""
     sizes = _whole(sizes)
     pre: Any = grouped_gemm(rows, w13, sizes)
     gate, up = pre.unflatten(-1, (-1, 2)).unbind(-1)

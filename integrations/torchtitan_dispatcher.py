@@ -1,9 +1,10 @@
-"""torchtitan's expert parallelism by our exchanges: an override of its all-to-all token dispatcher.
+"""torchtitan's expert parallelism on the exchanges of :mod:`fusible.ep`: an override of its all-to-all token
+dispatcher.
 
     --override.imports fusible.integrations.torchtitan_dispatcher.token_dispatcher
 
-``symmetric_token_dispatcher`` overrides its HybridEP dispatcher, and goes into torchtitan's CUDA graphs. Both go
-with torchtitan's experts and with those of ``fusible.integrations.torchtitan``.
+``symmetric_token_dispatcher`` overrides its HybridEP dispatcher and can be captured in torchtitan's CUDA graphs. Both
+work with torchtitan's experts and with those of ``fusible.integrations.torchtitan``.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from .shared_exchange import ExchangeOps, ExchangeOptions, exchange_ops
 
 
 class Dispatched(NamedTuple):
-    """What ``combine`` needs of its ``dispatch``.
+    """The results of ``dispatch`` that ``combine`` needs.
 
     Attributes:
-        scales: [R]: the score of each row.
-        row_of_slot: [T, K]: for the :class:`fusible.ep.EPCombine`.
+        scales: the score of each row, [R].
+        row_of_slot: the row of each slot, [T, K], for :class:`fusible.ep.EPCombine`.
     """
 
     scales: Tensor
@@ -61,11 +62,11 @@ class FusibleTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
         topk_expert_ids_TK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> tuple[Tensor, Tensor, Any]:
-        """Tokens [T, D] of this rank to rows [R, D] of its experts.
+        """Sends tokens [T, D] of this rank to the ranks of their experts.
 
         Returns:
-            The rows, sorted by expert; how many each local expert has, int32 [E / ranks]; and what :meth:`combine`
-            needs. With a fixed capacity, rows past the last expert's are zero.
+            The rows [R, D] of the local experts, sorted by expert; the number of rows of each, int32 [E / ranks]; and
+            the state that :meth:`combine` needs. With a fixed capacity, rows past the last expert's are zero.
 
         Raises:
             NotImplementedError: torchtitan follows the types of sharded tensors, which ours do not have.
@@ -82,7 +83,7 @@ class FusibleTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def combine(self, routed_output_RD: Tensor, metadata: Any, x_TD: Tensor) -> Tensor:
-        """Rows [R, D] of the experts here to tokens [T, D]: the sum of each token's rows, times their scores."""
+        """Sends rows [R, D] of the experts back; returns tokens [T, D], each the sum of its rows times their scores."""
         if self.ep_mesh is None:
             local: Tensor = LocalTokenDispatcher.combine(self, routed_output_RD, metadata, x_TD)
             return local
@@ -116,9 +117,9 @@ def token_dispatcher(cfg: AllToAllTokenDispatcher.Config, **options: Any) -> Fus
 
 
 class FusibleSymmetricTokenDispatcher(FusibleTokenDispatcher):
-    """:class:`FusibleTokenDispatcher` in the place of a HybridEP dispatcher that does not wait for the host.
+    """:class:`FusibleTokenDispatcher` as a HybridEP dispatcher that does not wait for the host.
 
-    Its configuration is one of HybridEP, by which torchtitan knows that a CUDA graph may capture it.
+    Its configuration is a HybridEP one: torchtitan captures only those in CUDA graphs.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -136,7 +137,7 @@ def symmetric_token_dispatcher(
 
     Args:
         options: of :class:`ExchangeOptions`, by name. The transport is ``"symmetric"`` by default, the capacity
-            ``"worst"``, and ``max_tokens`` what torchtitan has found for the run.
+            ``"worst"``, and ``max_tokens`` the maximum that torchtitan has computed for the run.
 
     Raises:
         ValueError: the configuration pads the tokens of experts.

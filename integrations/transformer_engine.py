@@ -24,13 +24,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .. import fuser
 from ..fuser.compiler.binding import OpKwargs
-from ..fuser.contract.config import config
 from ..fuser.contract.torch_private import current_saved_tensors_hooks
 from ..ops import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, ScaledActivation, interleaved
 from ..ops.basic import composites as scaled
 from ..ops.formats.recipe import Recipe
 from ..ops.grouped import grouped_linear
 from ..ops.quantized.linear import dtype_refusal, refusal
+from ..ops.values.switches import config
 from .transformer_engine_recipes import in_force
 
 __all__ = [
@@ -50,7 +50,7 @@ STASH_MARK = "grouped_tensor_scale_inv"  # by which Megatron's paged stash knows
 
 
 class Sequential(fuser.Sequential):
-    """Ours, under TransformerEngine's ``autocast`` and with the marks that Megatron's paged stash looks for.
+    """Our container under TransformerEngine's ``autocast`` and with the marks that Megatron's paged stash looks for.
 
     Saved tensors with a row for each row of ``x`` are marked where hooks on saved tensors are active.
     """
@@ -58,10 +58,10 @@ class Sequential(fuser.Sequential):
     def forward(  # type: ignore[override]
         self, x: Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **shared: Any
     ) -> Any:
-        """As of any container, by the recipe that ``autocast`` has switched on.
+        """Runs the container with the recipe that ``autocast`` has switched on.
 
         Raises:
-            NotImplementedError: none of our recipes equals it, or a linear or the dtype of ``x`` does not go with it.
+            NotImplementedError: no recipe here equals it, or it does not support a linear or the dtype of ``x``.
         """
         recipe = in_force()
         if recipe is None:
@@ -83,9 +83,10 @@ class Sequential(fuser.Sequential):
 
 @contextmanager
 def _rows_marked(x: Tensor) -> Iterator[None]:
-    """For the body: hooks that are active see a mark on what is saved with a row for each row of ``x``.
+    """A context in which active saved-tensor hooks see a mark on each tensor with a row for each row of ``x``.
 
-    Weights have three dimensions, or are parameters. Copies in 8 bits, which lie in blocks, have no mark.
+    Weights are not marked: they have three dimensions, or are parameters. Nor are 8-bit operands, which are stored in
+    blocks.
     """
     hooks = current_saved_tensors_hooks()
     if hooks is None:
@@ -105,16 +106,16 @@ def _rows_marked(x: Tensor) -> Iterator[None]:
 
 
 class GroupedLinear(grouped_linear.GroupedLinear):
-    """Ours, with TransformerEngine's defaults: one parameter a group.
+    """Our grouped linear with TransformerEngine's defaults: one parameter per group.
 
     Args:
-        rng_state_tracker_function: for the parameters' initial values, which Megatron replaces by its own.
+        rng_state_tracker_function: ignored: it seeds the initial values, which Megatron replaces.
 
     Raises:
-        NotImplementedError: tokens or gradients shall come as MXFP8 data in the memory of a tensor.
+        NotImplementedError: tokens or gradients would arrive as MXFP8 data in the memory of another tensor.
     """
 
-    replayable = True
+    promises = grouped_linear.GroupedLinear.promises
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class GroupedLinear(grouped_linear.GroupedLinear):
 
     @property
     def ep_mxfp8_carrier_grad(self) -> bool:
-        """Whether the gradient of the output is."""
+        """Whether the gradient of the output is MXFP8 data in the memory of another tensor."""
         return False
 
     @ep_mxfp8_carrier_grad.setter
@@ -168,7 +169,7 @@ class ScaledSwiGLU(scaled.ScaledSwiGLU):
 
     Args:
         glu_interleave_size: how many columns of gate and of up alternate; None or 0: gate before up.
-        activation_recompute_in_mlp: makes no difference; the fused experts always compute the activation again.
+        activation_recompute_in_mlp: ignored; the fused experts always compute the activation again.
     """
 
     def __init__(self, glu_interleave_size: int | None = None, *, activation_recompute_in_mlp: bool = False) -> None:
@@ -176,7 +177,9 @@ class ScaledSwiGLU(scaled.ScaledSwiGLU):
 
 
 class ScaledClampedQGeGLU(scaled.ScaledClampedSwiGLU):
-    """``gate * sigmoid(alpha gate) * (up + glu_linear_offset) * scales``, clamped at ``limit``; else as the above."""
+    """``gate * sigmoid(alpha gate) * (up + glu_linear_offset) * scales``, clamped at ``limit``; otherwise like
+    :class:`ScaledSwiGLU`.
+    """
 
     def __init__(
         self,
@@ -198,7 +201,7 @@ class ScaledSReLU(ScaledActivation):
 
 
 class _Instead:
-    """A namespace with one name replaced; all others are those of the original, as they are when asked for."""
+    """A namespace with some names replaced; all others are looked up in the original on each access."""
 
     def __init__(self, original: Any, **replaced: Any) -> None:
         self._original = original
@@ -209,7 +212,7 @@ class _Instead:
 
 
 def install(experts: ModuleType | None = None) -> None:
-    """Lets Megatron's experts find the ops here instead of in ``transformer_engine``, and pad no rows for them.
+    """Makes Megatron's experts use the ops here instead of ``transformer_engine``'s, without padded rows.
 
     Experts that have been called before build their container again.
 
@@ -217,7 +220,7 @@ def install(experts: ModuleType | None = None) -> None:
         experts: the module of ``TEGroupedMLP``; that of the installed Megatron-Core by default.
 
     Raises:
-        ImportError: there is no Megatron-Core, or one whose experts are not built from ops.
+        ImportError: Megatron-Core is missing, or its experts are not built from ops.
     """
     module: Any = experts if experts is not None else import_module(EXPERTS)
     engine: Any = getattr(module, "te", None)
@@ -256,7 +259,7 @@ def _skipping(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _building_ours(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, which builds a container of TransformerEngine's ops again: they would get rows without padding."""
+    """Wraps the method to rebuild a container of TransformerEngine's ops, which would get rows without padding."""
 
     @wraps(original)
     def _fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

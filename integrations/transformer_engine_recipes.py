@@ -1,6 +1,6 @@
-"""The recipe of TransformerEngine's ``autocast`` as one of ours, where operands of all products get the same values.
+"""Conversion of the recipe of TransformerEngine's ``autocast`` to one of ours, if all operands get the same values.
 
-What a recipe of ours does not say is an error, so that experts never run in 16 bits under a recipe.
+A setting that our recipes cannot express is an error, so experts never silently run in 16 bits under a recipe.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _QUANTIZERS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"
 
 
 def in_force() -> Recipe | None:
-    """Our recipe for that of the ``autocast`` around this call; None: there is none. Imports nothing.
+    """Our recipe for the enclosing ``autocast``; None outside one. Imports nothing.
 
     Raises:
-        NotImplementedError: there is one that none of ours equals.
+        NotImplementedError: no recipe here equals it.
     """
     module: Any = next((sys.modules[name] for name in _STATE if name in sys.modules), None)
     state = getattr(module, "FP8GlobalStateManager", None)
@@ -46,7 +46,10 @@ def _block(recipe: Any) -> Recipe:
 
 
 def _tensor(recipe: Any) -> Recipe:
-    """TransformerEngine may leave forward sums to the short accumulator of the tensor core; ours are promoted."""
+    """Float8 with per-tensor scales.
+
+    TransformerEngine may keep forward sums in the tensor core's short accumulator; we promote them.
+    """
     return Float8Tensor(scales=_scales(recipe), gradient=_gradient(recipe))
 
 
@@ -71,7 +74,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Recipe]] = {
 
 
 def _require(recipe: Any, **expected: Any) -> None:
-    """Raises for a setting of another value; one that an older TransformerEngine does not have is as expected."""
+    """Raises if a setting has another value; a setting missing in an older TransformerEngine counts as expected."""
     for name, value in expected.items():
         if (came := getattr(recipe, name, value)) != value:
             raise _refused(f"{type(recipe).__name__} with {name}={came!r}: fusible has it with {name}={value!r} only")

@@ -1,6 +1,6 @@
-"""Importing this registers the experts implementation ``"fusible"`` with Hugging Face transformers.
+"""The experts implementation ``"fusible"`` for Hugging Face transformers; importing this module registers it.
 
-``import fusible`` does so once a program imports transformers' models, before or after it.
+``import fusible`` imports it in programs that import transformers' models, before or after.
 
     model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="fusible")
 
@@ -28,13 +28,13 @@ _warned: set[tuple[str, str]] = set()
 
 
 def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The routed experts of a layer: rows sorted by expert, both linears and what is between them, the weighted sum.
+    """Runs the routed experts of a layer: rows sorted by expert, both linears and the op between them, weighted sum.
 
     Args:
         self: the experts module of the model.
         hidden_states: [T, H].
-        top_k_index: int [T, k]; ids below 0, or from the number of local experts on, are of no expert here, and add
-            nothing.
+        top_k_index: int [T, k]; ids below 0, or not below the number of local experts, belong to no local expert and
+        add nothing.
         top_k_weights: [T, k], kept in their own dtype.
 
     Returns:
@@ -79,7 +79,7 @@ def register() -> None:
 
 
 def _register_fp8() -> None:
-    """The experts of FP8 models have a registry of their own; the stock implementation runs what does not fit."""
+    """Registers with the separate registry for FP8 models; the stock implementation runs unsupported cases."""
     try:
         from transformers.integrations import finegrained_fp8 as fp8
     except ImportError:
@@ -105,7 +105,9 @@ def _delegate(experts: Any, why: str, stock: ExpertsForward) -> ExpertsForward:
 
 
 def _explained(module: Any) -> Any:
-    """For ``fusible.explain(model)``: the container of an experts module, or what runs it instead."""
+    """The container of an experts module for ``fusible.explain(model)``, or a text that says what runs the module
+    instead.
+    """
     forward = getattr(type(module), "forward", None)
     if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate") or not hasattr(forward, "__wrapped__"):
         return None

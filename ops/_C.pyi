@@ -61,7 +61,6 @@ def xla_handlers() -> dict[str, object]: ...
 def device_properties(device: int) -> DeviceProperties: ...
 def raise_wrong_sizes(device: int) -> None: ...
 def has_objects(values: dict[str, object], names: tuple[str, ...], objects: tuple[object, ...]) -> bool: ...
-def are_alike(tensors: Sequence[Tensor], functions: tuple[int, ...]) -> bool: ...
 def tensor_addresses(tensors: Sequence[Tensor], function: int) -> bytes: ...
 def ragged_workspace_bytes(groups: int) -> int: ...
 def gemm_workspace_bytes(layout: int, output: int, groups: int, tokens: int, m: int, n: int, variant: int) -> int: ...
@@ -441,6 +440,43 @@ class LowRankPass(OnStream, Split):
     gradient_type: int
     workspace: int
 
+class ChoiceRule(OnStream):
+    logits: int
+    type: int
+    tokens: int
+    experts: int
+    top_k: int
+    scores: int
+    normalize: bool
+    scale: float
+
+class Choose(ChoiceRule):
+    groups: int
+    keep: int
+    best: int
+    bias: int
+    valid: int
+    given: int
+    ids: int
+    weights: int
+    counts: int
+    slots: int
+    sums: int
+    squares: int
+    workspace: int
+
+class ChoiceWorkspace(TypedDict):
+    tokens: int
+    experts: int
+    tallied: bool
+
+class ChooseBackward(ChoiceRule):
+    ids: int
+    d_weights: int
+    d_sums: int
+    d_squares: int
+    d_logits: int
+
 class RouteWorkspaceBytes(TypedDict):
     slots: int
     groups: int
@@ -734,6 +770,9 @@ def column_sums(**launch: Unpack[ColumnSums]) -> None: ...
 def row_dots(**launch: Unpack[RowDots]) -> None: ...
 def low_rank_workspace(**launch: Unpack[LowRankWorkspace]) -> int: ...
 def low_rank_pass(**launch: Unpack[LowRankPass]) -> None: ...
+def choose_workspace(**launch: Unpack[ChoiceWorkspace]) -> int: ...
+def choose(**launch: Unpack[Choose]) -> None: ...
+def choose_backward(**launch: Unpack[ChooseBackward]) -> None: ...
 def route_workspace_bytes(**launch: Unpack[RouteWorkspaceBytes]) -> int: ...
 def route(**launch: Unpack[Route]) -> None: ...
 def permute(**launch: Unpack[Permute]) -> None: ...

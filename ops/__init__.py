@@ -28,9 +28,11 @@ from .modules.shard import gather_quantized
 from .quantized import products as quantized_products
 from .quantized.tensor import QuantizedGroupedTensor
 from .quantized.weights import same_weights
+from .routed.identity_experts import IdentityExperts
 from .routed.moe import Combine, Dispatch
 from .values.activation_spec import interleaved
 from .values.grouped_tensor import GroupedTensor
+from .values.switches import config
 
 __all__ = [
     "GEGLU",
@@ -61,6 +63,7 @@ __all__ = [
     "GroupedMLP",
     "GroupedTensor",
     "Identity",
+    "IdentityExperts",
     "Linear",
     "MakeExtraOutput",
     "NoRecipe",
@@ -77,6 +80,7 @@ __all__ = [
     "ScaledSwiGLU",
     "SwiGLU",
     "check_device_errors",
+    "config",
     "gather_quantized",
     "grouped_gemm",
     "interleaved",

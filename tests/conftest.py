@@ -1,4 +1,4 @@
-"""What every test starts from: one seed, and the fusions of the package alone."""
+"""The initial state of every test: one seed, and only the fusions of the package."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 # else inductor asks g++ whether it knows the instructions of this CPU, which takes ten seconds
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# workers share a GPU, of which each jax would take three quarters at its first array
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 # four CPUs for shard_map: read once jax is asked for a device, by whichever file asks first
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
@@ -153,7 +156,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def sample(items: list[pytest.Item], part: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """What runs, and what is left out. The first case of each test runs, and those that a checksum of their names puts
+    """The cases that run, and those that are left out.
+
+    The first case of each test runs, and those that a checksum of their names puts
     into this part: the same on every worker and in every run.
     """
     seen, kept, left_out = set[object](), list[pytest.Item](), list[pytest.Item]()
@@ -167,7 +172,7 @@ def sample(items: list[pytest.Item], part: int) -> tuple[list[pytest.Item], list
 
 
 def pytest_collection_finish() -> None:
-    """What is imported and collected lives as long as the process."""
+    """Keeps imported modules and collected tests out of garbage collection."""
     harness.freeze()
 
 
@@ -178,8 +183,9 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _restored_registry() -> Iterator[None]:
-    with registry.restored():
-        yield
+    before = tuple(registry)
+    yield
+    registry._set(before)
 
 
 @pytest.fixture
@@ -201,7 +207,7 @@ def emulation() -> Iterator[harness.Emulation]:
 
 @pytest.fixture
 def collector_off() -> Iterator[None]:
-    """What is freed in the test is freed by reference counting alone."""
+    """Disables the garbage collector: only reference counting frees objects in the test."""
     gc.collect()
     gc.disable()
     yield

@@ -21,7 +21,7 @@ from .routed import SortedRows, routed
 
 
 class Padding(NamedTuple):
-    """Where the rows stand between those that are padding."""
+    """The positions of the rows among the padding."""
 
     padded_index: Tensor  # int64 [T]
     group_of_padded_row: Tensor  # int32 [padded rows], -1 for padding
@@ -30,7 +30,7 @@ class Padding(NamedTuple):
 
 
 def padding_of(split_sizes: Tensor, alignment: int) -> Padding:
-    """Waits for the device, as the library must for the gradients of weights on Hopper."""
+    """Computes the padding. Waits for the device, as the library does for weight gradients on Hopper."""
     sizes, device = split_sizes.tolist(), split_sizes.device
     padded = [-(-size // alignment) * alignment for size in sizes]
     groups = torch.full((sum(padded),), -1, dtype=torch.int32)
@@ -97,7 +97,7 @@ def _library() -> Any:
 
 
 def experts(rows: SortedRows, w1: Tensor, w2: Tensor, padding: Padding | None = None) -> Tensor:
-    """Pads the rows, computes, and takes the padding away; the activation is PyTorch's, op by op."""
+    """Pads the rows, computes, and removes the padding; the activation is PyTorch's, op by op."""
     if padding is None:
         padding = padding_of(rows.split_sizes, _library().get_mk_alignment_for_contiguous_layout())
     x: Tensor = _Pad.apply(rows.x, padding)  # type: ignore[no-untyped-call]
@@ -109,7 +109,7 @@ def experts(rows: SortedRows, w1: Tensor, w2: Tensor, padding: Padding | None = 
 
 
 def contestant(problem: Problem) -> Contestant:
-    """The padding of the rows is timed; where they go is known beforehand, as the sizes are to the loop."""
+    """DeepGEMM as a contestant. Padding is timed; the positions are known beforehand, as the loop knows the sizes."""
     padding = padding_of(problem.split_sizes, _library().get_mk_alignment_for_contiguous_layout())
     x, scales, w1, w2 = map(leaf, (problem.x, problem.scales, problem.w1, problem.w2))
     rows = SortedRows(x, scales, problem.split_sizes)
@@ -118,11 +118,11 @@ def contestant(problem: Problem) -> Contestant:
 
 @dataclass(frozen=True)
 class Float8Product:
-    """A product of e4m3 operands. What is timed is the library's call alone, of operands in its own layout.
+    """A product of e4m3 operands. Only the library's call is timed, on operands in its own layout.
 
     Attributes:
-        launch: gives the result as the library has it.
-        result: launches it, and gives what other contestants give.
+        launch: returns the result in the library's layout.
+        result: launches it and returns the result in the common layout.
     """
 
     launch: Callable[[], Tensor]
@@ -133,7 +133,7 @@ class Float8Product:
 
 
 def float8_product(p: ScaledGemm) -> Float8Product:
-    """Rows and weights with scales of blocks. Every group is padded to a multiple of 128 rows, beforehand."""
+    """A product of rows and weights with block scales. Every group is padded beforehand to a multiple of 128 rows."""
     library = _library()
     padding = padding_of(p.split_sizes, library.get_mk_alignment_for_contiguous_layout())
     data = _padded(p.a.data.view(torch.uint8), padding).view(p.a.data.dtype)
@@ -151,7 +151,7 @@ def float8_product(p: ScaledGemm) -> Float8Product:
 
 
 def float8_wgrad(p: ScaledWgrad) -> Float8Product:
-    """Blocks of tokens as they are, one group's after the other's. The library adds to float32, and to nothing else."""
+    """A weight gradient on blocks of tokens, group after group. The library only accumulates into float32."""
     library = _library()
     padding = padding_of(p.split_sizes, BLOCK)
     a, b = _columns(p.a, padding), _columns(p.b, padding)
@@ -171,7 +171,7 @@ def float8_wgrad(p: ScaledWgrad) -> Float8Product:
 
 
 def _columns(columns: BlockedColumns, padding: Padding) -> tuple[Tensor, Tensor]:
-    """Each group's features in rows of its tokens, one group after the other in one dimension; and the scales."""
+    """Each group's features as rows of its tokens, concatenated in one dimension, and their scales."""
     blocks = [size // BLOCK for size in padding.sizes]
     used = sum(blocks)
     groups = torch.split(columns.data[:used].view(torch.uint8), blocks)

@@ -1,4 +1,4 @@
-"""Another library that computes the experts of a layer: what it takes to run it, and how the benchmarks call it."""
+"""Another library that computes the experts of a layer: its requirements, and how benchmarks call it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ HOPPER = (9, 0)
 
 @dataclass(frozen=True)
 class Peer:
-    """One library. Nothing of it is imported before somebody asks whether it can run.
+    """One library. It is imported only to check whether it can run.
 
     Attributes:
-        name: in tables and on the command line.
-        module: what must be importable.
-        requirement: what it takes to run it, in words.
-        contestant: the problem of ``bench mlp``.
-        experts_forward: the experts of a model of transformers; None: it cannot take weights that a model owns.
+        name: its name in tables and on the command line.
+        module: the module that must be importable.
+        requirement: the requirements to run it, as a text.
+        contestant: the library as a contestant of ``bench mlp``.
+        experts_forward: the experts of a transformers model; None if it cannot use weights that a model owns.
         capability: the lowest compute capability.
-        dtypes: of rows and weights.
+        dtypes: the supported dtypes of rows and weights.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Peer:
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,)
 
     def refusal(self, device: torch.device | str, dtype: torch.dtype) -> str | None:
-        """Why it cannot take part on a device in a dtype; None: it can."""
+        """The reason why it cannot take part on a device in a dtype, or None."""
         missing = self.import_error()
         if missing is not None:
             return f"not importable ({missing})"
@@ -53,7 +53,10 @@ class Peer:
         return None if actual >= self.capability else f"needs compute capability {_dotted(self.capability)}"
 
     def import_error(self) -> str | None:
-        """Why the import fails, in one line: a library without its driver or compiler raises whatever it likes."""
+        """The reason why the import fails, in one line.
+
+        A library without its driver or compiler may raise any exception.
+        """
         try:
             import_module(self.module)
         except Exception as error:
@@ -62,7 +65,7 @@ class Peer:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The first line of what an exception says, or at least its name."""
+    """The first line of an exception's message with its type, or the type alone."""
     lines = str(error).strip().splitlines()
     name = type(error).__name__
     if not lines:

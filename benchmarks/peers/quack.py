@@ -23,7 +23,7 @@ Launch = Callable[[Any], Any]  # of a configuration
 
 @cache
 def configurations(device: torch.device) -> Sequence[Any]:
-    """What is tried for each product. The library caches launches by the identity of these, so they stay alive."""
+    """The configurations to try for each product. They stay alive, as the library caches launches by their identity."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != HOPPER[0]:
         return (None,)  # the default of the library
     make = partial(import_module("quack.gemm_config").GemmConfig, cluster_m=2, cluster_n=1, is_dynamic_persistent=False)
@@ -33,14 +33,14 @@ def configurations(device: torch.device) -> Sequence[Any]:
 class Tuner:
     """The fastest configuration of each product, timed when its shapes are first seen.
 
-    The tuner of the library tries dozens, which takes minutes a product.
+    The library's own tuner tries dozens, which takes minutes per product.
     """
 
     def __init__(self) -> None:
         self._best: dict[tuple[Any, ...], Any] = {}
 
     def run(self, key: tuple[Any, ...], launch: Launch, device: torch.device) -> Any:
-        """What the fastest configuration gives."""
+        """Launches the fastest configuration; finds it first if the key is new."""
         if key not in self._best:
             self._best[key] = _fastest(launch, configurations(device), device)
         return launch(self._best[key])
@@ -68,18 +68,18 @@ _tuner = Tuner()
 
 
 class QuackLayout(NamedTuple):
-    """Where the groups begin, and how W1 is stored."""
+    """The first row of each group, and how W1 is stored."""
 
     starts: Tensor  # int32 [E + 1]
     concatenated: bool  # the rows of the gate stand first in W1, instead of by turns
 
     def of(self, operand: str) -> tuple[str, ...] | None:
-        """The argument that says which operand is stored so."""
+        """The keyword argument that names the operand stored in this way."""
         return (operand,) if self.concatenated else None
 
 
 def _product(name: str, a: Tensor, b: Tensor, out: Tensor, **form: Any) -> Tensor:
-    """A grouped GEMM; its only entry that takes a configuration is the function behind its tuner."""
+    """A grouped GEMM. The library accepts a configuration only in the function behind its tuner."""
     gemm = import_module("quack.gemm_interface").gemm_tuned.fn
     key = name, tuple(a.shape), tuple(b.shape), a.dtype, form["concat_layout"]
     _tuner.run(key, lambda config: gemm(a, b, out, config=config, **form), a.device)
@@ -87,7 +87,7 @@ def _product(name: str, a: Tensor, b: Tensor, out: Tensor, **form: Any) -> Tenso
 
 
 class _QuackExperts(torch.autograd.Function):
-    """The forward of a row's scale stands alone: no epilogue of the library multiplies rows in a forward."""
+    """The experts with a separate op for row scales, as no epilogue of the library multiplies rows in a forward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scales: Tensor, w1: Tensor, w2: Tensor, layout: QuackLayout) -> Tensor:
@@ -141,19 +141,19 @@ class _QuackExperts(torch.autograd.Function):
 
 
 def starts_of(split_sizes: Tensor) -> Tensor:
-    """int32 [E + 1]."""
+    """The first row of each group, int32 [E + 1]."""
     return torch.nn.functional.pad(split_sizes.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def experts(rows: SortedRows, w1: Tensor, w2: Tensor) -> Tensor:
-    """Rows sorted by expert; the rows of the gate stand first in W1."""
+    """The experts of rows sorted by expert; W1 has gate rows first."""
     layout = QuackLayout(starts_of(rows.split_sizes), concatenated=True)
     y: Tensor = _QuackExperts.apply(rows.x, rows.scales, w1, w2, layout)  # type: ignore[no-untyped-call]
     return y
 
 
 def contestant(problem: Problem) -> Contestant:
-    """With W1 stored as the library prefers it."""
+    """QuACK as a contestant, with W1 stored in the order that it prefers."""
     layout = QuackLayout(starts_of(problem.split_sizes), concatenated=False)
     x, scales, w1, w2 = map(leaf, (problem.x, problem.scales, interleaved(problem.w1), problem.w2))
 

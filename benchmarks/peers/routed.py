@@ -1,4 +1,4 @@
-"""For libraries that compute sorted rows only: PyTorch sorts the rows by expert, and sums those of a token."""
+"""Routing by PyTorch for libraries that only compute sorted rows: it sorts rows by expert and sums those of a token."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SortedExperts = Callable[[SortedRows, Tensor, Tensor], Tensor]
 
 
 def routed(experts: SortedExperts) -> ExpertsForward:
-    """The experts of a model of transformers, by a function of sorted rows."""
+    """The experts of a transformers model, by a function of sorted rows."""
 
     def forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         require_swiglu(self)
@@ -40,7 +40,7 @@ def routed(experts: SortedExperts) -> ExpertsForward:
 
 
 def require_swiglu(experts: Any) -> None:
-    """Raises what ``bench hf`` prints, if the experts of a model compute something else.
+    """Raises an error, which ``bench hf`` prints, unless the experts are plain SwiGLU experts.
 
     Raises:
         ValueError: they have biases, transposed weights, or another activation.

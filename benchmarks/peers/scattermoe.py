@@ -14,7 +14,7 @@ from .peer import Peer
 
 
 def contestant(problem: Problem) -> Contestant:
-    """Rows that are sorted already, in and out, with the activation op by op, as in the library's own MLP."""
+    """Takes and returns sorted rows, with the activation op by op, as in the library's own MLP."""
     linear = import_module("scattermoe").parallel_linear
     rows, device = problem.x.shape[0], problem.x.device
     groups = torch.arange(len(problem.split_sizes), device=device)
@@ -37,7 +37,7 @@ def contestant(problem: Problem) -> Contestant:
 
 
 def experts_forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts of a model of transformers, with any activation; the routing is the library's."""
+    """The experts of a transformers model, with any activation; the library routes."""
     package = import_module("scattermoe")
     ids, slots, ends = package.flatten_sort_count(top_k_index, num_experts=self.num_experts)
     w1, w2 = (w if self.is_transposed else w.permute(0, 2, 1) for w in (self.gate_up_proj, self.down_proj))

@@ -1,4 +1,4 @@
-"""SonicMoE (``sonic-moe``): a whole routed layer, with QuACK's GEMMs and kernels of its own for the routing."""
+"""SonicMoE (``sonic-moe``): a whole routed layer, with QuACK's GEMMs and its own routing kernels."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def layer(
 
 
 def contestant(problem: Problem) -> Contestant:
-    """Every row as a token that chose one expert: the routing of as many rows is part of what is timed."""
+    """SonicMoE as a contestant. Each row counts as a token with one expert; routing them is part of the time."""
     groups, rows = len(problem.split_sizes), problem.x.shape[0]
     tokens = torch.arange(rows, dtype=torch.int32, device=problem.x.device)
     ids = torch.arange(groups, dtype=torch.int32, device=problem.x.device)
@@ -63,7 +63,7 @@ def contestant(problem: Problem) -> Contestant:
 
 
 def experts_forward(self: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The experts of a model of transformers."""
+    """The experts of a transformers model."""
     require_swiglu(self)
     count, slots = top_k_index.shape
     tokens = torch.arange(count, dtype=torch.int32, device=x.device).repeat_interleave(slots)

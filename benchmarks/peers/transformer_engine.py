@@ -13,7 +13,7 @@ from .peer import Peer
 
 
 def contestant(problem: Problem) -> Contestant:
-    """GroupedLinear, ScaledSwiGLU, GroupedLinear, with a weight for each expert."""
+    """GroupedLinear, ScaledSwiGLU, GroupedLinear, with one weight parameter per expert."""
     ops = import_module("transformer_engine.pytorch.ops")
     groups, columns, features = problem.w1.shape
     form = {"bias": False, "device": problem.x.device, "dtype": problem.x.dtype}

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Activations of whole tensors, gated or not, times a scale for each row: what ops/activations.py describes, one pass
+// Activations of whole tensors, gated or not, times a scale for each row: see ops/values/activation_spec.py; one pass
 // over memory.
 #pragma once
 #include <cuda_runtime_api.h>
@@ -20,7 +20,7 @@ struct ActivationForward {
 };
 
 // With a = activation(preact): dpreact, dscales[t] = sum of dpostact * a over the row, postact = a * scales; null for
-// what is not wanted.
+// unwanted results.
 struct ActivationBackward {
   Activation activation;
   DType type;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which activation a kernel computes, and the scales of its rows: what host and device share. No CUDA here.
+// The activation of a kernel and the scales of its rows, for host and device. No CUDA here.
 #pragma once
 #include <cstdint>
 
@@ -10,8 +10,8 @@ namespace fusible {
 // In the order of CURVES in ops/programs/activations.py.
 enum class Curve { kSilu = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kRelu2 = 4, kSigmoid = 5 };
 
-// act(gate) * (up + linear_offset), or act(x) where not gated. Of another function, `kernels` holds what was compiled
-// for it, and only `gated` and `block` count.
+// act(gate) * (up + linear_offset), or act(x) if not gated. For a user's function, `kernels` holds its compiled
+// kernels, and only `gated` and `block` count.
 struct Activation {
   Curve curve;
   bool gated;
@@ -37,9 +37,10 @@ struct ColumnVectors {
   int count;
 };
 
-// Where the gradients of an input with numbers of columns go, summed over the rows of each group, or over all.
+// The destination of the gradients of an input with numbers of columns, summed over the rows of each group, or over
+// all.
 struct DVector {
-  void* data;  // [groups or 1, columns], or where gate and up alternate those of one of them
+  void* data;  // [groups or 1, columns]; the columns of one of them if gate and up alternate
   DType type;
   bool of_both, of_all_rows;
 };

@@ -1,23 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the launches of products that end in an activation share.
+// The common part of launches of products with an activation in their epilogue.
 #pragma once
 #include "fusible/gemm_launch.h"
 #include "kernels/activation/activation_params.h"
 
 namespace fusible {
 
-// Whether gate and up stand half a row apart, so that a tile takes its columns from two places. `columns` are those of
+// Whether gate and up are half a row apart, so that a tile takes its columns from two places. `columns` are those of
 // the activation here and below.
 bool has_halves(const Activation& activation, int64_t columns);
 
-// Whether what a consumer stores to shared memory holds the up of each of its gates. Blocks narrower than eight are
-// told apart within sixteen columns.
+// Whether a consumer's output stage in shared memory holds the up of each of its gates. Blocks narrower than eight are
+// separated within sixteen columns.
 bool block_fits(const Activation& activation, int64_t columns, const TileVariant& tile);
 
 // Throws fusible::Error where no kernel ends in it.
 void check_activation(const GemmProblem& problem, const Activation& activation, int64_t columns);
 
-// Throws fusible::Error for numbers of columns without a kernel that reads them: that of a user's function.
+// Throws fusible::Error for column numbers without a kernel that reads them: a user function's kernel.
 void check_vectors(const GemmProblem& problem, const Activation& activation, const ColumnVectors& vectors);
 
 // As prepare_params.

@@ -5,7 +5,7 @@
 
 namespace fusible {
 
-inline constexpr int kArrivalRows = 64;  // of a block, of which it is told at once
+inline constexpr int kArrivalRows = 64;  // rows of a block, which is announced as a whole
 
 struct Arrivals {
   uint32_t* blocks;  // how many pieces of each block of rows are there; null: all rows are

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host side needs to know about a GPU, asked once per device. Nothing here runs at import.
+// Properties of a GPU for the host, queried once per device. Nothing here runs at import.
 #pragma once
 #include <string>
 
@@ -16,7 +16,7 @@ struct DeviceProperties {
 // Version of the CUDA runtime that is linked in, e.g. 13000.
 int cuda_version();
 
-// Cached; safe from several threads. Throws fusible::Error where there is no such device.
+// Cached; thread-safe. Throws fusible::Error if there is no such device.
 const DeviceProperties& device_properties(int device);
 
 // The device that is current in the calling thread.

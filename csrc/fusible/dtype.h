@@ -10,7 +10,7 @@ enum class DType : int { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kE4M3 = 3 };
 
 constexpr int64_t bytes_of(DType type) { return type == DType::kFloat32 ? 4 : type == DType::kE4M3 ? 1 : 2; }
 
-// body(std::integral_constant<..., k>()) of the choice k that `value` is; of the last one if it is none.
+// Calls body(std::integral_constant<..., k>()) with the choice k equal to `value`, or with the last one if none is.
 template <auto kFirst, auto... kOthers, class Body>
 decltype(auto) dispatch(decltype(kFirst) value, const Body& body) {
   if constexpr (sizeof...(kOthers) > 0)
@@ -22,7 +22,7 @@ template <class Body>
 decltype(auto) dispatch_dtype(DType type, const Body& body) {
   return dispatch<DType::kFloat32, DType::kFloat16, DType::kBFloat16>(type, body);
 }
-// Of operands.
+// The dispatch for operands.
 template <class Body>
 decltype(auto) dispatch_dtype_of_16_bits(DType type, const Body& body) {
   return dispatch<DType::kFloat16, DType::kBFloat16>(type, body);

@@ -30,7 +30,7 @@ template <class... Parts>
     if (!(condition)) ::fusible::fail(__FILE__, __LINE__, #condition, __VA_ARGS__); \
   } while (0)
 
-// FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(...), config): what the runtime says, then the caller's own words.
+// FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(...), config): the runtime's error text, then the caller's words.
 #define FUSIBLE_CUDA_CHECK(call, ...)                                                                                \
   do {                                                                                                               \
     const cudaError_t status_ = (call);                                                                              \

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Quantisation and back in one pass: the values, in bf16, of the copies that a tensor has under MXFP8 and NVFP4
-// (ops/formats/mxfp8.py and nvfp4.py), where products are computed in 16 bits and nobody keeps the bytes. Under NVFP4
+// (ops/formats/mxfp8.py and nvfp4.py), where products are computed in 16 bits and no bytes are kept. Under NVFP4
 // they lack the factor of each group, which follows from its amax.
 #pragma once
 #include <cuda_runtime_api.h>
@@ -31,9 +31,9 @@ struct FakeQuantizeRows {
   void* rows;     // [tokens, features], blocks along the features; null if not wanted
   void* columns;  // blocks of a group's tokens; null if not wanted. [tokens, features], or under NVFP4
                   // [16 * nv_blocks(tokens, groups), features]: the last block of each group is filled up
-  // Of NVFP4:
+  // For NVFP4:
   bool is_transformed;            // columns are multiplied by the Hadamard matrix first
-  float *row_amax, *column_amax;  // [groups], what is found; null where the copy is not wanted
+  float *row_amax, *column_amax;  // [groups], results; null if the operand is not wanted
   const int64_t* seed;            // of random numbers that values are rounded by; null: to the nearest
 };
 
@@ -47,7 +47,7 @@ struct FakeQuantizeWeight {
   std::span<const uintptr_t> addresses;
   void* rows;     // [groups, n, k], blocks along k; under NVFP4 along both. Null if not wanted
   void* columns;  // [groups, n, k], blocks along n; null if not wanted, or under NVFP4
-  float* amax;    // [groups], what is found under NVFP4
+  float* amax;    // [groups], a result under NVFP4
 };
 
 constexpr int64_t nv_blocks(int64_t tokens, int64_t groups) { return tokens / kNVBlock + groups; }

@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kWidest = 768;  // columns that every tile divides, so that no tile's subtiles reach further
 
-// In the workspace, after what every grouped GEMM keeps there.
+// The offset in the workspace, after the common part of every grouped GEMM.
 int64_t dscale_partials_offset(int64_t groups) { return blocks_of(workspace_bytes(groups), 16) * 16; }
 int64_t dbias_partials_offset(int64_t groups, int64_t tokens, int64_t columns, bool dscales) {
   const int64_t dscale_partials = dscales ? blocks_of(columns, kWidest) * (kWidest / 64) * tokens : 0;
@@ -55,7 +55,7 @@ KernelEntry backward_entry(const GemmProblem& p, int variant) {
   });
 }
 
-// The built-in kernel, or that of another function.
+// The built-in kernel, or a user function's.
 template <int kCount>
 KernelEntry entry_of_function(const KernelEntry& built_in, const Activation& a, const int (&variants)[kCount],
                               int variant) {
@@ -63,7 +63,7 @@ KernelEntry entry_of_function(const KernelEntry& built_in, const Activation& a, 
   return at == std::end(variants) ? built_in : in_place_of(built_in, a.kernels[at - std::begin(variants)]);
 }
 
-// Of weights whose halves are gate and up.
+// The map of weights whose halves are gate and up.
 CUtensorMap gate_up_map(const GemmProblem& p, const MatrixView& weights, int64_t columns, int64_t k,
                         const GemmConfig& config) {
   return p.layout == Layout::kNT ? gate_up_rows_map(weights, p.groups, columns, k, config.tile().tile_n)

@@ -12,7 +12,7 @@ namespace fusible {
 // Positions in kTileVariants of the tiles that these kernels are built for.
 inline constexpr int kActivationVariants[] = {3, 6}, kBackwardVariants[] = {5};
 inline constexpr int kDeepActivationVariant = 9;  // without bias and second pair
-// Those that functions of users are compiled for. The last one's kernel may be missing.
+// The variants that user functions are compiled for. The last one's kernel may be missing.
 inline constexpr int kFunctionVariants[] = {kActivationVariants[0], kActivationVariants[1], kDeepActivationVariant};
 
 // postact = activation(preact) * scales with preact = `gemm`, which is kNT or kNN into `gemm.out`, or nowhere if that
@@ -24,11 +24,11 @@ struct LinearActivation {
   void* postact;
   ColumnVectors vectors;
   Arrivals arrivals;  // of the rows of `gemm.a`, where another kernel brings them; bf16 rows and kNT weights alone.
-                      // Where weights or biases lie at any addresses, the product waits for that kernel. The workspace
-                      // is zero then: nothing may be launched between that kernel and this one.
+                      // If weights or biases are at arbitrary addresses, the product waits for that kernel. The
+                      // workspace is zero then: nothing may be launched between that kernel and this one.
 };
 
-// With dpostact = `gemm`, which is kNN or kNT and is not stored: what ActivationBackward says. n counts the columns of
+// With dpostact = `gemm`, which is kNN or kNT and is not stored: see ActivationBackward. n counts the columns of
 // postact; rows are dense.
 struct LinearActivationBackward {
   GroupedGemm gemm;
@@ -52,8 +52,8 @@ GemmConfig choose_activation_config(const GemmProblem& problem, const Activation
                                     int variant = -1);
 GemmConfig choose_backward_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 
-// Both throw fusible::Error, like grouped_gemm. Rows of no group are not touched, but for those of dscales, which
-// become zero.
+// Both throw fusible::Error, like grouped_gemm. Rows outside of every group are not touched, except that dscales
+// becomes zero there.
 void linear_activation(const LinearActivation& call, int device, cudaStream_t stream);
 void linear_activation_backward(const LinearActivationBackward& call, int device, cudaStream_t stream);
 

@@ -7,13 +7,13 @@
 namespace fusible {
 namespace {
 
-// Positions in kTileVariants, and what each was best at when all were timed on one H200 (docs/experiments.md).
+// Positions in kTileVariants, and what each was best at when all were timed on one H200 (docs/lab/experiments.md).
 enum Variant : int {
-  kTall = 1,     // weight gradients: of long groups, fewest bytes; fp32 of short groups, most room for old values
-  kPadding = 2,  // where 192 divides the columns better than 256, weight gradients: most work per tile
-  kShared = 3,   // long groups: the pair reads weights once, and what is not read costs no power, which the clock gains
-  kDecode = 4,   // hardly any rows: most bytes in flight
-  kSwapAb = 6,   // short groups, whose last tiles are cut to their tokens
+  kTall = 1,         // weight gradients: of long groups, fewest bytes; fp32 of short groups, most room for old values
+  kPadding = 2,      // where 192 divides the columns better than 256, weight gradients: most work per tile
+  kShared = 3,       // long groups: the pair reads weights once, which saves power, so the clock is higher
+  kDecode = 4,       // hardly any rows: most bytes in flight
+  kSwapAb = 6,       // short groups, whose last tiles are cut to their tokens
   kSwapAbHigh = 7,   // the same, with fewest bytes and largest tasks
   kNarrow = 8,       // at most 64 columns, where reading the rows takes longer than multiplying them
   kSplitDepth = 10,  // weight gradients of few long groups: work for all multiprocessors
@@ -27,7 +27,7 @@ int64_t columns_of_medium_tiles(const GemmProblem& p) {
   return p.layout == Layout::kTN && rest > 0 && rest <= 128 ? p.n - rest + 128 : blocks_of(p.n, 192) * 192;
 }
 
-// The higher ones need work for many rounds, of which the last is hardly ever full.
+// The higher ones need work for many rounds, as the last round is rarely full.
 int choose_swap_ab(const GemmProblem& p, int multiprocessors) {
   constexpr int kRounds = 10;
   const int64_t high_tiles = (p.tokens / 192 + p.groups / 2) * blocks_of(p.n, 256);
@@ -35,7 +35,7 @@ int choose_swap_ab(const GemmProblem& p, int multiprocessors) {
   return short_and_deep(p) ? kDeep : kSwapAb;
 }
 
-// Whether weight gradients in tiles of 256 x 192 take one round where those of 256 x 128, in pairs, take more.
+// Whether weight gradients in tiles of 256 x 192 take one round while those of 256 x 128, in pairs, take more.
 bool medium_tiles_fit_one_round(const GemmProblem& p, int multiprocessors) {
   const int64_t rows = p.groups * blocks_of(p.m, 256);
   return p.output != DType::kFloat32 && !p.scale_bias && rows * blocks_of(p.n, 192) <= multiprocessors &&
@@ -62,7 +62,7 @@ int choose_variant(const GemmProblem& p, int multiprocessors) {
 // Positions in kScaledWgradVariants, likewise.
 enum ScaledWgradVariant : int { kScaledWide = 0, kScaledTall = 1 };
 
-// Where groups are short, tall tiles ask for fewer stages of their last block. They lack registers for fp32.
+// For short groups, tall tiles load fewer stages of the last block. They lack registers for fp32.
 int choose_scaled_wgrad_variant(const GemmProblem& p) {
   return p.tokens / p.groups <= 512 && p.output != DType::kFloat32 ? kScaledTall : kScaledWide;
 }
@@ -72,17 +72,17 @@ const char* name(DType type) {
   return kNames[static_cast<int>(type)];
 }
 
-// What follows from the tile: as many blocks as there is work for, and how tasks are handed out.
+// Completes the configuration of a tile: as many blocks as there is work for, and the way tasks are handed out.
 GemmConfig complete(const GemmProblem& p, int multiprocessors, bool may_halve, int variant,
                     const TileVariant* variants) {
   const TileVariant& tile = variants[variant];
-  // At most this many tiles, whatever the sizes: every group may leave a rest.
+  // An upper bound on the tiles, whatever the sizes: every group may leave a rest.
   const int64_t rows = p.layout == Layout::kTN ? p.groups * blocks_of(p.m, may_halve ? kLeastRows : tile.tile_m)
                                                : p.tokens / tile.tile_m + std::min(p.groups, p.tokens);
   const int64_t slices = tile.split_k ? kMostSlices : 1;
   const int64_t clusters =
       std::min<int64_t>(multiprocessors / tile.cluster(), rows * slices * blocks_of(p.n, tile.tile_n));
-  // Where there are hardly any rows, zeroing the counter costs more than it gives.
+  // With hardly any rows, zeroing the counter costs more than it gains.
   const bool hardly_any_rows = p.layout != Layout::kTN && p.tokens <= 64 * p.groups;
   return {.variant = variant,
           .grid = static_cast<int>(clusters) * tile.cluster(),

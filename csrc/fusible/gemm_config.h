@@ -11,19 +11,19 @@ namespace fusible {
 // How many blocks of a size n needs.
 constexpr int64_t blocks_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// Values of the depth in a stage: those of 128 bytes.
+// The depth of a stage: 128 bytes of values.
 constexpr int tile_k(int64_t element_bytes) { return static_cast<int>(128 / element_bytes); }
 constexpr int tile_k(DType type) { return tile_k(bytes_of(type)); }
 
-// Which operand is ragged, and how. Rows of `a` (and of `out`, or the depth) are tokens sorted by group.
+// The ragged operand and its form. Rows of `a` (and of `out`, or the depth) are tokens sorted by group.
 enum class Layout : int {
   kNT = 0,  // out[T, n] = a[T, k] b[E, n, k]^T
   kNN = 1,  // out[T, n] = a[T, k] b[E, k, n]
   kTN = 2,  // out[E, m, n] = a[T, m]^T b[T, n] of each group
 };
 
-// What a kernel is compiled for: tiles of tile_m x tile_n; two blocks of a cluster that share operands, one above the
-// other (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `raster_swizzle`
+// The compile-time configuration of a kernel: tiles of tile_m x tile_n; two blocks of a cluster that share operands,
+// stacked (cluster_m = 2) or side by side (cluster_n = 2); `stages` of 64 values of depth in flight; `raster_swizzle`
 // and `highest_first` are explained in device/gemm/tile_scheduler.cuh, `swap_ab` in device/gemm/swap_ab.cuh, `split_k`
 // in device/gemm/split_k.cuh.
 struct TileVariant {
@@ -35,7 +35,7 @@ struct TileVariant {
   }  // leaves few registers beside the accumulators, and little shared memory
   constexpr int token_box() const { return swap_ab ? 32 : 64; }  // tokens that a copy moves
   constexpr int cut() const { return swap_ab ? 16 : 64; }        // rows that tiles of a group do not share
-  // What a consumer stores to shared memory at a time, and the room for it.
+  // The bytes that a consumer stores to shared memory at a time.
   constexpr int smem_out_bytes() const { return tile_n == 64 ? 16384 : tile_n == 192 || large() ? 24576 : 32768; }
   constexpr int smem_out_rows() const { return swap_ab && large() ? 32 : 64; }
   constexpr int smem_out_columns() const { return swap_ab ? tile_n / 2 : tile_n; }
@@ -53,17 +53,17 @@ inline constexpr TileVariant kTileVariants[] = {
     {160, 256, 2, 1, 3, 8, true, true},
     {256, 192, 1, 1, 3, 4, false, false, true},
 };
-// Of e4m3 operands: each consumer has two units of 64 x 128 (device/gemm/scaled_mainloop.cuh).
+// For e4m3 operands: each consumer has two units of 64 x 128 (device/gemm/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariant = {128, 256, 2, 1, 3, 8};  // of rows of tokens
 inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
-// Of a tile of weight gradients: where long groups are few, higher ones are halved (device/gemm/tile_scheduler.cuh).
+// Rows of a tile of weight gradients: with few long groups, higher tiles are halved (device/gemm/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
-// Where the depth of weight gradients is split: tiles times slices of the groups that are, and slices of a group.
+// Limits for a split depth of weight gradients: tiles times slices of the split groups, and slices of a group.
 inline constexpr int kMostSlicedTasks = 160, kMostSlices = 8;
 inline constexpr int kMostSortedGroups = 256;  // more keep the order that they have, and their depth whole
 inline constexpr int kTileVariantCount = sizeof(kTileVariants) / sizeof(kTileVariants[0]);
-// Bias and factors need registers beside the accumulators, and shared memory. The narrow tile has none: nobody asks for
-// them.
+// Bias and factors need registers beside the accumulators, and shared memory. The narrow tile has none, as no product
+// asks for them.
 constexpr bool fits_scale_bias(const TileVariant& tile) {
   return !tile.large() && tile.tile_n > 64 && !tile.highest_first;
 }
@@ -77,7 +77,7 @@ constexpr bool is_built(Layout layout, const TileVariant& tile, bool fp32_output
   if (tile.tile_n == 64) return layout != Layout::kTN;
   return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128;
 }
-// Those of products with a second pair of operands.
+// The variants for products with a second pair of operands.
 inline constexpr int kPairVariants[] = {3, 6, 7};
 inline constexpr int kSharedMemoryLimit = 232448;  // of a block on sm_90
 
@@ -88,7 +88,7 @@ struct GemmProblem {
   int64_t groups, tokens;
   int64_t m;             // output rows of a group, kTN only
   int64_t n, k;          // output columns; depth (not kTN)
-  int64_t second_k = 0;  // depth of a second pair of operands, whose product is added; 0: there is none
+  int64_t second_k = 0;  // depth of a second pair of operands, whose product is added; 0: no second pair
 };
 
 // Whether an fp32 weight gradient takes longer to get through memory than to multiply.
@@ -131,7 +131,7 @@ constexpr bool few_deep_tiles(const GemmProblem& p) {
 // Depends on nothing but the problem and the number of multiprocessors: never on the sizes of the groups. `variant` < 0
 // lets the cost model choose; `may_split`: there is room for the sums of a split depth.
 GemmConfig choose_config(const GemmProblem& problem, int multiprocessors, int variant = -1, bool may_split = false);
-// Of e4m3 operands.
+// For e4m3 operands.
 GemmConfig scaled_config(const GemmProblem& problem, int multiprocessors);
 GemmConfig choose_scaled_wgrad_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
 

@@ -12,10 +12,10 @@ GroupedGemm as_strided(const GroupedGemm& wanted);
 // Throws fusible::Error where no kernel runs on the device, or takes so many groups.
 void check_device(const GemmProblem& problem, int device);
 
-// Throws fusible::Error where the kernels cannot do what is asked for.
+// Throws fusible::Error if the kernels do not support the call.
 void check(const GroupedGemm& call, int device);
 
-// What both kinds of operands share of that: shapes, sizes, alignment.
+// The checks common to both kinds of operands: shapes, sizes, alignment.
 void check_shapes(const GroupedGemm& call, int device);
 
 // The weight gradients of no tokens.
@@ -25,7 +25,7 @@ void zero_output(const GroupedGemm& call, cudaStream_t stream);
 GemmParams prepare_shape(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream);
 GemmParams prepare_params(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream);
 
-// Maps of the second pair of operands; of nothing, where there is none.
+// Maps of the second pair of operands; empty without one.
 SecondPair second_pair(const GroupedGemm& call, const GemmConfig& config);
 
 // `params` may be longer than GemmParams, with which they begin.

@@ -31,7 +31,7 @@ MatrixView as_strided(MatrixView m) {
   return m;
 }
 
-// Of matrices that lie anywhere.
+// The coordinates of matrices at arbitrary addresses.
 std::vector<GroupCoordinate> coordinates_of(const MatrixView& m) {
   std::vector<GroupCoordinate> coordinates;
   coordinates.reserve(m.addresses.size());
@@ -113,7 +113,7 @@ void allow_shared_memory(const KernelEntry& kernel, int device, const GemmProble
   done.insert({kernel.function, device});
 }
 
-// The rows of no group of what the call writes.
+// The rows of the call's outputs that belong to no group.
 Tail tail_of(const GroupedGemm& call) {
   const int64_t element = bytes_of(call.out.type);
   return {{const_cast<void*>(call.out.data), call.problem.tokens, call.problem.n * element, call.out.pitch * element},
@@ -130,14 +130,14 @@ Workspace workspace_of(const GroupedGemm& call) {
   return may_split(call) ? lay_out_split_k(call.workspace, groups) : lay_out(call.workspace, groups);
 }
 
-// What must be zero before the call.
+// The memory that must be zero before the call.
 std::vector<Counters> counters_of(const Workspace& workspace) {
   if (!workspace.counter) return {};
   if (!workspace.split_k.arrived) return {{workspace.counter}};
   return {{workspace.counter}, {workspace.split_k.arrived, kArrivedCounters}};
 }
 
-// The workspace of this launch, filled; null for what it does not need.
+// The workspace of this launch, filled; null for unneeded parts.
 Workspace fill_workspace(const GroupedGemm& call, const GemmConfig& config, cudaStream_t stream) {
   const GemmProblem& p = call.problem;
   const std::vector<GroupCoordinate> coordinates = coordinates_of(p.layout == Layout::kTN ? call.out : call.b);
@@ -160,7 +160,7 @@ Workspace fill_workspace(const GroupedGemm& call, const GemmConfig& config, cuda
   return workspace;
 }
 
-// What beta makes of the output before the product is added.
+// Scales the output by beta before the product is added.
 void apply_beta(const GroupedGemm& call, const GemmParams& params, int device, cudaStream_t stream) {
   const GemmProblem& p = call.problem;
   const ScaleGroups scale{.out = const_cast<void*>(call.out.data),
@@ -185,7 +185,7 @@ int64_t split_k_workspace_bytes(int64_t groups) { return bytes_of_split_k(groups
 void zero_before(GroupedGemm& call, Zeroing& zeroing) {
   const std::vector<Counters> counters = counters_of(workspace_of(call));
   if (!counters.empty() && std::ranges::count(zeroing.counters, counters[0]))
-    return;  // of a call before, which leaves it as it is then
+    return;  // a call before has set it, and leaves it unchanged then
   zeroing.counters.insert(zeroing.counters.end(), counters.begin(), counters.end());
   if (call.zero_tail) zeroing.tails.push_back(tail_of(call));
   call.zeroed = true;

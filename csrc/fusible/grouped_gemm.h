@@ -38,21 +38,21 @@ struct GroupedGemm {
   int64_t workspace_bytes = 0;  // where there may be room for more than the least
   int variant = -1;             // a tile variant instead of the cost model's
   bool zero_tail = false;  // rows of `out` of no group become zero; of products other than kTN, whose groups have sizes
-  bool zeroed = false;     // somebody has done so, and zeroed the workspace's counter: see zero_before
-  // Of independent products (fusible/independent.h): the workspaces of those that are launched next, and whether this
-  // one is launched behind another, which has zeroed its counter.
+  bool zeroed = false;     // already done, and the workspace's counter zeroed: see zero_before
+  // For independent products (fusible/independent.h): the workspaces of the products launched next, and whether this
+  // one follows another, which has zeroed its counter.
   std::span<const uintptr_t> followers{};
   bool follows = false;
 };
 
-// Notes what the call must find zeroed, and lets it rely on that, so that calls which are made one after the other
-// share one kernel for it. Nothing before the call may write the rows of `out`.
+// Notes the memory that the call must find zeroed, and lets it rely on that, so that consecutive calls share one
+// zeroing kernel. Nothing before the call may write the rows of `out`.
 void zero_before(GroupedGemm& call, Zeroing& zeroing);
 
-// Throws fusible::Error, with the problem and the configuration in the message. Rows of `out` of no group are not
-// touched, unless they shall be zeroed; an empty group's weight gradient is zero (or beta times what it was when
-// accumulating). What stands in `out` is not read where beta is 0, and rounded to its type once more where beta is
-// neither 0 nor 1, before the product is added.
+// Throws fusible::Error, with the problem and the configuration in the message. Rows of `out` outside of every group
+// are not touched, unless they must be zeroed; an empty group's weight gradient is zero (or beta times what it was when
+// accumulating). Old values of `out` are not read if beta is 0; if beta is neither 0 nor 1, they are rounded once more
+// to their type before the product is added.
 void grouped_gemm(const GroupedGemm& call, int device, cudaStream_t stream);
 
 }  // namespace fusible

@@ -9,7 +9,7 @@
 namespace fusible {
 namespace {
 
-// What may still run when the next launch begins. Who calls has Python's lock, so threads take turns.
+// The memory of launches that may still run when the next one begins. The caller holds the GIL, so threads take turns.
 struct Running {
   Touched touched;
   int device = -1;

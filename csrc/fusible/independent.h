@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products that neither read nor overwrite what the others write or read, launched one directly behind the other. The
+// Products that neither read nor overwrite each other's results or operands, launched one directly after another. The
 // next one begins where blocks of the one before have ended, rather than when all have: they share its last round.
 //
 // It does not wait for the kernel before it until its own end, and sees what older kernels have written because the
-// first of such products has waited for those before it lets the next one begin (docs/kernels.md). Who launches says
-// that products follow one another and that nothing else on the stream touches their memory meanwhile. Whether they are
-// independent is found out here.
+// first of such products has waited for those before it lets the next one begin (docs/kernels.md). The caller declares
+// that products follow one another and that nothing else on the stream touches their memory meanwhile. Their
+// independence is checked here.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -23,14 +23,14 @@ struct Touched {
   std::vector<Range> read, written;
 };
 
-// All device memory that a call reads, and what it writes.
+// All device memory that a call reads, and that it writes.
 Touched touched_by(const GroupedGemm& call);
 
 // Before each launch.
 void count_launch();
 
-// Whether the launch before this one lets it begin, on this stream, and neither that one nor those beside it touch what
-// this one writes, or write what it touches.
+// Whether this launch may begin before the earlier one on this stream has ended: that one allows it, and neither it nor
+// those beside it touch memory that this one writes, or write memory that this one touches.
 bool begins_beside(const Touched& touched, int device, cudaStream_t stream);
 
 // The launch that has just been made lets the next one begin; `beside`: together with those before it.

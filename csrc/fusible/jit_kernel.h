@@ -7,9 +7,9 @@
 
 namespace fusible {
 
-// What cuLibraryGetKernel gave for it; 0: none. A CUkernel is a cudaKernel_t, which the runtime takes for the address
-// of a kernel. It belongs to no context, so one serves every device, and it is never unloaded. A launch declares it as
-// a number, since it is no address of a call: a replay keeps it.
+// The result of cuLibraryGetKernel; 0: none. A CUkernel is a cudaKernel_t, which the runtime accepts as the address of
+// a kernel. It belongs to no context, so one serves every device, and it is never unloaded. A launch declares it as a
+// number, as it is not an address of the call: a replay keeps it.
 using JitKernel = int64_t;
 
 // Throws fusible::Error without a kernel.

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "fusible/activation.h"
+#include "fusible/choice.h"
 #include "fusible/fused_gemm.h"
 #include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
@@ -38,7 +39,7 @@ inline ColumnVectors column_vectors(const Addresses& addresses) {
   return vectors;
 }
 
-// Where the gradients of numbers of columns go; none: nowhere.
+// The destinations of the gradients of column numbers; empty if they are not wanted.
 struct DVectorFields {
   Addresses dvectors;
   Numbers types, of_both, of_all_rows;  // one for each of the dvectors
@@ -134,7 +135,7 @@ struct GroupedGemmLaunch : GemmLaunch {
   void run() const { grouped_gemm(gemm, device, stream); }
 };
 
-// What products of e4m3 operands share.
+// The common fields of products of e4m3 operands.
 struct ScaledLaunch : OnStream {
   GroupedGemm gemm{};
   Addresses out_addresses, bias_addresses;
@@ -148,7 +149,7 @@ struct ScaledLaunch : OnStream {
     visit_sizes(v, gemm.sizes), v.field("output", p.output), v.field("out", gemm.out.data);
     v.field("out_pitch", gemm.out.pitch), v.field("workspace", gemm.workspace), v.field("variant", gemm.variant);
   }
-  // Of products of rows.
+  // Visits the operands of products of rows.
   template <class Visitor>
   void visit_row_operands(Visitor& v) {
     visit_operands(v), v.field("k", gemm.problem.k), v.field("a_pitch", gemm.a.pitch);
@@ -175,7 +176,7 @@ struct ScaledLaunch : OnStream {
   void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
 };
 
-// Of those whose rows are tokens.
+// The fields of products whose rows are tokens.
 struct ScaledRowsLaunch : ScaledLaunch {
   int64_t b_scales_group = 0, b_scales_row = 0, b_scales_column = 0;
   bool halves = false;
@@ -206,7 +207,7 @@ struct ScaledGemmLaunch : ScaledRowsLaunch {
   void run() const { scaled_gemm(product(), device, stream); }
 };
 
-// With `out` 0, the product is not kept.
+// With `out` 0, the product is not stored.
 struct ScaledActivationLaunch : ScaledRowsLaunch {
   static constexpr const char* kName = "scaled_activation";
   Activation activation{};
@@ -260,7 +261,7 @@ struct ScaledWgradLaunch : ScaledLaunch {
   void run() const { scaled_wgrad({gemm, a_scales, b_scales}, device, stream); }
 };
 
-// With `preact` 0, the product is not kept.
+// With `preact` 0, the product is not stored.
 struct LinearActivationLaunch : GemmLaunch {
   static constexpr const char* kName = "linear_activation";
   Activation activation{};
@@ -530,6 +531,56 @@ struct LowRankWorkspace {
     v.field("device", device);
   }
   int64_t bytes() const { return low_rank_workspace(tokens, columns, rank, gradient, device); }
+};
+
+template <class Visitor>
+void visit_choice(Visitor& v, ChoiceRule& rule) {
+  v.field("logits", rule.logits), v.field("type", rule.type), v.rows("tokens", rule.tokens);
+  v.field("experts", rule.experts), v.field("top_k", rule.top_k), v.field("scores", rule.scores);
+  v.field("normalize", rule.normalize), v.field("scale", rule.scale);
+}
+
+struct ChooseLaunch : OnStream {
+  static constexpr const char* kName = "choose";
+  Choice call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), visit_choice(v, call.rule), v.field("groups", call.groups), v.field("keep", call.keep);
+    v.field("best", call.best), v.field("bias", call.bias), v.field("valid", call.valid), v.field("given", call.given);
+    v.field("ids", call.ids), v.field("weights", call.weights), v.field("counts", call.counts);
+    v.field("slots", call.slots), v.field("sums", call.sums), v.field("squares", call.squares);
+    v.field("workspace", call.workspace);
+  }
+  void complete() {}
+  void run() const { choose(call, device, stream); }
+};
+
+struct ChoiceWorkspace {
+  static constexpr const char* kName = "choose_workspace";
+  int64_t tokens = 0;
+  int experts = 0;
+  bool tallied = false;
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    v.rows("tokens", tokens), v.field("experts", experts), v.field("tallied", tallied);
+  }
+  int64_t bytes() const { return choice_workspace(tokens, experts, tallied); }
+};
+
+struct ChooseBackwardLaunch : OnStream {
+  static constexpr const char* kName = "choose_backward";
+  ChoiceBackward call{};
+
+  template <class Visitor>
+  void fields(Visitor& v) {
+    visit_stream(v, *this), visit_choice(v, call.rule), v.field("ids", call.ids);
+    v.field("d_weights", call.d_weights), v.field("d_sums", call.d_sums), v.field("d_squares", call.d_squares);
+    v.field("d_logits", call.d_logits);
+  }
+  void complete() {}
+  void run() const { choose_backward(call, device, stream); }
 };
 
 struct RouteLaunch : OnStream {

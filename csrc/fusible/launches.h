@@ -8,8 +8,8 @@
 //                       a pointer, a list of them `Addresses`, of numbers `Numbers`. Numbers of rows are told as such.
 //   complete()          derives from the fields what else run() needs
 //   run()
-//   zero_before(zeroing) of those that share one kernel for what they must find zeroed
-// A workspace is such a struct too; it has bytes() instead of what comes after the fields.
+//   zero_before(zeroing) for launches that share one zeroing kernel
+// A workspace is such a struct too; it has bytes() instead of the functions after the fields.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -52,8 +52,8 @@ void visit_activation(Visitor& visitor, Activation& a) {
   visitor.field("deep_kernel", a.kernels[2]);
 }
 
-// Where an address points: so many bytes behind the start of a tensor. Those that were given are numbered first, then
-// come the allocations.
+// The target of an address: an offset in bytes from the start of a tensor. Given tensors are numbered first, then
+// allocations.
 struct Source {
   static constexpr int64_t kNull = -1;
   int64_t tensor = kNull, offset = 0;
@@ -86,7 +86,7 @@ struct CapturedFields {
 struct CapturedLaunch {
   CapturedFields fields;
   virtual ~CapturedLaunch() = default;
-  // Null: it zeroes by itself what it must find zeroed.
+  // Null: the launch zeroes its memory itself.
   virtual const OnStream& prepare(Zeroing* zeroing) = 0;
   virtual void run() = 0;
 };
@@ -108,7 +108,7 @@ int64_t allocated_bytes(const Workspace& workspace) {
 struct CapturedAllocation {
   Address first;
   int64_t bytes;
-  bool per_row;  // its first size is that of the rows, if it varies
+  bool per_row;  // its first size is the number of rows, if that varies
   std::shared_ptr<CapturedWorkspace> workspace;
 };
 
@@ -117,7 +117,7 @@ struct CapturedResult {
   int64_t allocation, first_size;
 };
 
-// What launches while a capture is active in its thread is also noted by it.
+// Launches in a thread are recorded by a capture that is active in it.
 class Capture {
  public:
   // The first addresses and the sizes in bytes of all tensors that are given, and the numbers of those that are
@@ -143,8 +143,8 @@ class Capture {
     return workspace != nullptr;
   }
 
-  // Tells of what the run returns, from its first address to its last: the number of the tensor that it is or, behind
-  // those, of the result; -1 if none. Its first size is -1 if it has no dims or is strided.
+  // Locates a result of the run, from its first address to its last: the number of the given tensor or, after those, of
+  // the result; -1 if none. Its first size is -1 if it has no dims or is strided.
   int64_t result(Address address, int64_t bytes, int64_t first_size) {
     const Source source = find(address);
     const int64_t allocation = source.tensor - std::ssize(spans_);
@@ -287,15 +287,15 @@ void launch_now(Launch& launch) {
   if (Capture* capture = Capture::active()) capture->launched(launch);
 }
 
-// Captured launches. Those of one capture are made again for its number of rows; those of two captures whose calls
-// differ in the number of rows alone, for any number.
+// Captured launches. The launches of one capture are made again for its number of rows; the launches of two captures
+// whose calls differ only in the number of rows, for any number.
 //
 // All memory is allocated first, then all launches are made. A run that need not hold `large` bytes until its last
-// launch lets go of memory in between: each launch allocates what it is the first to need, and lets go of what it is
-// the last to read, as if an op made them one by one.
+// launch releases memory in between: each launch allocates the memory that it is the first to need, and releases the
+// memory that it is the last to read, as if an op made them one by one.
 class Launches {
  public:
-  // Of two captures if they fit together, else of the one.
+  // Joins two captures if they fit together, else uses the one.
   static std::shared_ptr<Launches> of(const Capture& capture, const Capture* first, int64_t large) {
     const bool differ = first && first->rows_ != capture.rows_;
     const std::shared_ptr<Launches> joined = differ ? of_both(*first, capture, large) : nullptr;
@@ -307,10 +307,10 @@ class Launches {
 
   // Tensors have
   //   addresses()             of those that are given
-  //   allocate(number, size)  returns the address; the number is behind those. Of a result, the size is its first one;
-  //                           behind the results, bytes.
+  //   allocate(number, size)  returns the address; numbers follow those of the given ones. The size of a result is its
+  //                           first one; of later pieces, bytes.
   //   release(number)
-  // While memory is allocated or let go of, another thread may run the same launches.
+  // While memory is allocated or released, another thread may run the same launches.
   template <class Tensors>
   void run(Tensors&& tensors, int64_t rows, int64_t stream) {
     Addresses addresses = tensors.addresses();
@@ -359,7 +359,7 @@ class Launches {
       return (size + kAlignment - 1) / kAlignment * kAlignment;
     }
   };
-  // An input that nobody else holds.
+  // An input that has no other owner.
   struct Owned {
     int64_t number;
     Count bytes;
@@ -483,8 +483,8 @@ class Launches {
     return bytes;
   }
 
-  // What has `large` bytes is memory of its own: an allocator finds that of earlier calls. All other pieces are parts
-  // of one scratch memory.
+  // Pieces of at least `large` bytes are allocated separately: an allocator reuses those of earlier calls. All other
+  // pieces are parts of one scratch buffer.
   template <class Tensors>
   void allocate_all(Tensors& tensors, const Numbers& sizes, Addresses& addresses) const {
     const auto is_part = [&](int64_t i) { return i >= std::ssize(results_) && sizes[i] < large_; };
@@ -498,7 +498,7 @@ class Launches {
       if (is_part(i)) addresses[inputs_ + i] = std::exchange(scratch, scratch + sizes[i]);
   }
 
-  // `zero_together`: one kernel zeroes what all of them must find zeroed.
+  // `zero_together`: one kernel zeroes the memory of all of them.
   void launch(std::span<const Replayed> launches, bool zero_together, const Addresses& addresses, int64_t rows,
               int64_t stream) {
     zeroing_.counters.clear(), zeroing_.tails.clear();
@@ -520,7 +520,7 @@ class Launches {
   std::vector<Replayed> launches_;
   std::vector<Count> results_;  // their first sizes
   std::vector<Piece> pieces_;
-  Numbers numbers_;  // by that of a source, the number of a tensor: inputs, then results, then pieces
+  Numbers numbers_;  // maps the number of a source to that of a tensor: inputs, then results, then pieces
   std::vector<Uses> uses_;
   std::vector<Owned> owned_;
   int64_t inputs_ = 0, large_ = 0;

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Passes over rows sorted by group that read each row once, for all that an adapter of low rank wants of it: the row
-// itself, gathered from those of the tokens; its product with a factor of the adapter; its share of a factor's
-// gradient.
-// Group sizes are read on the device, so a pass can be captured in a graph. It is bitwise the same from run to run.
+// Passes over rows sorted by group that read each row once, for all results of a low-rank adapter: the row itself,
+// gathered from those of the tokens; its product with a factor of the adapter; its share of a factor's gradient. Group
+// sizes are read on the device, so a pass can be captured in a graph. It is bitwise the same from run to run.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -16,10 +15,10 @@ namespace fusible {
 
 inline constexpr int kMaxLowRank = 64;
 
-// Factors, and their gradients, are dense [groups, rank, columns]; or [groups, columns, rank] with `by_columns`.
-// Addresses are null for what is not there or not wanted.
+// Factors and their gradients are dense [groups, rank, columns], or [groups, columns, rank] with `by_columns`.
+// Addresses are null for absent operands and unwanted results.
 struct LowRankPass {
-  DenseRows rows;  // of 16 bits, in vectors of 16 bytes; `tokens` counts those of the groups, with their tail
+  DenseRows rows;  // 16-bit, in vectors of 16 bytes; `tokens` counts those of the groups, with their tail
   SplitSizes sizes;
   int64_t rank;  // a multiple of 8, up to kMaxLowRank
   bool by_columns;
@@ -34,7 +33,7 @@ struct LowRankPass {
   void* workspace;  // low_rank_workspace() bytes
 };
 
-// Of rows of which `gradient` is wanted, or not.
+// The workspace for rows whose `gradient` is wanted, or not.
 int64_t low_rank_workspace(int64_t tokens, int64_t columns, int64_t rank, bool gradient, int device);
 
 // Rows past the last group are neither read nor written. Throws fusible::Error if a launch fails.

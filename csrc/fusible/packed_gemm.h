@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of a few rows of bf16 and weights of 8 or 4 bits, which are read as they lie and decoded in registers.
+// Products of a few rows of bf16 and weights of 8 or 4 bits, which are decoded in registers.
 #pragma once
 #include <cuda_runtime_api.h>
 

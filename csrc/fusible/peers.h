@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Rows between GPUs that read one another's memory. Every rank has a buffer of the same form, at an address that the
-// others know. Who may read when is told by signals, which stand in those buffers too. A lane gives them one after the
-// other, all ranks the same ones, and waits for those of all ranks before it gives the next.
+// others know. Signals in those buffers order writes and reads. A lane signals its steps one after another, the same on
+// all ranks, and waits for the signals of all ranks before the next step.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -26,13 +26,13 @@ struct Peers {
 struct LaneState {
   uint64_t signals;           // that this rank has given
   uint32_t blocks;            // of the running kernel that are done with their part
-  uint32_t failed;            // once set, kernels wait for nobody, and what they give is NaN
+  uint32_t failed;            // once set, kernels wait for no rank, and their results are NaN
   int64_t required, dropped;  // the most rows that a rank had to own, and how many were left out, so far
 };
 
 enum class Failure : int64_t { kNone, kLate, kOther, kOverflow };
 
-// What kernels tell the host, in its memory; `failure` is written last. Python reads it as a list of integers.
+// The report of kernels to the host, in host memory; `failure` is written last. Python reads it as a list of integers.
 struct LaneReport {
   int64_t failure;
   int64_t peer;      // who did not come, or came for something else; who would own too many rows
@@ -43,7 +43,7 @@ struct LaneReport {
   int64_t required, dropped;
 };
 
-// What every launch of a lane has.
+// The fields of every launch of a lane.
 struct LaneCall {
   Peers peers;
   LaneState* state;
@@ -51,8 +51,8 @@ struct LaneCall {
   int64_t exchange;
 };
 
-// Writes what is given to all ranks, tells them that it and all that was written before on the stream is there, and
-// waits until all have told so.
+// Writes the given data to all ranks, announces that it and all earlier writes on the stream are visible, and waits for
+// the announcements of all ranks.
 struct Publish : LaneCall {
   int64_t signals_at;  // in a buffer: signals [2, ranks]; every other one overwrites
   int kind;
@@ -67,8 +67,8 @@ struct Publish : LaneCall {
   int64_t numbers_at;  // in a buffer: [ranks, most_slots]
 };
 
-// Of the rows of all experts, those of each rank: `firsts` [ranks + 1], of which a rank keeps the first `capacity`, and
-// the rows of each expert of this rank that it keeps.
+// Divides the rows of all experts among ranks: `firsts` [ranks + 1], of which a rank keeps the first `capacity`, and
+// the kept rows of each expert of this rank.
 struct DivideRows : LaneCall {
   const int32_t* tokens_per_expert;  // [experts]
   int experts;
@@ -88,10 +88,10 @@ struct PeerRows : LaneCall {
   int64_t capacity;
   int64_t at;
   void* out;
-  bool at_slots;  // at `at` are rows of this rank's slots, one behind the other, rather than those of ranks
+  bool at_slots;  // at `at` are rows of this rank's slots, consecutively, rather than rows of ranks
 };
 
-// Copies of the rows that this rank keeps, to `at` in its buffer; or to the slots of their tokens, in those of others.
+// Copies the rows that this rank keeps to `at` in its buffer, or to the slots of their tokens in other ranks' buffers.
 struct StageRows : PeerRows {
   const void* source;
   int64_t pitch;
@@ -130,7 +130,7 @@ int pieces_of_block(const PeerRows& call);
 // Each token of this rank is the sum of its rows, from the buffers of their owners, in fp32, in the order of the slots,
 // rounded once. With `blocks` not 0, as many multiprocessors do it, and leave the others to other kernels.
 void pull_sum(const PeerRows& call, int blocks, int device, cudaStream_t stream);
-// The number of each row of this rank from those of the slots of all ranks, which are in its buffer. The tail is zero.
+// The number of each row of this rank, from those of the slots of all ranks in its buffer. The tail is zero.
 void numbers_to_rows(const PeerNumbers& call, int device, cudaStream_t stream);
 // The number of each slot of this rank, from the buffers of the owners of their rows; 0 for slots without a row.
 void pull_numbers(const PeerNumbers& call, int device, cudaStream_t stream);

@@ -18,7 +18,7 @@ struct Pointwise {
   Constants constants;
 };
 
-// Throws fusible::Error if the launch fails. Of nothing, nothing is launched.
+// Throws fusible::Error if the launch fails. Launches nothing for empty inputs.
 void pointwise(const Pointwise& call, int device, cudaStream_t stream);
 
 }  // namespace fusible

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a pointwise kernel is launched with. Kernels that are compiled at run time read it too, so it includes no
-// headers of the host.
+// The parameters of a pointwise kernel. Kernels that are compiled at run time read it too, so it includes no headers of
+// the host.
 #pragma once
 #include <cstdint>
 
@@ -11,8 +11,8 @@ namespace fusible {
 inline constexpr int kPointwiseThreads = 256, kPointwiseConstants = 16;
 inline constexpr int kPointwiseOperands = 8;  // inputs of each kind
 
-// Null: not wanted. With an up half, x and dx have twice the columns: blocks of gate and of up alternate; and so have
-// operands of gate and up, of which there are two inputs.
+// Null: not wanted. With an up half, x and dx have twice the columns, in alternating blocks of gate and up; so have
+// operands of gate and up, which are two inputs.
 struct PointwiseParams {
   int64_t rows;
   unsigned columns, block;  // of y; columns of gate before as many of up

@@ -12,9 +12,9 @@
 
 namespace fusible {
 
-// What has one scale: a block of values, as the copies say; or a whole row of a copy, where those of a group's tokens
-// are its features; or a group, with all its tokens or its matrix. Whole rows and groups are read twice: for their
-// largest magnitudes, and to be cast.
+// The extent of one scale: a block of values, see the operands; a whole row of an operand (for a group's tokens, a
+// feature); or a group, with all its tokens or its matrix. Whole rows and groups are read twice: for their largest
+// magnitudes, and for the cast.
 enum class Scaling : int { kBlocks = 0, kRows = 1, kGroups = 2 };
 
 struct QuantizeRows {
@@ -26,12 +26,12 @@ struct QuantizeRows {
   bool power_of_two;
   QuantizedRows rows;
   BlockedColumns columns;
-  const int32_t* slot_of_row;  // [tokens]: row r is that of the token slot_of_row[r] / top_k; null: row r is x[r]
+  const int32_t* slot_of_row;  // [tokens]: row r belongs to token slot_of_row[r] / top_k; null: row r is x[r]
   int top_k;
   int tiles;  // of 128 features that a block takes, one after the other; 0: as many as seem best
   Scaling scaling;
-  float* amax;  // largest_magnitudes() numbers, unless blocks have the scales: those of groups, or of rows and columns
-  const float* encode;  // [groups], what the values of groups are multiplied by; null: that follows from their amax
+  float* amax;          // largest_magnitudes() numbers, unless scales are per block: of groups, or of rows and columns
+  const float* encode;  // [groups], factors of the groups' values; null: computed from their amax
 };
 
 // The matrices of all groups, at equal distances or where `addresses` say.
@@ -74,8 +74,8 @@ void quantize_rows(const QuantizeRows& call, int device, cudaStream_t stream);
 void quantize_weight(const QuantizeWeight& call, int device, cudaStream_t stream);
 void permute_scales(const PermuteScales& call, int device, cudaStream_t stream);
 void transpose_bytes(const TransposeBytes& call, int device, cudaStream_t stream);
-// Of a user's function, `vectors` are the numbers of columns that it reads, and `dvectors` say for each of them where
-// its gradient goes; none: nowhere.
+// For a user's function, `vectors` are the numbers of columns that it reads, and `dvectors` the destination of the
+// gradient of each; empty if they are not wanted.
 void quantize_activation(const QuantizeActivation& call, const ColumnVectors& vectors, int device, cudaStream_t stream);
 void quantize_activation_backward(const QuantizeActivationBackward& call, const ColumnVectors& vectors,
                                   std::span<const DVector> dvectors, int device, cudaStream_t stream);

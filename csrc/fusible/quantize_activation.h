@@ -10,7 +10,7 @@ namespace fusible {
 
 // activation(preact) * scales, rounded to the type of `preact`.
 struct QuantizeActivation {
-  Activation activation;  // of which vectors of 8 lie in one block
+  Activation activation;  // vectors of 8 lie within one block
   DType type;             // bf16 or fp16
   int64_t tokens, features;
   const void* preact;  // [tokens, features], or [tokens, 2 * features] if gated
@@ -39,7 +39,7 @@ struct QuantizeActivationBackward {
   int tiles;
 };
 
-// What the kernels of a user's function have besides, of either direction.
+// The additional fields of the kernels of a user's function, in either direction.
 template <class Call>
 struct QuantizeFunction : Call {
   const void* vectors[kColumnInputs];  // as of ColumnVectors

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The launches of quantisers, and of products of packed weights, as values (fusible/launches.h). Pitches and numbers of
-// blocks that are no line in the tokens are derived from them when a launch is made.
+// blocks that are not linear in the tokens are derived when a launch is made.
 #pragma once
 #include "fusible/launch_calls.h"
 #include "fusible/packed_gemm.h"
@@ -126,7 +126,7 @@ struct QuantizeActivationBackwardLaunch : OnStream {
   void run() const { quantize_activation_backward(call, column_vectors(vectors), dvectors.all(), device, stream); }
 };
 
-// Of `amax`.
+// The workspace of `amax`.
 struct QuantizeWorkspace {
   static constexpr const char* kName = "quantize_workspace";
   Scaling scaling = Scaling::kBlocks;

@@ -7,7 +7,7 @@
 
 namespace fusible {
 
-// Scales of neighbouring tokens are neighbours; those of a block of features begin this many after the block before.
+// Scales of neighbouring tokens are neighbours; scales of consecutive blocks of features are this far apart.
 constexpr int64_t row_scales_pitch(int64_t tokens) { return (tokens + 3) / 4 * 4; }
 // Blocks of 128 tokens that groups can have.
 constexpr int64_t token_blocks(int64_t tokens, int64_t groups) { return tokens / kScaleBlock + groups; }

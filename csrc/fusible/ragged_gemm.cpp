@@ -13,7 +13,7 @@ namespace {
 
 constexpr TileVariant kTile = kTileVariants[kRaggedVariant];
 
-// For words.
+// For error texts.
 GemmProblem problem_of(const RaggedGemm& call) {
   return {call.layout, call.operand, call.output, true, call.groups, 0, 0, 0, 0};
 }

@@ -27,9 +27,9 @@ struct RaggedGemm {
   void* workspace = nullptr;
 };
 
-// Throws fusible::Error. Depths of a group that differ count as the smaller one; of a group that does not fit into the
-// tensors, nothing outside of them is touched: without its operands its result is that of depth 0, without its output
-// it is left out.
+// Throws fusible::Error. If the depths of a group differ, the smaller one counts. If a group does not fit into the
+// tensors, nothing outside of them is touched: without operands its result is that of depth 0, without an output it is
+// left out.
 void ragged_gemm(const RaggedGemm& call, int device, cudaStream_t stream);
 
 }  // namespace fusible

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int64_t kAlignment = 256;
 
-// Where everything lies in the workspace. The output of the experts overwrites their input.
+// The layout of the workspace. The output of the experts overwrites their input.
 struct WorkspaceLayout {
   int32_t *tokens_per_expert, *row_of_slot, *route_workspace;
   float* scales;

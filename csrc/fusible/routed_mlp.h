@@ -8,8 +8,8 @@
 
 namespace fusible {
 
-// What stays from call to call. Weights are [E, out, in], or [E, in, out] if transposed; biases [E, out] may have no
-// data.
+// The state kept from call to call. Weights are [E, out, in], or [E, in, out] if transposed; biases [E, out] may have
+// no data.
 struct RoutedMlp {
   DType type;  // of rows and weights
   int groups;

@@ -19,14 +19,14 @@ struct Route {
   int64_t slots;  // T k
   int groups;
   RowScale weights;            // [slots], of no concern here but for `scales`
-  int32_t* tokens_per_expert;  // [groups + 1]: the rows of each expert; last, those of all experts together
+  int32_t* tokens_per_expert;  // [groups + 1]: the rows of each expert; last, the total
   int32_t* slot_of_row;        // [slots]: the slot of each row; null if not wanted
   int32_t* row_of_slot;        // [slots]: the row of each slot
   float* scales;               // [slots]: the weight of each row; null if not wanted
   int32_t* workspace;          // route_workspace_bytes(slots, groups)
 };
 
-// The rows of the tokens, and those of the experts, `pitch` elements apart.
+// The rows of the tokens and of the experts, `pitch` elements apart.
 struct RoutedRows {
   DType type;
   int64_t tokens, columns;
@@ -44,7 +44,7 @@ int64_t route_workspace_bytes(int64_t slots, int groups);
 // All throw fusible::Error if a launch fails.
 void route(const Route& call, int device, cudaStream_t stream);
 // Copies each token's row, `source`, to its rows of the experts. Rows of no expert become zero with `fill`, else they
-// stay as they are.
+// are unchanged.
 void permute(const RoutedRows& call, bool fill, int device, cudaStream_t stream);
 // Each token's row is the sum of its rows of the experts, `source`, in fp32, in the order of the slots, rounded once.
 void unpermute(const RoutedRows& call, int device, cudaStream_t stream);

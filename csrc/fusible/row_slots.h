@@ -6,7 +6,7 @@
 
 namespace fusible {
 
-// Where the rows of this rank go. A rank has as many slots as every other one, and a row for each at `at` in its
+// The destinations of this rank's rows. All ranks have the same number of slots, with a row for each at `at` in its
 // buffer.
 struct RowSlots {
   Peers peers;

@@ -59,7 +59,7 @@ void check_call(const ScaledGemm& call, const GroupedGemm& gemm, int device) {
   FUSIBLE_CHECK(call.b_scales, "the scales of b are not given. ", p);
 }
 
-// Of operands whose blocks of columns follow one another.
+// The scales of operands whose blocks of columns are consecutive.
 template <class P>
 void set_scales(Params1D2D<P>& params, const ScaledGemm& call, const GemmProblem& p, const TileVariant& tile) {
   params.shape.narrow_end = last_tile_is_narrow(p, tile);

@@ -13,7 +13,7 @@ struct ScaledGemm {
   const float* a_scales;  // [blocks of k, T rounded up to 4]
   const float* b_scales;  // [E, blocks of n, blocks of k], at these distances
   int64_t b_scales_group, b_scales_row, b_scales_column;
-  bool halves = false;  // the rows of b are two halves, at each of which its blocks begin
+  bool halves = false;  // the rows of b are two halves, and blocks start at each
 };
 
 // out[t, :] = the epilogue of a_scale[t] * b_scale[g, :] * (a[t] b[g]^T).
@@ -38,14 +38,14 @@ struct ScaledActivation {
 };
 
 // out[g] (+)= a[blocks of g] b[blocks of g]^T: tokens in blocks of 128 of a group, transposed. Group g uses ceil(size /
-// 128) of T / 128 + E blocks, behind those of the groups before it.
+// 128) of T / 128 + E blocks, after those of the groups before it.
 struct ScaledWgrad {
   GroupedGemm gemm;                  // kTN; a[blocks, m, 128], b[blocks, n, 128]
   const float *a_scales, *b_scales;  // [blocks, m], [blocks, n]
 };
 
 // All throw fusible::Error, with the problem and the configuration in the message. An empty group's weight gradient is
-// zero, or what it was when accumulating.
+// zero, or unchanged when accumulating.
 void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream);
 void row_scaled_gemm(const RowScaledGemm& call, int device, cudaStream_t stream);
 void scaled_activation(const ScaledActivation& call, int device, cudaStream_t stream);

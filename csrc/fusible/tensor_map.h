@@ -51,9 +51,8 @@ CUtensorMap token_output_map(const MatrixView& out, int64_t tokens, int64_t n, i
 CUtensorMap gate_up_output_map(const MatrixView& out, int64_t tokens, int64_t half);
 // out[m, n] of each group.
 CUtensorMap weight_output_map(const MatrixView& out, int64_t groups, int64_t m, int64_t n);
-// Of no matrix: a box of 128 bytes x `box_rows`, in 2 or 4 dimensions of which the last two have size 1. Address, sizes
-// and pitch are put in on the device (device/ptx/map_update.cuh); until then the address is `any` that is aligned to 16
-// bytes.
+// A model map: a box of 128 bytes x `box_rows`, in 2 or 4 dimensions, the last two of size 1. Address, sizes and pitch
+// are set on the device (device/ptx/map_update.cuh); until then the address is `any` that is aligned to 16 bytes.
 CUtensorMap model_map(const void* any, DType type, int dimensions, int box_rows);
 
 }  // namespace fusible

@@ -15,7 +15,7 @@ constexpr int kDevices = 64, kWordsApart = 16;  // 128 bytes, so that devices do
 
 std::atomic<uint64_t*> words{nullptr};
 
-// A stream that is being captured forbids allocations, but this one is no part of the graph.
+// A stream under capture forbids allocations, but this one is not part of the graph.
 class AllowAllocation {
  public:
   AllowAllocation() { exchange(); }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels tell the host of split sizes that do not fit, which the device alone knows. Each device has one word of
+// The report of kernels to the host on wrong split sizes, which only the device knows. Each device has one word of
 // pinned memory, which kernels write and which the host reads without waiting. So it works in graphs and their replays.
 #pragma once
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace fusible {
 
-// Where kernels on a device write the word; null for devices that have none. Allocated by the first call.
+// The word that kernels on a device write; null for devices without one. Allocated by the first call.
 uint64_t* wrong_size_word(int device);
 
 // Throws fusible::Error if a kernel on the device has reported a size since the last call, for this call alone. Waits

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What kernels must find zeroed: counters, and the tails of token buffers, the rows past the last group. One
-// kernel zeroes all of it. Group sizes are read on the device, so it can be captured in a graph.
+// Memory that kernels need zeroed: counters, and the tails of token buffers (rows past the last group). One kernel
+// zeroes all of it. Group sizes are read on the device, so it can be captured in a graph.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -17,8 +17,8 @@ struct BufferRows {
   int64_t tokens, row_bytes, pitch_bytes;
 };
 
-// The zeroing before several launches may read sizes that one of them is yet to write: then it zeroes what is written
-// later, and must not report them.
+// Zeroing before several launches may read sizes that one of them is yet to write: the rows are then zeroed later, and
+// the sizes must not be reported.
 struct Tail {
   BufferRows rows;
   SplitSizes sizes;
@@ -36,7 +36,7 @@ struct Zeroing {
   std::vector<Tail> tails;
 };
 
-// Throws fusible::Error if a launch fails. Of nothing, nothing is launched.
+// Throws fusible::Error if a launch fails. Launches nothing for empty inputs.
 void zero(const Zeroing& zeroing, int device, cudaStream_t stream);
 
 }  // namespace fusible

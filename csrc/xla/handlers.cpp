@@ -22,7 +22,7 @@ ffi::Error launched(const Body& body) {
   }
 }
 
-// XLA has put what is accumulated into where the result goes.
+// XLA has put the operand to be accumulated where the result goes.
 void check_alias(const Buffer& into, const Buffer& out) {
   FUSIBLE_CHECK(address(into) == address(out), "what is added to must be where the result is");
 }
@@ -41,14 +41,15 @@ ffi::Error grouped_gemm_call(const Call& call, Buffer a, Buffer b, Buffer sizes,
   });
 }
 
-// The rows of a group are its tokens, the columns those of the buffer; or the buffer holds one matrix for each group.
+// The matrices of a buffer: the rows of a group are its tokens and the columns the buffer's, or there is one matrix per
+// group.
 PackedMatrices packed(const Buffer& buffer, const SplitSizes& sizes) {
   const MatrixView view = matrices(buffer);
   const Dims rows = view.group_stride ? Dims{{}, view.group_stride / view.pitch} : Dims{sizes, 0};
   return {view.data, static_cast<int64_t>(buffer.element_count()), rows, {{}, view.pitch}};
 }
 
-// Columns that are no multiples of 8, which no tensor map reaches.
+// The call for column counts that are not multiples of 8, which no tensor map reaches.
 ffi::Error ragged_gemm_call(const Call& call, Buffer a, Buffer b, Buffer sizes, Buffer bias, Buffer into, Result out,
                             Result workspace, int64_t layout, bool accumulate, bool zero_tail) {
   return launched([&] {

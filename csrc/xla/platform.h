@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a handler is told of the device that it launches on, and where the buffers of a call lie. The emulation of the
-// tests has a header of its own instead, because XLA's CPUs have no stream.
+// The device that a handler launches on, and the buffers of a call. The emulation of the tests has a header of its own
+// instead, because XLA's CPUs have no stream.
 #pragma once
 #include <optional>
 

@@ -1,1 +1,1 @@
-"""The compiler: from a container and a call to a plan, by way of a graph and the fusions that match it."""
+"""The compiler: from a container and a call to a plan, through a graph and the fusions that match it."""

@@ -1,4 +1,4 @@
-"""Binding: which argument of a call goes to which op."""
+"""Binding of a call's arguments to ops."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class BoundArguments(NamedTuple):
 
     Attributes:
         values: slot -> value; slot 0 is ``x``.
-        reads: entry -> the (keyword, slot) that it was given.
+        reads: entry -> its (keyword, slot) pairs.
     """
 
     values: list[Any]
     reads: EntrySlots
 
     def key(self) -> list[Any]:
-        """What a plan may depend on: who reads which value, and what the tensors are like."""
+        """The part of the plan cache key that depends on the call: reads, and types, dtypes and devices of values."""
         key: list[Any] = [self.reads]  # itself: the id of one that has gone may come back
         for v in self.values:
             key.append(type(v))
@@ -37,7 +37,7 @@ class BoundArguments(NamedTuple):
         return key
 
     def check_store_values(self, entries: Sequence[OpEntry]) -> None:
-        """Raises where an op would read a tensor whose memory is not its values."""
+        """Raises if an op would read a tensor whose memory does not hold its values."""
         for i, (entry, reads) in enumerate(zip(entries, self.reads, strict=True)):
             named = {name: self.values[slot] for name, slot in reads}
             if i == 0 and entry.op is not None:
@@ -52,10 +52,10 @@ def bind(
 ) -> BoundArguments:
     """Gives every op its keywords.
 
-    A call whose arguments are all tensors, assignments as in an earlier call, is bound as that one was.
+    A call with only tensor arguments, assigned as in an earlier call, reuses that call's binding.
 
     Raises:
-        ArgumentError: an argument that no op takes, that two ways give, or that is missing.
+        ArgumentError: an argument that no op takes, that is given twice, or that is missing.
         IndexError: an int key out of range.
     """
     form, arguments = _form(x, extra, op_kwargs, shared)
@@ -72,7 +72,9 @@ def bind(
 def _form(
     x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]
 ) -> tuple[tuple[Any, ...] | None, list[Any]]:
-    """How the arguments are given and which of them are one tensor; None if not all are tensors. And all of them."""
+    """The form of the arguments, including which ones are the same tensor, or None if not all are tensors; and the list
+    of them.
+    """
     form: list[Any] = [len(extra) if extra else 0, *shared]
     arguments = [x, *extra, *shared.values()]
     if op_kwargs is not None:
@@ -122,7 +124,7 @@ def _bind_addressed(layout: FlatContainer, assignments: Assignments, op_kwargs: 
 
 
 def _entry_for(layout: FlatContainer, addressee: Addressee, name: str) -> int:
-    """The entry of an addressee that takes a keyword: its own, or that of one part of a composite."""
+    """The entry of an addressee that takes a keyword: the op itself, or the one part of a composite that takes it."""
     takers = [entry for entry in addressee.entries if entry in layout.takers.get(name, ())]
     if len(takers) == 1:
         return takers[0]

@@ -1,4 +1,4 @@
-"""The structure of a container: its ops one by one, and what a key of ``op_kwargs`` may address."""
+"""The structure of a container: its ops in order, and the keys of ``op_kwargs`` that address them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from ..contract.parametrized import foreseen
 
 
 class Container(nn.Sequential):
-    """The base of :class:`Sequential`: what a container inside another one is recognised by.
+    """The base of :class:`Sequential`, by which nested containers are recognised.
 
     Attributes:
-        container_forward: the ``forward`` that runs a plan. One with another is called as it is.
+        container_forward: the ``forward`` that runs a plan. A container with another ``forward`` is called as a plain
+        module.
     """
 
     container_forward: ClassVar[Callable[..., Any]]
@@ -29,13 +30,13 @@ class Container(nn.Sequential):
 class OpEntry:
     """One op, or one module that is not an op, in execution order.
 
-    It does not keep the module alive: graphs, which consist of entries, are in an explanation that somebody may keep,
-    and in reference cycles of networkx.
+    It does not keep the module alive: graphs consist of entries, and live on in explanations and in reference cycles of
+    networkx.
 
     Attributes:
         label: "1", or "1.0" inside a composite or a nested container.
-        index: position in the outermost container, which int keys count in.
-        stands_alone: whether it is an op that was called by itself: its hooks, and a ``forward`` of its own, have run.
+        index: the position in the outermost container, as in int keys.
+        stands_alone: whether the op was called by itself, so that its hooks and its own ``forward`` have already run.
     """
 
     def __init__(self, label: str, index: int, module: nn.Module, stands_alone: bool = False) -> None:
@@ -45,7 +46,7 @@ class OpEntry:
 
     @property
     def module(self) -> nn.Module | None:
-        """The module; None once nobody else keeps it."""
+        """The module; None if it has been freed."""
         return None if self._module is None else self._module()
 
     @property
@@ -69,7 +70,7 @@ class OpEntry:
 
 @dataclass(frozen=True)
 class Addressee:
-    """Something that a key can address: a child, or a module deeper down, with the entries that it stands for."""
+    """The target of a key: a child, or a module deeper down, with its entries."""
 
     label: str
     module: nn.Module
@@ -83,24 +84,24 @@ EntrySlots = tuple[tuple[tuple[str, int], ...], ...]  # entry -> the (keyword, s
 
 
 class BindRecipe(NamedTuple):
-    """How calls of one form are bound: the argument that each slot takes its value from, and who reads which slot."""
+    """The binding of calls of one form: the argument of each slot, and the slots that each op reads."""
 
     arguments: list[int]
     reads: EntrySlots
 
 
 class FlatContainer:
-    """The entries of a container, or the one op that is called by itself, and the ways to address them.
+    """The entries of a container, or of an op called by itself, and the ways to address them.
 
     Attributes:
-        entries: in execution order; composites and nested containers are taken apart.
+        entries: in execution order; composites and nested containers are flattened.
         channels: (entry, keyword) -> (entry, extra output) for every keyword that reads an earlier op's extra output.
         takers: keyword -> the entries that take it.
         required: the (entry, keyword) that a call must give, in op order, then signature order.
-        modules: those of the entries.
-        ops: those of the entries that are ops, and the ops inside them.
-        holders: those of the entries that are ops with parameters; ``hooks``: those of all entries that are ops.
-        bound: the forms of calls that have been bound.
+        modules: the modules of the entries.
+        ops: the ops among the modules, and the ops inside them.
+        holders: the ops with parameters; ``hooks``: the hooks of all ops.
+        bound: the bindings by form of the call.
     """
 
     def __init__(self, container: Container | Op) -> None:
@@ -128,7 +129,7 @@ class FlatContainer:
         self.hooks = [hooks for op in ops for hooks in hooks_of(op)]
 
     def is_current(self, container: Container | Op) -> bool:
-        """Whether nobody has edited the container, which it does not keep, or one inside it, since."""
+        """Whether the container, which this object does not keep, and those inside it are unchanged."""
         if tuple(container._modules.items()) != self._children:
             return False
         for module, children, hooked in self._seen:
@@ -140,7 +141,7 @@ class FlatContainer:
         return True
 
     def refuse_keyword(self, name: str) -> ArgumentError:
-        """The error for a keyword that no op takes."""
+        """Raises the error for a keyword that no op takes."""
         keywords, hint = ", ".join(sorted(self.takers)) or "none", did_you_mean(name, self.takers)
         if self.entries and self.entries[0].stands_alone:
             return ArgumentError(f"{self.entries[0]} takes no {shown(name)}; its keywords are: {keywords}{hint}")
@@ -152,11 +153,11 @@ class FlatContainer:
             yield module
 
     def resolve(self, key: Any) -> Addressee:
-        """What a key of ``op_kwargs`` addresses.
+        """The module and entries that a key of ``op_kwargs`` addresses.
 
         Raises:
-            ArgumentError: a key of the wrong type, a module or name that is not here, one that stands at several
-                places, or one that takes no keywords.
+            ArgumentError: the key has the wrong type, is not in the container or is there more than once, or takes no
+            keywords.
             IndexError: an index out of range.
         """
         if isinstance(key, nn.Module):
@@ -235,7 +236,7 @@ class FlatContainer:
         self._by_name["0"] = self._by_index[0]
 
     def _check_whole(self, entry: OpEntry, module: nn.Module) -> None:
-        """A container with hooks is called whole, with ``x`` only: its ops must not need more."""
+        """Checks a container with hooks, which is called as a whole with ``x`` only: its ops must not need more."""
         if isinstance(module, Container) and opens(module):
             inner = FlatContainer(module)
             for i, name in inner.required:
@@ -268,14 +269,14 @@ class FlatContainer:
 
 
 def refuse_itself(module: nn.Module, label: str, around: tuple[nn.Module, ...]) -> None:
-    """Raises for a container that stands in itself, ``around`` being those that it stands in."""
+    """Raises if a container is nested in itself; ``around``: the containers that it is nested in."""
     if any([module is outer for outer in around]):
         kind = type(module).__name__
         raise ArgumentError(f"op {label} ({kind}) is a container that it stands in itself; give a copy, or take it out")
 
 
 def opens(module: nn.Module) -> bool:
-    """Whether to take a module apart. Hooks, and code of its own, only run where it is called whole."""
+    """Whether to flatten a module. Hooks and custom code only run if it is called as a whole."""
     if isinstance(module, Composite):
         return not _overrides_code(module)
     return isinstance(module, Container) and type(module).forward is type(module).container_forward

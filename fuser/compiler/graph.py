@@ -18,12 +18,12 @@ X = ".x"  # the node of the input of the first op
 
 @dataclass(frozen=True)
 class OpGraph:
-    """One call's ops and inputs.
+    """The ops and inputs of one call.
 
-    Nodes are op labels ("0", "1.0") with ``entry=``, and inputs (".x", ".%1": what no label can be) with ``spec=`` (a
-    :class:`TensorSpec` without a shape, as plans are kept for other ones; None for what is no tensor). A tensor that
+    Nodes are op labels ("0", "1.0") with ``entry=``, and inputs (".x", ".%1", which cannot be labels) with ``spec=`` (a
+    :class:`TensorSpec` without a shape, as plans serve any shape; None if it is not a tensor). A tensor that
     several ops read is one node. Edges carry ``ports=``: for each port of the reader ("x" or a keyword) the output of
-    the source ("y" or an extra output); and ``port=``, the first of them.
+    the source ("y" or an extra output); and ``port=``, the first port.
     """
 
     nx: networkx.DiGraph[str]
@@ -71,7 +71,7 @@ class OpGraph:
         return [(reader, port, output) for reader, edge in edges for port, output in edge["ports"].items()]
 
     def returns(self, node: str, output: str, is_read: bool) -> bool:
-        """Whether a call returns an extra output of an op; ``is_read``: a later op reads it."""
+        """Whether a call returns an extra output of an op; ``is_read``: whether a later op reads it."""
         entry = self.nx.nodes[node]["entry"]
         return entry.stands_alone or entry.op.returns(output, is_read)  # type: ignore[no-any-return]
 

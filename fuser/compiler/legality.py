@@ -1,4 +1,4 @@
-"""When ops may be replaced by one: what any fusion must respect, whatever its pattern says."""
+"""Legality of a fusion: the conditions that every fusion must respect, whatever its pattern."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .pattern import Match
 
 
 def refusal(match: Match, fused: FusedOp) -> str | None:
-    """Why the matched ops cannot be replaced by one ``fused``, None if they can."""
+    """The reason why the matched ops cannot be replaced by ``fused``, or None."""
     nodes = set(match.nodes.values())
     return (
         _hooks(match) or _entries(match.graph, nodes) or _leaks(match.graph, nodes, fused) or _cycle(match.graph, nodes)
@@ -19,7 +19,7 @@ def refusal(match: Match, fused: FusedOp) -> str | None:
 
 
 def last(match: Match) -> str:
-    """The op whose ``y`` is the fused op's: the one that no other matched op reads."""
+    """The op whose ``y`` becomes the fused op's: the one that no other matched op reads."""
     nodes = set(match.nodes.values())
     return next(n for n in nodes if not any(r in nodes and output == "y" for r, _, output in match.graph.readers(n)))
 
@@ -48,7 +48,9 @@ def _entries(graph: OpGraph, nodes: set[str]) -> str | None:
 
 
 def _leaks(graph: OpGraph, nodes: set[str], fused: FusedOp) -> str | None:
-    """Every value made inside stays inside, but for the last ``y`` and the extra outputs that the fused op has."""
+    """The reason if a value made inside is read outside, other than the last ``y`` and the fused op's extra outputs; or
+    None.
+    """
     ends = 0
     for node in nodes:
         readers = graph.readers(node)

@@ -1,7 +1,7 @@
-"""Fusions whose pattern would fit but for one op: what somebody who lost a fusion wants to know.
+"""Near misses: fusions whose pattern would fit but for one op.
 
-A refused fusion has its reason. A pattern that does not fit has none, as most patterns have nothing to do with most
-containers. So a near miss is reported only where all required roles but one fit, and at least two do.
+A refused fusion has a reason. A pattern that does not fit has none, as most patterns are unrelated to most containers.
+A near miss is therefore reported only if all required roles but one fit, and at least two do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FEWEST_ROLES = 3  # required ones: of two, one that fits says nothing
 
 
 class NearMiss(NamedTuple):
-    """A fusion, the ops that it would take, and what is in the way."""
+    """A fusion, the ops that it would take, and the obstacle."""
 
     fusion: str
     nodes: tuple[str, ...]
@@ -26,7 +26,7 @@ class NearMiss(NamedTuple):
 
 
 def near_misses(graph: OpGraph, fusions: Iterable[Fusion], decisions: Sequence[Decision]) -> list[NearMiss]:
-    """Those of the graph. A fusion that fits some of the ops has been decided there, and is no near miss."""
+    """The near misses of the graph. A fusion already decided on some of these ops is not a near miss."""
     misses: list[NearMiss] = []
     for fusion in fusions:
         decided = {node for d in decisions if d.fusion is fusion for node in d.match.nodes.values()}
@@ -35,7 +35,7 @@ def near_misses(graph: OpGraph, fusions: Iterable[Fusion], decisions: Sequence[D
 
 
 def covered(decision: Decision, decisions: Sequence[Decision]) -> bool:
-    """Whether a fusion that was taken contains all ops of the decision, and more: nobody misses the shorter one."""
+    """Whether a taken fusion contains all ops of the decision, and more."""
     nodes = set(decision.match.nodes.values())
     return any(d.taken and nodes < set(d.match.nodes.values()) for d in decisions)
 
@@ -56,23 +56,23 @@ def _of(fusion: Fusion, graph: OpGraph) -> Iterator[NearMiss]:
 
 
 def _chains(pattern: Pattern) -> Iterator[tuple[str, ...]]:
-    """The roles in a row, with every choice of optional ones; the longest first."""
+    """The roles of a path, with every choice of optional ones; the longest first."""
     choices = [(True, False) if role in pattern.optional_roles else (True,) for role in pattern.chain]
     for chosen in product(*choices):
         yield tuple([role for role, there in zip(pattern.chain, chosen, strict=True) if there])
 
 
 def _replaced(pattern: Pattern, roles: Sequence[str], nodes: Sequence[str], graph: OpGraph) -> str | None:
-    """Where another op stands in the place of a required role."""
+    """The reason if another op is in the place of one required role, else None."""
     wrong = [(role, node) for role, node in zip(roles, nodes, strict=True) if not _fits(pattern, role, node, graph)]
     if len(wrong) != 1 or wrong[0][0] in pattern.optional_roles or _has_a_role(pattern, wrong[0][1], graph):
         return None
     role, node = wrong[0]
-    return f"would fit, but {graph.entry(node)} is no {_names(pattern.roles[role])}, as {role} must be"
+    return f"would fit, but {graph.entry(node)} is not of type {_names(pattern.roles[role])}, as {role} must be"
 
 
 def _between(pattern: Pattern, roles: Sequence[str], nodes: Sequence[str], graph: OpGraph) -> str | None:
-    """Where one op too many stands between two roles."""
+    """The reason if one extra op is between two roles, else None."""
     for before, _ in pairwise(range(len(nodes) - 1)):
         node, rest = nodes[before + 1], (*nodes[: before + 1], *nodes[before + 2 :])
         fits = all(_fits(pattern, role, other, graph) for role, other in zip(roles, rest, strict=True))
@@ -86,7 +86,7 @@ def _fits(pattern: Pattern, role: str, node: str, graph: OpGraph) -> bool:
 
 
 def _has_a_role(pattern: Pattern, node: str, graph: OpGraph) -> bool:
-    """Whether the pattern has a place for the op elsewhere: then the ops are another sequence, and no near miss."""
+    """Whether the op has another place in the pattern: then the ops are another sequence, not a near miss."""
     return any(_fits(pattern, role, node, graph) for role in pattern.roles)
 
 

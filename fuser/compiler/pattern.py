@@ -28,18 +28,18 @@ class Optional(NamedTuple):
 
 
 def optional(types: OpTypes) -> Optional:
-    """Marks a role of :meth:`Pattern.path` that may be missing: the fused op is then built with None for it."""
+    """Marks a role of :meth:`Pattern.path` that may be missing; the fused op then gets None for it."""
     return Optional(types)
 
 
 class Run(NamedTuple):
-    """Ops that feed one another, as many as there are.
+    """A run of ops that feed one another, of any length.
 
     Attributes:
-        types: of the ops.
-        op: is built with them, as ``op(op0=..., op1=...)``, and stands for them in a role.
-        fits: whether ops of these types, in this order, are such a run; by their types and attributes.
-        shortest: at least so many.
+        types: the types of the ops.
+        op: the op built from them, as ``op(op0=..., op1=...)``, which has the role.
+        fits: whether these ops, in this order, form such a run; may read types and attributes.
+        shortest: the minimum length.
     """
 
     types: OpTypes
@@ -48,7 +48,7 @@ class Run(NamedTuple):
     shortest: int = 2
 
     def lengths(self, graph: OpGraph) -> Iterator[int]:
-        """From the shortest to the longest run of a graph."""
+        """The lengths of runs to try, from the shortest to the longest in the graph."""
         yield from range(self.shortest, 1 + max(map(len, maximal_runs(graph, self.types)), default=0))
 
 
@@ -68,7 +68,7 @@ def one_or_run(types: OpTypes, run: Run) -> OneOrRun:
 
 
 def maximal_runs(graph: OpGraph, types: OpTypes) -> list[list[str]]:
-    """The nodes of ops of these types that follow one another, as far as they go."""
+    """The maximal sequences of nodes whose ops have these types and follow one another."""
     runs: list[list[str]] = [[]]
     for node in graph.entries():
         if isinstance(graph.op(node), types):
@@ -82,7 +82,7 @@ def maximal_runs(graph: OpGraph, types: OpTypes) -> list[list[str]]:
 class Match:
     """Ops by role: ``m.fc1`` is the op, or None for an optional role that is missing.
 
-    Parametrized parameters are not computed for it: everything but their values can be read.
+    Parametrized parameters are not computed for it; everything but their values can be read.
     """
 
     graph: OpGraph
@@ -97,7 +97,7 @@ class Match:
         return op if op is None else foreseen(op)
 
     def ops(self) -> dict[str, Any]:
-        """What the fused op is built with."""
+        """The arguments that the fused op is built with, by role."""
         return self._ops
 
     @cached_property
@@ -125,7 +125,9 @@ class Match:
         return self.graph.sources(self.nodes[role]).get(port) if role in self.nodes else None
 
     def info(self, role: str, port: str) -> TensorSpec | None:
-        """What a call gives the op of a role at ``port``, without its shape; None if nothing, or what an op gives."""
+        """The spec of the call's argument at ``port`` of a role, without its shape; None if there is none, or an op's
+        output.
+        """
         source = self.source(role, port)
         return None if source is None else self.graph.nx.nodes[source[0]].get("spec")
 
@@ -135,7 +137,7 @@ Condition = tuple[str, Callable[[Match], bool]]
 
 @dataclass(frozen=True)
 class Pattern:
-    """A shape (roles joined by ports) and conditions, each with the reason that ``explain`` gives where it fails."""
+    """A shape (roles joined by ports) and conditions, each with the reason that ``explain`` gives if it fails."""
 
     roles: dict[str, OpTypes]
     edges: tuple[tuple[str, str, str], ...] = ()
@@ -166,7 +168,7 @@ class Pattern:
 
     @classmethod
     def of_run(cls, run: Run) -> Pattern:
-        """A run of ops, whose roles are ``op0``, ``op1``, …; where it is refused, shorter ones are tried."""
+        """A run of ops with roles ``op0``, ``op1``, …; if it is refused, shorter ones are tried."""
         return RunPattern({"op": run.types}, runs={"": run})
 
     def edge(self, source: str, reader: str, port: str) -> Pattern:
@@ -205,7 +207,7 @@ class Pattern:
         return replace(self, conditions=(*self.conditions, (reason, holds)))
 
     def matches(self, graph: OpGraph) -> list[Match]:
-        """Every place where the shape fits, conditions not yet asked: in execution order, the longest first."""
+        """Every match of the shape, before conditions: in execution order, the longest first."""
         position = graph.nx.nodes
         matches: dict[frozenset[str], Match] = {}  # of the same ops one: that with the most roles
         for shape in self._shapes(graph):
@@ -217,7 +219,7 @@ class Pattern:
         )
 
     def shorter(self, match: Match) -> Iterator[Match]:
-        """Matches of some of the ops, which are tried where the match is refused."""
+        """Matches of fewer ops, to try after the match was refused."""
         yield from ()
 
     def refusal(self, match: Match) -> str | None:
@@ -226,7 +228,7 @@ class Pattern:
         return overrides or next((reason for reason, holds in self.conditions if not holds(match)), None)
 
     def _override(self, match: Match, role: str) -> str | None:
-        """An op that computes something else than the class in the pattern is not what the pattern means."""
+        """The reason if an op's ``fwd`` or ``bwd`` is not that of the class in the pattern, or None."""
         op, types = match.part(role), self._types_of(role)
         method = patched_half(op)
         if method:
@@ -241,7 +243,7 @@ class Pattern:
                 raise ValueError(f"no role {role!r} in this pattern; it has {', '.join(self.roles)}")
 
     def _types_of(self, role: str) -> OpTypes:
-        """Of a role, or of a member of a run."""
+        """The types of a role, or of a member of a run."""
         return self.roles[role] if role in self.roles else self.runs[role.partition(".")[0]].types
 
     def _matches_of(self, shape: nx.DiGraph[str], graph: OpGraph) -> Iterator[Match]:
@@ -252,7 +254,7 @@ class Pattern:
             yield Match(graph, {role: name_of[role] for role in shape.nodes}, tuple(self.roles), self.runs)
 
     def _without_optional_edges(self, graph: nx.DiGraph[str]) -> nx.DiGraph[str]:
-        """The graph without what ops of such types may read of one another: it does not decide whether a shape fits."""
+        """The graph without optional edges, which do not decide whether a shape fits."""
         if not self.optional_edges:
             return graph
         kept: nx.DiGraph[str] = nx.DiGraph()
@@ -281,7 +283,7 @@ class Pattern:
                 yield self._shape({role for role, there in zip(self.roles, chosen, strict=True) if there}, length)
 
     def _shape(self, there: set[str], length: int | None) -> nx.DiGraph[str]:
-        """The shape with these roles, and with runs of this length in those that may be runs; None: with one op."""
+        """The shape with these roles, and with runs of this length in roles that allow them; None: with single ops."""
         shape: nx.DiGraph[str] = nx.DiGraph()
         chain = [name for role in self.chain if role in there for name in self._names(role, length)]
         shape.add_nodes_from((name, {"types": self._types_of(name)}) for name in chain)
@@ -297,15 +299,15 @@ class Pattern:
 
 
 class RunPattern(Pattern):
-    """A run of ops and nothing else; see :meth:`Pattern.of_run`."""
+    """A pattern that is one run of ops; see :meth:`Pattern.of_run`."""
 
     def matches(self, graph: OpGraph) -> list[Match]:
-        """The longest runs."""
+        """The maximal runs."""
         runs = [self._match(graph, nodes) for nodes in maximal_runs(graph, self._run.types)]
         return [match for match in runs if match is not None]
 
     def shorter(self, match: Match) -> Iterator[Match]:
-        """Every part of a run, the longest first."""
+        """All parts of a run, the longest first."""
         nodes = list(match.nodes.values())
         for length in range(len(nodes) - 1, self._run.shortest - 1, -1):
             for start in range(len(nodes) - length + 1):
@@ -318,7 +320,7 @@ class RunPattern(Pattern):
         return self.runs[""]
 
     def _match(self, graph: OpGraph, nodes: Sequence[str]) -> Match | None:
-        """The match of these nodes, None where they are no such run."""
+        """The match of these nodes, or None if they do not form such a run."""
         by_role = {f"op{i}": node for i, node in enumerate(nodes)}
         ops = [op for node in nodes if (op := graph.op(node)) is not None]
         return Match(graph, by_role, tuple(by_role)) if len(ops) >= self._run.shortest and self._run.fits(ops) else None

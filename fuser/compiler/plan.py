@@ -1,8 +1,8 @@
-"""Plans: the straight-line program for one call signature."""
+"""Plans: straight-line programs, one per call signature."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from ..contract.parametrized import computes_parameters, foreseen
 from ..contract.spec import TensorSpec, check_layout
 from ..contract.stored_values import check_stores_values
 from ..contract.torch_private import profiler_enabled
-from ..runtime.autograd import RepeatedStep, Runtime, StepCapture, refuse_transforms
+from ..runtime.autograd import Runtime, StepCapture, refuse_transforms
 from ..runtime.buffers import NamedValue, check_overlaps
 from ..runtime.devices import current_stream
 from . import legality
@@ -30,9 +30,9 @@ _MANY_SHAPES = 1024
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps in order, the slots to return, and what was decided on the way.
+    """Steps in order, the slots to return, and the decisions on fusions.
 
-    Steps put their outputs into slots one after the other, from the number of the call's values on.
+    Outputs of steps get consecutive slots, after those of the call's values.
     """
 
     steps: tuple[Step, ...]
@@ -45,13 +45,10 @@ class Plan:
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
     replay_refusal: str | None
 
-    def __call__(
-        self, values: list[Any], runtime: Runtime, session: StepCapture | None = None, checked: int | None = None
-    ) -> Any:
-        """Checks everything that can be checked beforehand, then runs; ``checked``: what :meth:`check` has said."""
-        if checked is None:
-            passed = self.passed
-            checked = self.check(values, runtime) if passed is None else self._checked(passed, values, runtime)
+    def __call__(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> Any:
+        """Checks everything that can be checked beforehand, then runs."""
+        passed = self.passed
+        checked = self.check(values, runtime) if passed is None else self._checked(passed, values, runtime)
         profiled = profiler_enabled()
         for i, step in enumerate(self.steps):
             if i >= checked:
@@ -66,7 +63,7 @@ class Plan:
         return values[self.results[0]] if len(self.results) == 1 else tuple(values[slot] for slot in self.results)
 
     def _checked(self, passed: dict[tuple[torch.Size, ...], int], values: list[Any], runtime: Runtime) -> int:
-        """:meth:`check`, or what it said of these shapes before."""
+        """The result of :meth:`check`, cached by the shapes of the values."""
         try:
             shapes = tuple([value.shape for value in values])
             checked = passed.get(shapes)
@@ -80,7 +77,7 @@ class Plan:
         return checked
 
     def check(self, values: list[Any], runtime: Runtime) -> int:
-        """Checks all that can be checked before anything runs; returns how many steps that settles."""
+        """Checks everything that can be checked before anything runs; returns the number of steps that are settled."""
         refuse_transforms([step.module for step in self.steps])
         if self.buffers:
             check_overlaps(self.buffers, self.inputs, values, self._parameters())
@@ -92,9 +89,9 @@ class Plan:
         return checked
 
     def _check_run(self, first: int, values: list[Any], runtime: Runtime) -> int:
-        """Checks the steps from ``first`` on, whose input is there, as far as it says what theirs are; where to go on.
+        """Checks the steps from ``first`` on, as far as specs are known; returns the index of the next step to check.
 
-        So nothing of a run of ops between other modules has run when one of them refuses its arguments.
+        If an op between other modules refuses its arguments, no op of its run has run yet.
         """
         entry, x = self.steps[first].entries[0], values[self.steps[first].x]
         if self.steps[first].ops[0] is None:
@@ -112,29 +109,6 @@ class Plan:
                 break
         return end
 
-    def value_checks(self, values: list[Any]) -> set[tuple[int, Callable[[Tensor], bool]]] | None:
-        """What its checks ask of values beyond forms, each with the slot of the tensor that is asked about.
-
-        None where only :meth:`check` knows. The values are those of a call that has passed it.
-        """
-        if self.passed is not None:
-            return set()
-        if self.buffers or self.config.debug or len(self.steps) != 1:
-            return None
-        return self.steps[0].value_checks(values)
-
-    def repeated_step(
-        self, tensors: Sequence[Tensor], positions: Sequence[int], runtime: Runtime
-    ) -> RepeatedStep | None:
-        """What gives the results for tensors of the forms of these; None: more than one step does.
-
-        Args:
-            positions: of each of the call's values, among the tensors.
-        """
-        if len(self.steps) != 1 or self.results != self.steps[0].outputs:
-            return None
-        return self.steps[0].repeated(tensors, positions, runtime.grad_enabled)
-
     def _parameters(self) -> Iterator[Tensor]:
         for step in self.steps:
             yield from step.module.parameters()
@@ -144,7 +118,7 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     """Chooses the fusions and lays out the steps.
 
     Raises:
-        ArgumentError: an op is given a tensor of a layout that it does not take.
+        ArgumentError: an op gets a tensor of an unsupported layout.
         RefusedError: under ``config(strict=True)``, if a fusion whose shape fits was refused.
     """
     _check_layouts(graph)
@@ -166,14 +140,14 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
 
 
 def _replay_refusal(steps: Sequence[Step], by_values: bool) -> str | None:
-    """Why calls of a plan cannot be replayed; None: they may be."""
+    """The reason why calls of a plan cannot be replayed, or None."""
     if by_values:
         return "its checks look at values of tensors"
     return next((step.replay_refusal for step in steps if step.replay_refusal is not None), None)
 
 
 def _check_layouts(graph: OpGraph) -> None:
-    """Of the tensors that a call gives to ops: what depends on no shape is the same for all calls of a plan."""
+    """Checks the layouts of tensors that a call gives to ops; they are the same for all calls of a plan."""
     for node in graph.entries():
         entry, op = graph.entry(node), graph.op(node)
         for port, (source, _) in graph.sources(node).items() if op else ():
@@ -183,8 +157,8 @@ def _check_layouts(graph: OpGraph) -> None:
 
 
 def checks_values(graph: OpGraph, config: Config) -> bool:
-    """Whether a check may look at values: on the host they are there, with ``debug`` they are waited for."""
-    if config.debug or any(op.checks_values for node in graph.entries() if (op := graph.op(node))):
+    """Whether a check may read values: those on the host, or with ``debug`` all, with a wait."""
+    if config.debug or any(op.promises.values_checked is None for node in graph.entries() if (op := graph.op(node))):
         return True
     specs = graph.inputs()
     if all([spec is not None and spec.device.type in current_stream for spec in specs]):
@@ -193,19 +167,22 @@ def checks_values(graph: OpGraph, config: Config) -> bool:
 
 
 def _checks_values_on_host(graph: OpGraph, node: str) -> bool:
-    """Whether its op may look at values of what the call gives, rather than an op before it."""
+    """Whether the op may check values of a call's arguments, rather than those of an earlier op's outputs."""
     op = graph.op(node)
     if op is None:
         return False
-    if op.values_checked_on_host is None:
+    checked = op.promises.values_checked
+    if checked is None:
         return True
     sources = graph.sources(node)
     ports_of_ops = {port for port, (source, _) in sources.items() if graph.entry(source) is not None}
-    return not op.values_checked_on_host <= ports_of_ops
+    return not checked <= ports_of_ops
 
 
 def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
-    """Notes after which step an output is read no more, so that it need not live on, and which live beside modules."""
+    """Notes the last step that reads each output, so that it is freed there, and the extra outputs alive beside
+    modules.
+    """
     last = {slot: i for i, step in enumerate(steps) for slot in (*step.outputs, step.x, *(s for _, s in step.reads))}
     last |= dict.fromkeys(results, len(steps))
     outputs: list[int] = []
@@ -222,7 +199,7 @@ def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[
 
 
 def _keywords(steps: tuple[Step, ...]) -> Iterator[tuple[str, int, Keyword]]:
-    """What errors call it, the slot, and the declaration of everything that a call gives."""
+    """The name in errors, the slot and the declaration of everything that a call gives."""
     outputs = {slot for step in steps for slot in step.outputs}
     for entry, op, reads in (each for s in steps for each in zip(s.entries, s.ops, s.entry_reads, strict=True)):
         for name, slot in reads:
@@ -257,7 +234,7 @@ class _Builder:
         return tuple(results)
 
     def _order(self) -> list[list[str]]:
-        """The nodes of each step, in execution order: what a fusion took is one run of ops, as its legality says."""
+        """The nodes of each step, in execution order; legality guarantees that a fusion's ops are consecutive."""
         steps: dict[Any, list[str]] = {}
         for node in self.graph.entries():
             steps.setdefault(id(self.decision_of[node]) if node in self.decision_of else node, []).append(node)
@@ -273,7 +250,7 @@ class _Builder:
         reads = tuple((port, self.slots[source]) for port, source in sources.items())
         x, inner = self.slots[source], source not in self.outer
         direct = op if op is not None and (entry.stands_alone or not is_called_whole(op)) else None
-        if not inner and direct is not None and direct.passes_x_on:
+        if not inner and direct is not None and direct.promises.passes_x_on:
             self.outer.add((node, "y"))
         outputs = self._allocate_slots([(node, "y"), *((node, name) for name in (op.extra_outputs if op else ()))])
         names = None if direct is None else foreseen(direct).input_names()
@@ -303,7 +280,7 @@ class _Builder:
         return any(slot >= self.input_count for _, slot in reads)
 
     def _reads_of(self, node: str) -> PartSlots:
-        """What an op inside a fused one reads."""
+        """The slots that an op inside a fused op reads."""
         sources = self.graph.sources(node).items()
         return tuple((port, self.slots.get(source)) for port, source in sources if port != "x")
 

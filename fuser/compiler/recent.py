@@ -1,4 +1,4 @@
-"""A cache of bounded size for keys that come back."""
+"""A cache of bounded size for recurring keys."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """Keeps the values of at least the last ``size`` keys that were looked up, and of at most twice as many.
+    """Keeps the values of at least the last ``size`` keys that were looked up, and at most twice as many.
 
-    They are in two generations: once the younger one is full, the older one goes. A look-up in the younger one, the
-    usual case, costs no more than that in a dictionary.
+    There are two generations: when the younger is full, the older is dropped. A look-up in the younger one, the usual
+    case, costs as much as in a dictionary.
     """
 
     def __init__(self, size: int) -> None:
@@ -21,20 +21,20 @@ class Recent(Generic[K, V]):
         self._size, self._old = size, dict[K, V]()
 
     def from_old(self, key: K) -> V | None:
-        """The value of a key that is not among the young ones, which it joins; None if it is not there."""
+        """The value of a key in the older generation, which moves to the younger; None if it is missing."""
         value = self._old.get(key)
         if value is not None:
             self.add(key, value)
         return value
 
     def add(self, key: K, value: V) -> None:
-        """Adds a value, or makes it young again."""
+        """Adds a value, or moves it to the younger generation."""
         if len(self.young) >= self._size:
             self._old, self.young = self.young, {}
         self.young[key] = value
 
     def values(self) -> list[V]:
-        """All of them."""
+        """All values."""
         return list({**self._old, **self.young}.values())
 
     def __len__(self) -> int:

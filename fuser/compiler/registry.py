@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import TypeVar
@@ -35,7 +34,7 @@ KeywordSources = dict[str, tuple[str, str]]  # keyword of the fused op -> (node,
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of one match. ``refusal`` is None where it was taken, ``benign`` where nobody need mind."""
+    """The outcome of one match. ``refusal``: None if it was taken; ``benign``: whether the refusal can be ignored."""
 
     fusion: Fusion
     match: Match
@@ -54,7 +53,7 @@ class Decision:
 
 
 class Registry:
-    """Fusions in the order in which they are tried: by priority, then as they came."""
+    """Fusions in the order in which they are tried: by priority, then by registration."""
 
     def __init__(self) -> None:
         self._fusions: tuple[Fusion, ...] = ()
@@ -81,24 +80,15 @@ class Registry:
         """Removes the fusion of that name.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such fusion.
         """
         if all(f.name != name for f in self._fusions):
             names = ", ".join(f.name for f in self._fusions) or "none"
             raise KeyError(f"no fusion is named {name!r}; there are {names}")
         self._set(tuple(f for f in self._fusions if f.name != name))
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Undoes at the end whatever the body registers or unregisters."""
-        before = self._fusions
-        try:
-            yield
-        finally:
-            self._set(before)
-
     def decide(self, graph: OpGraph, config: Config) -> Iterator[Decision]:
-        """Tries every fusion, in order. The first to take an op has it."""
+        """Tries every fusion, in order. The first to match an op takes it."""
         names = {fusion.name for fusion in self}
         if not config.disable_fusions <= names:
             unknown = sorted(config.disable_fusions - names)
@@ -137,9 +127,9 @@ def register_fusion(pattern: Pattern, priority: int = 0, name: str | None = None
     """Class decorator: where ``pattern`` matches, the decorated :class:`FusedOp` replaces the ops.
 
     Args:
-        pattern: what to look for; its roles are what the class is built with.
+        pattern: the pattern to match; its roles are the class's constructor arguments.
         priority: higher is tried first; fusions of equal priority are tried in the order of registration.
-        name: what ``explain`` and ``config(disable_fusions=...)`` call it; the name of the class by default.
+        name: the name in ``explain`` and ``config(disable_fusions=...)``; by default that of the class.
 
     Raises:
         TypeError: ``pattern`` is not a :class:`Pattern`, or the class not a :class:`FusedOp`.
@@ -165,7 +155,7 @@ def unregister(name: str | type[FusedOp]) -> None:
 
 
 def _decisions(fusion: Fusion, match: Match, config: Config, taken: dict[str, str]) -> Iterator[Decision]:
-    """That of a match; and where it is refused, of those shorter ones that are taken instead."""
+    """The decision on a match and, if it is refused, the decisions on shorter matches that are taken instead."""
     decision = _decide(fusion, match, config, taken)
     yield decision
     for part in () if decision.taken else fusion.pattern.shorter(match):
@@ -189,7 +179,7 @@ def _decide(fusion: Fusion, match: Match, config: Config, taken: dict[str, str])
 
 
 def _bind_keywords(match: Match, fused: FusedOp) -> tuple[KeywordSources, str | None]:
-    """What each keyword of the fused op reads, and why its keywords do not fit the call if they do not."""
+    """The source of each keyword of the fused op, and the reason why its keywords do not fit the call, or None."""
     reads: KeywordSources = {}
     owners: dict[str, str] = {}
     for role, port, source in _outer_reads(match):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..contract import tracing as trace
 from ..contract.errors import ArgumentError
@@ -16,7 +16,6 @@ from ..contract.overrides import input_may_change, outputs_of, patched_half
 from ..contract.parametrized import computed
 from ..contract.spec import Specs, TensorSpec
 from ..runtime.autograd import (
-    RepeatedStep,
     Runtime,
     StepCapture,
     calling,
@@ -30,8 +29,7 @@ from ..runtime.in_place import run_beside
 from .flatten import OpEntry
 
 KeywordSlots = tuple[tuple[str, int], ...]  # (keyword, slot)
-_NOT_RECORDING = Runtime(False, None)
-PartSlots = tuple[tuple[str, int | None], ...]  # None where it is made inside the step
+PartSlots = tuple[tuple[str, int | None], ...]  # None if it is made inside the step
 
 
 @dataclass(frozen=True)
@@ -47,11 +45,11 @@ class Step:
     x: int
     outputs: tuple[int, ...]
     input_names: tuple[str, ...] | None  # of the op; None where the module must be called as such
-    reads_step_outputs: bool  # what an earlier step computes, besides x
+    reads_step_outputs: bool  # outputs of an earlier step, besides x
     has_parametrized_inputs: bool  # some parameters of its ops are computed
     x_is_inner: bool = False  # an earlier step has made x
     last_uses: tuple[int, ...] = ()  # slots of outputs that nothing reads after it
-    beside: tuple[NamedValue, ...] = ()  # for a module that is no op: the extra outputs that are wanted later
+    beside: tuple[NamedValue, ...] = ()  # for a module that is not an op: the extra outputs that are read later
 
     @property
     def name(self) -> str:
@@ -60,12 +58,12 @@ class Step:
     def check(
         self, x: TensorSpec | None, values: list[Any], runtime: Runtime, extras: dict[str, TensorSpec]
     ) -> TensorSpec | None:
-        """Lets every op that the step stands for check its own arguments; returns what the step will give, if known.
+        """Lets every op of the step check its own arguments; returns the spec of the step's output, if known.
 
         Args:
-            x: None where it is not known: then the ops check what can be checked without.
-            values: those that are there.
-            extras: what is known of extra outputs that are not there yet, by name; those of the step are added.
+            x: the spec of ``x``, or None if unknown: then the ops check what can be checked without it.
+            values: the values known so far.
+            extras: specs of extra outputs that are not computed yet, by name; the step adds its own.
         """
         whole, look = self.input_names is None, check_foreseen if self.has_parametrized_inputs else check
         for i, (op, reads) in enumerate(zip(self.ops, self.entry_reads)):  # noqa: B905
@@ -89,68 +87,38 @@ class Step:
             extras.pop(name, None)
         return None  # hooks may give out something else
 
-    def value_checks(self, values: list[Any]) -> set[tuple[int, Callable[[Tensor], bool]]] | None:
-        """Of its ops: see :meth:`Op.value_check`; None where one has none, or more than forms has to be known."""
-        looks, x, extras = set(), TensorSpec.of(values[self.x]), dict[str, TensorSpec]()
-        for op, reads in zip(self.ops, self.entry_reads, strict=True):
-            if op is None or op.values_checked_on_host is None or any(slot is None for _, slot in reads):
-                return None
-            keywords = {name: values[slot] for name, slot in reads if slot is not None}
-            for name, slot in reads:
-                if name in op.values_checked_on_host:
-                    look = op.value_check(name, x)
-                    if look is None or slot is None:
-                        return None
-                    looks.add((slot, look))
-            spec = _noted(op, check(op, x, keywords, _NOT_RECORDING), extras)
-            if spec is None:
-                return None
-            x = spec
-        return looks
-
-    def repeated(self, tensors: Sequence[Tensor], positions: Sequence[int], records: bool) -> RepeatedStep | None:
-        """What runs it for tensors of the forms of these; None: :meth:`run` alone does.
-
-        Args:
-            positions: of each slot, among the tensors.
-        """
-        if self.input_names is None or self.has_parametrized_inputs or not isinstance(self.module, Op):
-            return None
-        reads = tuple([(name, positions[slot]) for name, slot in self.reads])
-        return RepeatedStep.of(self.module, positions[self.x], reads, tensors, records)
-
     @property
     def replay_refusal(self) -> str | None:
-        """Why it cannot be replayed; None: all ops that it stands for promise that they can be."""
+        """The reason why the step cannot be replayed; None if all its ops promise that they can."""
         if self.input_names is None:
             return f"{self.entries[0]} is called as a module"
-        if isinstance(self.module, Op) and self.module.passes_x_on:
+        if isinstance(self.module, Op) and self.module.promises.passes_x_on:
             return f"{self.entries[0]} passes x on"
         for op in self.module.modules():
-            if isinstance(op, Op) and not op.replayable:
+            if isinstance(op, Op) and not op.promises.replayable:
                 return f"{self._label(op)} does not promise to be replayable"
             if isinstance(op, Op) and (method := patched_half(op)) is not None:
                 return f"the {method} of {self._label(op)} is set on the object"
         return None
 
     def _label(self, op: Op) -> str:
-        """What errors call it, or the class of a fused op."""
+        """The name of an op in errors, or the class of a fused op."""
         labels = (str(entry) for entry, candidate in zip(self.entries, self.ops, strict=True) if candidate is op)
         return next(labels, self.name)
 
     def with_op(self, op: Op) -> Step:
-        """The same with another op, or view of it, in place of its own."""
+        """The same step with another op, or a view of it."""
         parts = tuple([_part(op, role) for role in self.roles])
         return replace(self, module=op, ops=parts)
 
     def computed(self) -> Step:
-        """The same on parameters that are computed here, for one run; they may be others than have been checked."""
+        """The same step on parameters computed for one run, whose forms may differ from the checked ones."""
         assert isinstance(self.module, Op)
         op = computed(self.module)
         return replace(self.with_op(op), has_parametrized_inputs=False, input_names=op.input_names())
 
     def run(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> None:
-        """Runs on the values so far, and adds its outputs to them."""
+        """Runs on the values so far, and appends its outputs."""
         module, x, keywords = self.module, values[self.x], {}
         for name, slot in self.reads:  # a comprehension would be a call more
             keywords[name] = values[slot]
@@ -192,7 +160,7 @@ def _check_part(
     runtime: Runtime,
     extras: dict[str, TensorSpec],
 ) -> TensorSpec | None:
-    """Lets an op check what is known of its arguments; returns what it will give, if that is known."""
+    """Lets an op check the known arguments; returns the spec of its output, if known."""
     keywords = {name: values[slot] for name, slot in reads if slot is not None and slot < len(values)}
     promised = {n: trace.promised(extras[n]) for n, _ in reads if n not in keywords and n in extras}
     try:
@@ -206,7 +174,7 @@ def _check_part(
 
 
 def _noted(op: Op, specs: Specs, extras: dict[str, TensorSpec]) -> TensorSpec | None:
-    """What a check says of ``y``. What it says of extra outputs is added to ``extras``."""
+    """The spec of ``y`` in a check's result; adds the specs of extra outputs to ``extras``."""
     if specs is None or isinstance(specs, TensorSpec):
         return specs
     extras.update({name: specs[name] for name in op.extra_outputs if name in specs})

@@ -1,1 +1,1 @@
-"""Containers: a sequence of ops, an op called alone, and what both keep between calls."""
+"""Containers: a sequence of ops, an op called alone, and the state that both keep between calls."""

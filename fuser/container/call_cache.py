@@ -1,4 +1,4 @@
-"""What a container keeps between calls, and runs calls with: layout, plans, captured calls."""
+"""The state that a container keeps between calls and runs calls with: layout, plans, captured calls."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from ..replay.calls import CaptureSession, call_key
 from ..replay.guards import REPLAYED, GuardedCache, Refusal, described
 from ..runtime.autograd import Runtime
 from ..runtime.devices import current_stream
-from .repeated_call import Repeated, RepeatedCall, RepeatedReplay
+from .repeated_call import RepeatedReplay
 
 _MANY_PLANS = 64
 
 
 class CallCache:
-    """What a container keeps between calls: layout, plans, captured calls, and what ``explain()`` needs of the last.
+    """A container's state between calls: layout, plans, captured calls, and the last call for ``explain()``.
 
-    All of it is for one structure and for the fusions of one time. After that there is a new object, so that a thread
-    which is still in an earlier call files nothing among the plans of later ones.
+    It is valid for one structure and one version of the registry. A change makes a new object, so a thread that is
+    still in an earlier call stores nothing among later plans.
     """
 
     def __init__(self, layout: FlatContainer, last: LastCall | None = None) -> None:
@@ -44,11 +44,11 @@ class CallCache:
         self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
         self.decision_version = 0  # the sum of the ops' when the plans were made
         self.calls = GuardedCache()
-        self.repeated: Repeated | None = None
+        self.repeated: RepeatedReplay | None = None
         self.replayed: tuple[int, int] | None = None  # which capture was replayed last, for how many rows
 
     def call(self, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]) -> Any:
-        """Binds the arguments, finds the plan, and runs it; on the host, a call like the last one runs at once."""
+        """Binds the arguments, finds the plan, and runs it; a replay like the last one runs at once."""
         repeated, is_simple = self.repeated, op_kwargs is None
         if repeated is not None and is_simple:
             values = repeated.values(x, extra, shared)
@@ -59,14 +59,9 @@ class CallCache:
         runtime, call = Runtime.of(x), bind(self.layout, x, extra, op_kwargs, shared)
         if x.device.type in current_stream:
             return self.run(call, runtime, [x, *extra, *shared.values()], [*shared] if is_simple else None)
-        if not is_simple or has_no_data(x):
-            return self.run(call, runtime)
-        before, plan, values = self.last, self.plan(call, runtime), [*call.values]
-        last = self.last = LastCall.of(plan, call, runtime, "")
-        result = plan(call.values, runtime)
-        if before is not None and before.plan is plan and before.shapes == last.shapes:
-            self.repeated = RepeatedCall.of(self.layout, [*shared], [x, *extra, *shared.values()], values, last)
-        return result
+        plan = self.plan(call, runtime)
+        self.last = LastCall.of(plan, call, runtime, "")
+        return plan(call.values, runtime)
 
     def run(
         self, call: BoundArguments, runtime: Runtime, arguments: Sequence[Any] = (), names: list[str] | None = None
@@ -74,7 +69,8 @@ class CallCache:
         """Runs a call that is bound, or replays it.
 
         Args:
-            arguments: those of the call, where a later one like it may be repeated; ``names``: of the last ones.
+            arguments: the call's arguments, if a later call may repeat it; ``names``: the names of the last ones, which
+            are keywords.
         """
         key = call_key(self.layout, call, runtime)
         if isinstance(key, Refusal):
@@ -98,9 +94,9 @@ class CallCache:
         return result
 
     def note(self, call: BoundArguments, runtime: Runtime, refusal: Refusal) -> Plan:
-        """The plan for this call, which is the last one from now on; ``refusal``: why it is not replayed.
+        """Finds the plan and records the call as the last one; ``refusal``: the reason why it is not replayed.
 
-        A call that is traced leaves nothing behind, as its sizes may be symbols of a compiler.
+        A traced call is not recorded, as its sizes may be symbols of a compiler.
         """
         plan = self.plan(call, runtime)
         if not has_no_data(call.values[0]):
@@ -108,7 +104,7 @@ class CallCache:
         return plan
 
     def explain(self, call: BoundArguments, runtime: Runtime, checks: bool = True) -> Explanation:
-        """What the call runs; ``checks``: raises where its arguments do not fit."""
+        """The explanation of a call; ``checks``: whether to raise if its arguments do not fit."""
         plan = self.plan(call, runtime)
         if checks:
             plan.check(call.values, runtime)
@@ -116,20 +112,20 @@ class CallCache:
         return replace(explain_plan(plan, arguments, runtime), replay=self._replay(call, runtime, plan))
 
     def _replay(self, call: BoundArguments, runtime: Runtime, plan: Plan) -> str:
-        """What an explanation says of replays of such a call."""
+        """The text of an explanation about replays of such a call."""
         key = call_key(self.layout, call, runtime)
         if isinstance(key, Refusal) or plan.replay_refusal is not None:
             return described(key if isinstance(key, Refusal) else Refusal(plan.replay_refusal))
         return described(self.calls.find(*key)[1])
 
     def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:
-        """The plan for this signature, compiled at the first call that has it."""
+        """The plan for this signature, compiled at its first call."""
         config, key, version = active_config(), call.key(), 0
         for op in self.layout.ops:
             view = foreseen(op) if op._modules or op._forward_pre_hooks else op
             key += (view.decision_key(), is_hooked(op))
             version += op.decision_version
-        if version != self.decision_version:  # conditions may have read what has been assigned since
+        if version != self.decision_version:  # conditions may have read attributes that were assigned since
             self.plans, self.decision_version = Recent(_MANY_PLANS), version
         signature, plans = (*key, runtime, config.token), self.plans
         if has_no_data(call.values[0]):
@@ -143,7 +139,7 @@ class CallCache:
 
 
 def _in_numbers(value: Any) -> Any:
-    """A signature in which sizes of parameters are numbers, also where a compiler has made symbols of them."""
+    """A signature with the sizes of parameters as plain ints, even if a compiler has made them symbolic."""
     if isinstance(value, tuple):
         return tuple(map(_in_numbers, value))
     return int(value) if isinstance(value, torch.SymInt) else value
@@ -153,8 +149,8 @@ class LastCall(NamedTuple):
     """The last call, without its tensors.
 
     Attributes:
-        shapes: of each value the shape, or what is no tensor.
-        replay: whether it replays, in words.
+        shapes: the shape of each value, or the value itself if it is not a tensor.
+        replay: a text on whether it replays.
     """
 
     plan: Plan
@@ -175,7 +171,7 @@ class LastCall(NamedTuple):
 
 
 def explain_last(cache: CallCache | None) -> Explanation:
-    """What the last call has run.
+    """The explanation of the last call.
 
     Raises:
         ArgumentError: there was none.

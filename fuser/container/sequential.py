@@ -22,19 +22,19 @@ from .standalone import Standalone
 
 
 class StateFormat(NamedTuple):
-    """What containers load besides their own names and layout, and what they save."""
+    """A foreign format that containers load, and notes that they save."""
 
     read: Callable[[Sequential, dict[str, Any], str, dict[str, Any]], list[str]]
-    """Given a container, a state dict to rewrite, the container's prefix and metadata in it; returns what is wrong."""
+    """Given a container, a state dict to rewrite, the container's prefix and metadata in it; returns the errors."""
     write: Callable[[Sequential, dict[str, Any], str], None]
-    """Notes in a state dict what it does not say by itself."""
+    """Adds notes to a state dict."""
 
 
 _state_formats: list[StateFormat] = []
 
 
 def add_state_format(form: StateFormat) -> None:
-    """Lets all containers read and write it."""
+    """Makes all containers read and write a format."""
     _state_formats.append(form)
 
 
@@ -51,9 +51,9 @@ def _no_module(name: str, value: Any) -> str:
 
 
 class Sequential(Container):
-    """``nn.Sequential`` of ops, fused where a fusion matches; any other module runs as it is, with ``x`` only.
+    """``nn.Sequential`` of ops, fused where a fusion matches; any other module is called with ``x`` only.
 
-    Modules are given in order, as one mapping of names to modules, or as keywords, which are their names.
+    Modules are given in order, as one mapping of names to modules, or as keywords that name them.
 
     >>> import torch, fusible
     >>> model = fusible.Sequential(fusible.Linear(4, 8), fusible.SwiGLU(), fusible.Linear(4, 4))
@@ -85,10 +85,10 @@ class Sequential(Container):
         children_changed(self)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """As of any module.
+        """Adds a module, as any ``nn.Module`` does.
 
         Raises:
-            TypeError: it is no module.
+            TypeError: it is not a module.
         """
         if not isinstance(module, nn.Module | None):
             raise TypeError(_no_module(name, module))
@@ -96,7 +96,7 @@ class Sequential(Container):
         children_changed(self)
 
     def forget_children(self) -> None:
-        """Drops what earlier calls have left, because the container, or one inside it, is being edited."""
+        """Drops the state of earlier calls, because the container, or one inside it, is being edited."""
         self._compiled = None
 
     def forward(  # type: ignore[override]
@@ -106,18 +106,18 @@ class Sequential(Container):
 
         Args:
             x: the input of the first op.
-            *extra_inputs: the required tensor keywords that nothing else gives, in op order, then signature order.
-            op_kwargs: for an op (itself, its index, or its name) its keywords.
+            *extra_inputs: the required tensor keywords that are not given otherwise, in op order, then signature order.
+            op_kwargs: the keywords of an op, by the op itself, its index, or its name.
             **shared: keywords for every op that takes them and did not get them by ``op_kwargs``.
 
         Returns:
             The output of the last op; with extra outputs that no op reads, a tuple of it and them, in op order.
 
         Raises:
-            ArgumentError: an argument does not fit; it is a ``TypeError`` and a ``ValueError``. Nothing has run,
-                unless it does not fit the output of a module that is not an op: then no op behind that module has.
+            ArgumentError: an argument does not fit; it is a ``TypeError`` and a ``ValueError``. Nothing has run, except
+            if it does not fit the output of a module that is not an op: then no op after that module has run.
             IndexError: an int key of ``op_kwargs`` is out of range.
-            RefusedError: under ``config(strict=True)``, where a fusion is refused.
+            RefusedError: under ``config(strict=True)``, a fusion is refused.
         """
         if torch.compiler.is_dynamo_compiling():
             from ..dynamo.frontend import run_container
@@ -130,9 +130,9 @@ class Sequential(Container):
     def explain(
         self, x: Any = None, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **shared: Any
     ) -> Explanation:
-        """What a call with these arguments runs, and why each fusion and each kernel was or was not taken.
+        """Explains what a call with these arguments runs, and why each fusion and kernel was or was not used.
 
-        Takes what :meth:`forward` takes, or nothing, for the last call. Runs nothing.
+        Takes the arguments of :meth:`forward`, or none for the last call. Runs nothing.
 
         Raises:
             ArgumentError: no arguments, and no call yet; arguments, but no ``x``; else as :meth:`forward`.
@@ -157,7 +157,7 @@ class Sequential(Container):
         return traced_plan_or_reason(self._current, flags, call, arguments, names)
 
     def _current(self) -> CallCache:
-        """What is kept for the structure and the fusions of now."""
+        """The state for the current structure and fusions."""
         compiled = self._compiled
         if compiled is None or not compiled.layout.is_current(self):
             compiled = self._compiled = CallCache(FlatContainer(self))
@@ -168,7 +168,7 @@ class Sequential(Container):
         return compiled
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module: the parameters as they are."""
+        """The state dict of any module, parameters unchanged, with notes of the registered formats."""
         state = super().state_dict(*args, **kwargs)
         for form in _state_formats:
             form.write(self, state, kwargs.get("prefix", args[1] if len(args) > 1 else ""))

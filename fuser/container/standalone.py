@@ -1,8 +1,8 @@
 """An op that is called by itself is a container of one: the same plans, checks, replays, errors and explanations.
 
-What is kept between its calls must neither keep the op alive nor be part of a reference cycle with it. So it refers to
-a view: another object of the op's class that shares all of its attributes. The op has it in a slot, which is none of
-the attributes: no state dict, copy or pickle of the op sees it.
+The state between its calls must neither keep the op alive nor form a reference cycle with it. It therefore refers to a
+view: another object of the op's class that shares all of its attributes. The op stores the state in a slot, which is
+not an attribute: no state dict, copy or pickle of the op sees it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .call_cache import CallCache, explain_last
 
 
 class ContainerOfOne:
-    """What is kept between the calls of an op, which is given at every call."""
+    """The state between the calls of an op, which is passed at every call."""
 
     def __init__(self) -> None:
         self.compiled: CallCache | None = None
 
     def current(self, op: Op) -> CallCache:
-        """What is kept for the structure of the op and the fusions of now."""
+        """The state for the current structure of the op and the current fusions."""
         compiled = self.compiled
         if compiled is None or type(op) is not type(compiled.layout.modules[0]) or not compiled.layout.is_current(op):
             compiled = self.compiled = CallCache(FlatContainer(_view(op)))
@@ -43,7 +43,7 @@ class ContainerOfOne:
         return compiled
 
     def forget_children(self) -> None:
-        """Drops what is kept of earlier calls: somebody edits the op, or one inside it."""
+        """Drops the state of earlier calls, as the op, or one inside it, is being edited."""
         self.compiled = None
 
 

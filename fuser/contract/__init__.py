@@ -1,1 +1,1 @@
-"""The contract of an op: what ops declare, and what every part of the compiler knows of them."""
+"""The contract of an op: its declarations, and the parts of it that the compiler knows."""

@@ -1,7 +1,7 @@
-"""Which containers know the children of a module: they forget them once somebody edits the module.
+"""Notification of containers about edits of modules that they have looked into.
 
-Plans hold ops. Without this, an op that has left would keep its parameters until the next call of every container that
-has run it, the ones around an edited container or composite included.
+Plans hold ops. Without it, a removed op would keep its parameters until the next call of every container that has run
+it, including those around an edited container or composite.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import nn
 
 
 class Observer(Protocol):
-    """What has looked into modules, and keeps something of what it saw."""
+    """An object that has looked into modules, and caches what it saw."""
 
     def forget_children(self) -> None:
-        """Drops it."""
+        """Drops the cache."""
 
 
 _observers: WeakKeyDictionary[nn.Module, WeakSet[Observer]] = WeakKeyDictionary()
@@ -25,7 +25,7 @@ _lock = Lock()
 
 
 def tell_of_edits(module: nn.Module, observer: Observer) -> None:
-    """Lets ``observer`` forget once the children of ``module`` change. Keeps neither alive."""
+    """Makes ``observer`` drop its cache when the children of ``module`` change. Keeps neither alive."""
     with _lock:
         _observers.setdefault(module, WeakSet()).add(observer)
 

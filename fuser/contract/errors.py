@@ -9,13 +9,13 @@ _LONG = 200
 
 
 def shown(value: object) -> str:
-    """``repr`` for an error: of a long one its beginning."""
+    """``repr`` for an error, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= _LONG else f"{text[:_LONG]}... ({len(text)} characters)"
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """What to add to an error about a name that nobody has: the nearest that somebody has, or nothing."""
+    """The end of an error about an unknown name: the nearest known one, or nothing."""
     near = get_close_matches(name, list(names), 1) if len(name) <= _LONG else []
     return f"; did you mean {near[0]!r}?" if near else ""
 
@@ -27,7 +27,7 @@ class ArgumentError(TypeError, ValueError):
     """
 
     def located(self, where: str) -> ArgumentError:
-        """The same error, the op in front of what it says."""
+        """The same error, prefixed by the op."""
         return ArgumentError(f"{where}: {self}")
 
 

@@ -1,4 +1,4 @@
-"""What a module's results depend on besides the arguments: its tensors, and its attributes by value."""
+"""The state that a module's results depend on besides the arguments: its tensors, and its attributes by value."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Attributes(NamedTuple):
 
 
 def attributes(module: nn.Module, path: str = "") -> Attributes:
-    """Of a module or, along a dotted path, of one inside it."""
+    """The attributes of a module or, along a dotted path, of one inside it."""
     for name in path.split(".")[:-1]:
         module = module._modules[name]  # type: ignore[assignment]
     ignored = _INTERNAL | getattr(type(module), "untraced", frozenset())
@@ -42,7 +42,7 @@ def attributes(module: nn.Module, path: str = "") -> Attributes:
 
 
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], path: str = "") -> Any:
-    """A copy of a module that has, by dotted name, these tensors and no others."""
+    """A copy of a module that has exactly these tensors, by dotted name."""
     children = module._modules.items()
     copies = {k: m if m is None else with_tensors(m, tensors, f"{path}{k}.") for k, m in children}
     copy_of = {id(m): copies[k] for k, m in children if m is not None}
@@ -79,5 +79,5 @@ def is_record(cls: Any) -> bool:
 
 @constant
 def field_names(cls: Any) -> tuple[str, ...]:
-    """Of a dataclass."""
+    """The field names of a dataclass."""
     return tuple([field.name for field in dataclasses.fields(cls)])

@@ -12,7 +12,8 @@ from __future__ import annotations
 import inspect
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -28,12 +29,12 @@ Buffer: TypeAlias = Annotated[Tensor, "written by the op"]
 """A tensor that the caller provides for the op to write into; never differentiated, never read."""
 
 Outputs: TypeAlias = Tensor | Mapping[str, Tensor]
-"""What ``fwd`` computes: ``y``, or by name ``{"y": y, "residual": r}`` where the op has extra outputs."""
+"""The outputs of ``fwd``: ``y``, or by name ``{"y": y, "residual": r}`` if the op has extra outputs."""
 
 Gradient: TypeAlias = Tensor | None | Callable[[], Tensor | None]
 Grads: TypeAlias = Mapping[str, Gradient]
-"""Gradients by the name of the input: ``"x"``, a keyword, or a parameter. What costs a kernel is a thunk.
-None says that there is nothing to hand to autograd (it has been accumulated elsewhere, or will be later)."""
+"""Gradients by the name of the input: ``"x"``, a keyword, or a parameter; thunks for those that cost a kernel.
+None: autograd gets no gradient, as it was accumulated elsewhere or will be later."""
 
 RESERVED = frozenset({"needs_grad", "autocast_dtype", "x_is_inner"})
 _CHANGE_NOTHING = frozenset(
@@ -50,13 +51,13 @@ class Keyword(NamedTuple):
 
 
 class SideEffects(NamedTuple):
-    """Where a gradient goes that ``bwd`` does not return.
+    """The destination of a gradient that ``bwd`` does not return.
 
     Attributes:
-        tensors: that it writes, or returns aliases of.
-        facts: what else decides how.
-        written: those of the tensors that it writes.
-        done: to be called once others have written them: says so to whoever wants to know.
+        tensors: the tensors that it writes, or returns aliases of.
+        facts: other values that the result depends on.
+        written: the tensors that it writes.
+        done: called after others have written them, to notify their owners.
     """
 
     tensors: Sequence[Tensor]
@@ -78,8 +79,43 @@ class Delivery(NamedTuple):
     side_effects: Callable[[], SideEffects]
 
 
+@dataclass(frozen=True)
+class Promises:
+    """The promises of an op to the runner. A subclass that states none keeps those that its own code cannot break.
+
+    Attributes:
+        replayable: calls of a form may be replayed (``replay``): all that ``fwd`` and ``bwd`` do is launched by the
+            kernels' library, returned, or declared by :meth:`Op.deliveries`, and depends on nothing but what
+            :meth:`Op.device_inputs` and the calls give, by form, and on attributes that are assigned (``training``
+            aside). Lost by a subclass with code of its own, beyond ``__init__``.
+        passes_x_on: all outputs are ``x`` itself. It is then handed on as it is, as by ``torch.nn.Identity``: autograd
+            sees nothing of the op, and code that works in place behaves as without it. Lost with another ``fwd`` or
+            ``bwd``.
+        values_checked: the keywords of whose tensors :meth:`Op.check` may look at the values, on the host alone, where
+            reading them waits for nothing; of all others, and of parameters, it looks at shapes, dtypes and devices. A
+            call of shapes that have passed is then not checked again. None: it may look at any value. Lost with
+            another ``check``.
+        eager_only: why ``torch.compile`` runs the op eagerly, between graphs; None: it compiles it.
+    """
+
+    replayable: bool = False
+    passes_x_on: bool = False
+    values_checked: frozenset[str] | None = None
+    eager_only: str | None = None
+
+    def of_subclass(self, defined: Collection[str]) -> Promises:
+        """The promises that remain for a subclass that defines these attributes."""
+        code = set(defined) - _CHANGE_NOTHING
+        return Promises(
+            replayable=self.replayable and not code,
+            passes_x_on=self.passes_x_on and code.isdisjoint(("fwd", "bwd")),
+            values_checked=None if "check" in code else self.values_checked,
+            eager_only=self.eager_only,
+        )
+
+
 class _Uninitialised:
-    """Stands in the class for what ``nn.Module.__init__`` gives an object, which hides it from then on."""
+    """Stands in the class for an attribute that ``nn.Module.__init__`` sets on the object, which then hides it."""
 
     def __get__(self, op: Op | None, kind: type[Op]) -> Any:
         if op is None:
@@ -115,64 +151,41 @@ class Op(nn.Module, ABC):
             sets its own in ``__init__``.
         extra_outputs: names of the outputs besides ``y``.
         output_to_caller: of an extra output whether a container returns it; None: if no later op reads it.
-        passes_x_on: whether all outputs are ``x`` itself. It is then handed on as it is, as by ``torch.nn.Identity``:
-            autograd sees nothing of the op, and code that works in place behaves as without it. A subclass that
-            defines ``fwd`` or ``bwd`` must declare it again.
+        promises: what the runner may take for granted; see :class:`Promises`.
         untraced: names of attributes that hold what was kept from calls, on which no result depends: ``torch.compile``
             runs on a copy in which they are empty.
         reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
-        replayable: whether calls of a form may be replayed (``replay``): all that ``fwd`` and ``bwd`` do is launched
-            by the kernels' library, returned, or declared by :meth:`deliveries`, and depends on nothing but what
-            :meth:`device_inputs` and the calls give, by form, and on attributes that are assigned (``training`` aside).
-            A subclass with code of its own, beyond ``__init__``, must promise it again.
         caches: names of attributes that hold what was found of the parameters; a view (:mod:`parametrized`) has others.
         attribute_version: how often an attribute has been assigned.
         decision_version: how often one that is no tensor has been, other than by ``fwd`` and ``bwd``: fusions are then
             decided anew.
         layouts: of the tensors that a call may give; a nested tensor counts as ``torch.jagged``.
-        checks_values: whether :meth:`check` may look at more than shapes, dtypes and devices of tensors on a device, of
-            those given and of the parameters. If not, a call of shapes that have passed is not checked again there.
-        eager_only: why ``torch.compile`` runs the op eagerly, between graphs; None: it compiles it.
-        values_checked_on_host: the keywords of whose tensors :meth:`check` may look at the values on the host, where
-            nobody waits for them; None: of any. What an op before gives has no values yet.
     """
 
     __slots__ = ("_container_of_one",)
-    _backward_hooks: Any = _Uninitialised()  # what a call reads first
+    _backward_hooks: Any = _Uninitialised()  # read first by every call
     _modules: dict[str, nn.Module | None] = _Uninitialised()  # type: ignore[assignment]  # what a container reads first
     keywords: Mapping[str, Keyword] = {}
+    promises: Promises = Promises()
     untraced: frozenset[str] = frozenset()
     caches: frozenset[str] = frozenset()
     extra_outputs: tuple[str, ...] = ()
     output_to_caller: Mapping[str, bool] = {}
-    passes_x_on: bool = False
     layouts: frozenset[torch.layout] = frozenset({torch.strided})
     reserved: Mapping[str, frozenset[str]] = {"check": frozenset()}
-    checks_values: bool = True
-    values_checked_on_host: frozenset[str] | None = None
-    replayable: bool = False
-    eager_only: str | None = None
     attribute_version: int = 0
     decision_version: int = 0
     _standalone: ClassVar[StandaloneRunner]
-    _container_of_one: Any  # what is kept between its calls where it stands alone
-    _computed: tuple[str, ...] = ()  # of a view: what a parametrization has computed
+    _container_of_one: Any  # the state between its calls, if it is called alone
+    _computed: tuple[str, ...] = ()  # of a view: the names of computed parameters
     _outline: Op | None = None  # of a view for a run: one for its backward, without values
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "fwd" in cls.__dict__ and "keywords" not in cls.__dict__:
             cls.keywords = _declared_keywords(cls)
-        if "replayable" not in cls.__dict__ and not cls.__dict__.keys() <= _CHANGE_NOTHING:
-            cls.replayable = False  # what a base class promises of its own code does not hold for other code
-        if "passes_x_on" not in cls.__dict__ and not cls.__dict__.keys().isdisjoint(("fwd", "bwd")):
-            cls.passes_x_on = False
-        if "check" in cls.__dict__ and "checks_values" not in cls.__dict__:
-            cls.checks_values = True  # what a base class promises of its own check does not hold for this one
-        if "check" in cls.__dict__ and "values_checked_on_host" not in cls.__dict__:
-            cls.values_checked_on_host = None
-        if "check" in cls.__dict__ and "value_check" not in cls.__dict__:
-            cls.value_check = Op.value_check  # type: ignore[method-assign]
+        if "promises" not in cls.__dict__:
+            cls.promises = cls.promises.of_subclass(cls.__dict__.keys())
         if "reserved" not in cls.__dict__:
             defined = {name: cls.__dict__[name] for name in ("fwd", "bwd", "check") if name in cls.__dict__}
             cls.reserved = {**cls.reserved, **{name: _declared_reserved(cls, name, f) for name, f in defined.items()}}
@@ -193,19 +206,11 @@ class Op(nn.Module, ABC):
         """
         return None
 
-    def value_check(self, name: str, x: TensorSpec) -> Callable[[Tensor], bool] | None:
-        """What :meth:`check` asks of the values of a keyword on the host, besides all that its form says.
-
-        Once :meth:`check` has passed, a call of the same forms is asked this alone, with the tensor that it gives. What
-        compares equal is asked once, for all ops. None: :meth:`check` must be asked again.
-        """
-        return None
-
     def check_without_x(self, *args: Any, **keywords: Any) -> None:
         """Raises :class:`ArgumentError` for keywords, or parameters, that fit no ``x``.
 
-        Asked before anything runs, where ``x`` is what a module gives that is no op. A keyword that is not there may
-        still come. :meth:`check` follows once ``x`` is there, and has to find all of this as well.
+        Called before anything runs, if ``x`` is the output of a module that is not an op. A missing keyword may still
+        arrive. :meth:`check` follows when ``x`` exists, and must find all of these errors too.
         """
 
     def returns(self, name: str, is_read: bool) -> bool:
@@ -213,7 +218,7 @@ class Op(nn.Module, ABC):
         return self.output_to_caller.get(name, not is_read)
 
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters by name, as they are now: a replaced parameter is seen at the next call.
+        """The current parameters by name; a replaced parameter is seen at the next call.
 
         In a run, one that is parametrized is what its parametrization gives, which autograd then passes through.
         """
@@ -240,7 +245,7 @@ class Op(nn.Module, ABC):
         return ()
 
     def decision_key(self) -> tuple[Any, ...]:
-        """What fusions may read of the parameters; part of the key of the plan cache."""
+        """The facts on parameters that fusions may read; part of the key of the plan cache."""
         if not (self._parameters or self._modules):
             return ()
         return tuple(
@@ -253,7 +258,7 @@ class Op(nn.Module, ABC):
         return self.named_parameters(remove_duplicate=False)
 
     def inner_ops(self) -> Mapping[str, Op]:
-        """The ops that it stands for, by role."""
+        """The ops inside, by role."""
         return {}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -270,7 +275,7 @@ class Op(nn.Module, ABC):
         children_changed(self)
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """As of any module."""
+        """Adds a child module, as any ``nn.Module`` does."""
         super().add_module(name, module)
         children_changed(self)
 
@@ -280,11 +285,11 @@ class Op(nn.Module, ABC):
             self.__dict__["decision_version"] = self.decision_version + 1
 
     def restore_decision_version(self, decision_version: int) -> None:
-        """What an op assigns to itself while it runs is its own affair: conditions are not to read that."""
+        """Restores the version after a run: conditions must not depend on attributes that an op sets while it runs."""
         self.__dict__["decision_version"] = decision_version
 
     def trace_refusal(self) -> str | None:
-        """Why a backward of the op cannot be compiled by ``torch.compile``; None: it can."""
+        """The reason why ``torch.compile`` cannot compile a backward of the op, or None."""
         return None
 
     @constant
@@ -331,7 +336,9 @@ def _declared_keywords(cls: type[Op]) -> dict[str, Keyword]:
 
 
 def _declared_reserved(cls: type[Op], name: str, function: Callable[..., Any]) -> frozenset[str]:
-    """Those that the function declares; one with ``**keywords`` also takes what it overrides declares."""
+    """The reserved names that the function declares; one with ``**keywords`` also takes those of the method it
+    overrides.
+    """
     parameters = inspect.signature(function).parameters
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return (RESERVED & parameters.keys()) | (cls.reserved.get(name, frozenset()) if passes_on else frozenset())

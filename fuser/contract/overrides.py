@@ -1,4 +1,7 @@
-"""Code that users put on one module: hooks, a ``forward`` or a half of its own. It runs in a container as alone."""
+"""User code on a single module: hooks, or its own ``forward``, ``fwd`` or ``bwd``.
+
+It runs in a container as it runs alone.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from .op import Op
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether the module has hooks, or a patched ``forward``, which run only where the module itself is called."""
-    # those of hooks_of, written out: this is asked of every op at every call, and `any` would be two calls more
+    # hooks_of, inlined: this runs for every op at every call, and `any` would add two calls
     after, before = module._forward_hooks or module._backward_hooks, module._forward_pre_hooks
     return bool(after or before or module._backward_pre_hooks or "forward" in module.__dict__)
 
@@ -33,10 +36,10 @@ def is_called_whole(op: Op) -> bool:
 
 
 def outputs_of(op: Op, label: str, result: Any) -> tuple[Any, ...]:
-    """All outputs of an op, from what calling it gave: a hook, or a ``forward`` of its own, may return anything.
+    """All outputs of an op, from the result of calling it: a hook or its own ``forward`` may return anything.
 
     Raises:
-        RuntimeError: the op has extra outputs, and this is no tuple of all of them.
+        RuntimeError: the op has extra outputs, and the result is not a tuple of all of them.
     """
     if not op.extra_outputs:
         return (result,)
@@ -51,7 +54,7 @@ def outputs_of(op: Op, label: str, result: Any) -> tuple[Any, ...]:
 
 
 def patched_half(op: Op) -> str | None:
-    """Which half was set on the object itself, instead of its class's; None: neither."""
+    """The name of a half that was set on the object instead of its class, or None."""
     return next((method for method in ("fwd", "bwd") if method in op.__dict__), None)
 
 

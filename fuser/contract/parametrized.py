@@ -60,7 +60,7 @@ def is_certain(op: Op) -> bool:
 
 
 def foreseen_spec(op: Op, name: str) -> TensorSpec:
-    """Of a parameter that will be computed: that of what it is computed from, of the largest of several tensors."""
+    """The spec of a parameter that will be computed: that of its source, or of the largest of several sources."""
     computing = _lists(op).get(name)
     if computing is None:
         like, sources = vars(op)[name], [op._parameters[original] for original in _hooked(op)[name]]
@@ -72,7 +72,7 @@ def foreseen_spec(op: Op, name: str) -> TensorSpec:
 
 
 def _spec_like(like: Tensor, sources: Sequence[Tensor | None]) -> TensorSpec:
-    """That of a tensor, which trains if one of those that it is computed from does."""
+    """The spec of a tensor that requires a gradient if one of its sources does."""
     trains = like.is_floating_point() and any([t is not None and t.requires_grad for t in sources])
     return TensorSpec(tuple(like.shape), like.dtype, like.device, requires_grad=trains)
 
@@ -114,7 +114,7 @@ def _lists(op: Op) -> dict[str, Any]:
 
 
 def _hooked(op: Op) -> dict[str, list[str]]:
-    """Of each parameter of the op that a hook computes, the names of those that it is computed from."""
+    """For each parameter that a hook computes, the names of its sources."""
     originals: dict[str, list[str]] = {}
     for original in op._parameters if op._forward_pre_hooks else ():
         name, _, suffix = original.rpartition("_")

@@ -1,4 +1,4 @@
-"""Tensors without their data: what checks, plans, compiled code and explanations know of them."""
+"""Tensors without their data, as checks, plans, compiled code and explanations know them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TensorSpec(NamedTuple):
 
 
 Specs: TypeAlias = TensorSpec | Mapping[str, TensorSpec] | None
-"""What a check knows of the outputs: of ``y``, or by name ``{"y": ..., "residual": ...}``; None: nothing."""
+"""The specs of outputs known to a check: of ``y``, or by name ``{"y": ..., "residual": ...}``; None if unknown."""
 
 
 def layout_of(tensor: Tensor) -> torch.layout:

@@ -1,4 +1,4 @@
-"""Which tensors a kernel may read: those whose memory is their values; and the error for others."""
+"""Checks that kernels may read a tensor: its memory must hold its values."""
 
 from __future__ import annotations
 

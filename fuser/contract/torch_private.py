@@ -1,12 +1,11 @@
-"""What is used of torch that torch does not promise, and what is done on a torch that does not have it.
+"""Private parts of torch, and the replacements on a torch that lacks them.
 
-Every private name is looked up here, once, when the module is imported. So nothing else breaks when torch renames one.
-What a hot call asks is bound as it is found, so that it costs no function in Python. Torch 2.11 and 2.13 have them all.
+Every private name is looked up here, once, when the module is imported, so nothing else breaks if torch renames one.
+Functions used by hot calls are bound directly, so that they cost no Python call. Torch 2.11 and 2.13 have all of them.
 """
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ try:
 except ImportError:
 
     class FakeTensor(Tensor):  # type: ignore[no-redef]
-        """Of which there are none; tensors of torch's compiler then count as tensors with data."""
+        """A class without instances; tensors of torch's compiler then count as tensors with data."""
 
     class FakeTensorMode:  # type: ignore[no-redef]
         """Cannot be made, so ``explain`` says why it cannot run."""
@@ -41,10 +40,10 @@ try:
 except ImportError:
 
     class DataDependentOutputException(RuntimeError):  # type: ignore[no-redef]
-        """Is never raised; ``explain`` then says of a step what torch raises in its place."""
+        """Never raised; ``explain`` then shows the error that torch raises in its place."""
 
     class DynamicOutputShapeException(RuntimeError):  # type: ignore[no-redef]
-        """Is never raised either."""
+        """Never raised either."""
 
 
 try:
@@ -52,7 +51,7 @@ try:
 except ImportError:
 
     class FunctionalTensor(Tensor):  # type: ignore[no-redef]
-        """Of which there are none."""
+        """A class without instances."""
 
 
 __all__ = ["DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode"]
@@ -64,7 +63,7 @@ missing: dict[str, None] = {}
 
 
 def private(path: str) -> Any:
-    """What torch has under a dotted name behind ``torch.``; None if it has nothing there. Imports no module."""
+    """The attribute of torch under a dotted name after ``torch.``, or None. Imports no module."""
     value: Any = torch
     for name in path.split("."):
         value = getattr(value, name, None)
@@ -72,7 +71,7 @@ def private(path: str) -> Any:
 
 
 def private_of_module(module: str, name: str) -> Any:
-    """What a module has under a name; None if there is no such module, or nothing in it. Imports the module."""
+    """The attribute of a module, or None if either does not exist. Imports the module."""
     try:
         value = getattr(import_module(module), name, None)
     except ImportError:
@@ -243,39 +242,7 @@ storage_id = _storage_by_address if hasattr(torch.UntypedStorage, "_cdata") else
 
 
 address_function: int = private("_C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr") or 0
-"""That of a C function that tells the address of a tensor's data. Else: 0, and each tensor is asked in Python."""
-
-
-_FORM_FUNCTIONS = [f"aoti_torch_get_{fact}" for fact in ("layout", "dtype", "device_type", "device_index", "dim")]
-_FORM_FUNCTIONS += ["aoti_torch_get_sizes", "aoti_torch_get_strides", "_ZNK3c1010TensorImpl13requires_gradEv"]
-_FORM_FUNCTIONS += ["_ZN2at6native6is_negERKNS_6TensorE", "_ZN2at6native12is_inferenceERKNS_6TensorE"]
-
-
-def _form_functions() -> tuple[int, ...]:
-    offset, library = _tensor_offset(torch.empty(0)), ctypes.CDLL(torch._C.__file__)
-    numbers = offset, *[_noted(name, _address_of(library, name)) for name in _FORM_FUNCTIONS]
-    return () if None in numbers else numbers
-
-
-def _tensor_offset(tensor: Tensor) -> int | None:
-    """Where the Python object of a tensor points to the tensor itself, whose address torch tells as well."""
-    address, size = getattr(tensor, "_cdata", None), ctypes.sizeof(ctypes.c_void_p)
-    words = (ctypes.c_void_p * (type(tensor).__basicsize__ // size)).from_address(id(tensor))
-    places = [i * size for i, word in enumerate(words) if word == address]
-    offset: int | None = _noted("torch.Tensor._cdata", places[0] if len(places) == 1 and address else None)
-    return offset
-
-
-def _address_of(library: ctypes.CDLL, name: str) -> int | None:
-    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value if hasattr(library, name) else None
-
-
-form_functions: tuple[int, ...] = _form_functions()
-"""The offset of a tensor in its Python object, and the addresses of functions in C and C++ that tell its form.
-
-These are layout, dtype, device, dims, sizes, strides; whether it requires a gradient, is negated when read, is one of
-inference mode. Else: none, and torch's guards are asked about each tensor.
-"""
+"""The address of a C function that returns the address of a tensor's data. Else: 0, and Python asks each tensor."""
 
 
 class _WithoutTorchFunction:
@@ -334,7 +301,7 @@ def symmetric_memory_refusal() -> str | None:
 
 
 def symmetric_memory(nbytes: int, device: torch.device, group_name: str) -> tuple[Tensor, list[int], Any]:
-    """Memory of this rank, uint8 [nbytes]; the addresses of that of all ranks; and what keeps those mapped.
+    """Memory of this rank, uint8 [nbytes]; the addresses of all ranks' memory; and the handle that keeps those mapped.
 
     Collective over the process group of that name. Else: :func:`symmetric_memory_refusal` says why it cannot be called.
     """
@@ -417,4 +384,4 @@ def core_decompositions() -> dict[Any, Any]:
 
 
 current_graph_task: Callable[[], int] = private("_C._current_graph_task_id") or (lambda: -1)
-"""Which backward runs in this thread; -1: none. Where torch does not say, none ever does."""
+"""The id of the backward that runs in this thread; -1: none. Where torch does not say, none ever does."""

@@ -1,4 +1,4 @@
-"""Runs on tensors that hold no data: those that ``explain`` listens to, and those of a compiler."""
+"""Runs on tensors without data: those of ``explain``, and those of a compiler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class KernelCall(NamedTuple):
 
 @dataclass
 class Trace:
-    """What one step would run, and what else there is to say about it.
+    """The kernels that one step would run, and remarks.
 
     Attributes:
         parameters: tensors that stand for memory of parameters.
@@ -52,11 +52,11 @@ def active() -> bool:
 
 
 class NoDataError(RuntimeError):
-    """Somebody asked for the values of an :class:`Outline`."""
+    """The values of an :class:`Outline` were read."""
 
 
 class Outline(Tensor):
-    """The form of a tensor: shape, dtype, device. Whatever asks for values fails, and says ``why`` there are none."""
+    """The form of a tensor: shape, dtype, device. Every read of values fails; ``why`` explains their absence."""
 
     why: str
     __torch_function__ = disabled_torch_function
@@ -79,7 +79,7 @@ class Outline(Tensor):
 
 
 def _outlines(value: Any) -> Iterator[Outline]:
-    """Those among the arguments of an operation, in order."""
+    """The outlines among the arguments of an operation, in order."""
     if isinstance(value, Outline):
         yield value
     elif isinstance(value, dict | list | tuple):
@@ -88,7 +88,7 @@ def _outlines(value: Any) -> Iterator[Outline]:
 
 
 def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """Those of a contiguous tensor; of sizes that are symbolic, symbolic ones."""
+    """The strides of a contiguous tensor; symbolic for symbolic sizes."""
     sizes = [torch.sym_max(size, 1) for size in reversed(shape[1:])]  # type: ignore[no-untyped-call]
     return (*accumulate(sizes, mul, initial=1),)[: len(shape)][::-1]
 
@@ -127,7 +127,7 @@ def note(text: str) -> None:
 
 
 def stand_for_parameters(*tensors: Tensor) -> None:
-    """Records that their memory will be that of parameters, so that a step that keeps them keeps nothing more."""
+    """Records that tensors use the memory of parameters, so that a step that keeps them keeps no additional memory."""
     trace = _trace.get()
     if trace is not None:
         trace.parameters.extend(tensors)
@@ -135,7 +135,7 @@ def stand_for_parameters(*tensors: Tensor) -> None:
 
 @contextmanager
 def recording() -> Iterator[Trace]:
-    """Records what the body would run."""
+    """Records the kernels that the body would run."""
     trace = Trace()
     token = _trace.set(trace)
     try:

@@ -1,6 +1,7 @@
-"""What Dynamo traces of a call under ``torch.compile``: lists and tuples, no plan, no kernel.
+"""The part of a call that Dynamo traces under ``torch.compile``: lists and tuples, no plan, no kernel.
 
-All that a plan depends on is read here, so that Dynamo guards on it, by value: the structure of the modules, their
+Everything that a plan depends on is read here, so that Dynamo guards on it by value: the structure of the modules,
+their
 hooks and attributes, the dtypes of the arguments, the switches. The plan itself is found outside of the trace
 (:mod:`steps`). It comes back as steps without tensors; all tensors, parameters included, are arguments of the steps,
 so that the compiled code serves any other layer of the same structure.
@@ -18,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ..compiler import registry as fusion
 from ..compiler.flatten import opens, refuse_itself
-from ..contract.config import Config, thread_config
+from ..contract.config import thread_config
 from ..contract.errors import ArgumentError
 from ..contract.module_state import field_names, is_record
 from ..contract.op import Op
@@ -31,10 +32,11 @@ graph_break = graph_break_of_torch()
 mark_constants_again()
 
 Modules = list[tuple[str, nn.Module]]
+_CONSTANT_TYPES = (type(None), bool, str, frozenset)  # values of switches that Dynamo need not be asked the type of
 
 
 class ModuleState(NamedTuple):
-    """What a module's results depend on; all but ``tensors`` are constants of the compiled code."""
+    """The state that a module's results depend on; all but ``tensors`` are constants of the compiled code."""
 
     names: tuple[str, ...]
     tensors: list[Tensor]
@@ -42,7 +44,7 @@ class ModuleState(NamedTuple):
 
 
 class Values:
-    """The arguments of a call, in the order in which they came; a tensor that is given twice is one."""
+    """The arguments of a call, in order of arrival; a tensor that is given twice counts once."""
 
     def __init__(self, x: Any) -> None:
         self.all: list[Any] = [x]
@@ -87,10 +89,10 @@ def run_form(
     x: Any,
     keywords: Mapping[str, Any],
 ) -> Any:
-    """A container of which Dynamo sees the form, the modules that are no ops, and the tensors, but no object.
+    """Runs a container of which Dynamo sees the form, the non-op modules and the tensors, but no object.
 
     Args:
-        find: gives the plan for the form, the call, the forms of its values and the names of the tensors.
+        find: returns the plan for the form, the call, the forms of its values and the names of the tensors.
         form: plain values.
         modules, states: by label.
     """
@@ -117,7 +119,7 @@ def run_op(op: Any, x: Any, keywords: Mapping[str, Any]) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_eagerly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What ``fullgraph=False`` does with what cannot be compiled."""
+    """Runs a call that cannot be compiled, under ``fullgraph=False``."""
     return module.forward(*args, **kwargs)
 
 
@@ -132,14 +134,15 @@ def _find(root: Any, states: Mapping[str, ModuleState], values: Values, call: An
 
 
 def active_flags() -> tuple[tuple[str, Any], ...]:
-    """Those in force, by name; a record as its type and its fields, from which :func:`steps.switches_of` builds it."""
+    """The switches in force, by name; a record as its type and fields, from which :func:`steps.switches_of` rebuilds
+    it.
+    """
     config = thread_config.config
-    flags = [(name, constant_value(getattr(config, name))) for name in field_names(Config) if name != "recipe"]
-    return (*flags, ("recipe", _in_parts(config.recipe)))
+    return tuple([(name, _in_parts(getattr(config, name))) for name in field_names(type(config))])
 
 
 def _in_parts(value: Any) -> Any:
-    if value is None or not is_record(type(value)):
+    if isinstance(value, _CONSTANT_TYPES) or not is_record(type(value)):
         return constant_value(value)
     return (type(value), *[_in_parts(getattr(value, name)) for name in field_names(type(value))])
 
@@ -158,7 +161,7 @@ def _run(plan: TracedPlan, modules: Modules, states: Mapping[str, ModuleState], 
 
 
 def _call_module(step: TracedStep, modules: Modules, values: list[Any]) -> Any:
-    """A module that is no op, or an op with hooks: Dynamo traces it, hooks and all."""
+    """Calls a module that is not an op, or an op with hooks; Dynamo traces it, hooks included."""
     for label, module in modules:
         if label == step.labels[0]:
             x = values[step.tensors[0]]
@@ -168,7 +171,7 @@ def _call_module(step: TracedStep, modules: Modules, values: list[Any]) -> Any:
 
 
 def _walk(module: nn.Module, label: str, modules: Modules, around: tuple[nn.Module, ...]) -> None:
-    """The modules that stand for themselves or can be addressed, as :class:`FlatContainer` labels them."""
+    """The modules that are entries or can be addressed, with the labels of :class:`FlatContainer`."""
     modules.append((label, module))
     if opens(module):
         refuse_itself(module, label, around)
@@ -178,7 +181,7 @@ def _walk(module: nn.Module, label: str, modules: Modules, around: tuple[nn.Modu
 
 
 def _addressed(modules: Modules, op_kwargs: Mapping[Any, Any], values: Values) -> Any:
-    """``op_kwargs`` with places instead of modules, and slots instead of values."""
+    """``op_kwargs`` with places in place of modules, and slots in place of values."""
     if not isinstance(op_kwargs, Mapping):
         raise ArgumentError(f"op_kwargs must map ops to their keywords, got a {type(op_kwargs).__name__}")
     addressed = []
@@ -194,14 +197,14 @@ def _addressed(modules: Modules, op_kwargs: Mapping[Any, Any], values: Values) -
 
 
 def _spec_or_value(value: Any) -> Any:
-    """What a plan may depend on: of a tensor all but shape and contents, else the value."""
+    """The part of an argument that a plan may depend on: a tensor without shape and contents, or the value."""
     if isinstance(value, Tensor):
         return TensorSpec((0,), value.dtype, value.device, requires_grad=value.requires_grad)
     return constant_value(value)
 
 
 def _module_state(root: Op, module: nn.Module, path: str) -> ModuleState:
-    """Of an op or, along a dotted path, of a module inside it."""
+    """The state of an op or, along a dotted path, of a module inside it."""
     attributes = root._attributes(path)
     names, tensors = (
         [path + name for name in attributes.tensors],
@@ -220,7 +223,7 @@ def _module_state(root: Op, module: nn.Module, path: str) -> ModuleState:
 
 
 def constant_value(value: Any) -> Any:
-    """A value, read to the end: Dynamo then guards on all of it, and makes no number in it dynamic."""
+    """Reads a value completely: Dynamo then guards on all of it, and makes no number in it dynamic."""
     if value is None or isinstance(value, (bool, str, bytes, torch.dtype, torch.device, torch.layout, Enum, type)):
         return value
     if isinstance(value, (int, float)):

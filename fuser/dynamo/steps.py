@@ -32,7 +32,7 @@ class TracedStep(NamedTuple):
     """One step as Dynamo reads it.
 
     Attributes:
-        handle: names what :func:`run_step` shall run; None for a module that Dynamo is to trace itself.
+        handle: the name of the step for :func:`run_step`; None for a module that Dynamo traces itself.
         labels: the modules whose tensors are passed, or the module to trace.
         tensors: the slots of x and of the tensors among the keywords.
         keywords: of a module to trace: (keyword, slot).
@@ -50,9 +50,9 @@ class TracedPlan(NamedTuple):
     """A plan as Dynamo reads it.
 
     Attributes:
-        inputs: which argument stands in each of the first slots.
+        inputs: the argument in each of the first slots.
         steps, results: as a plan's.
-        refusal: why it must run eagerly; error: why it cannot run at all.
+        refusal: the reason why it must run eagerly; error: the reason why it cannot run at all.
     """
 
     inputs: tuple[int, ...] = ()
@@ -63,18 +63,18 @@ class TracedPlan(NamedTuple):
 
 
 class _Refused(Exception):
-    """Why a step must run eagerly."""
+    """The reason why a step must run eagerly."""
 
 
 @dataclass(frozen=True)
 class LoweredStep:
-    """A step whose tensors, those of its modules included, are still to come.
+    """A step that gets its tensors, including those of its modules, at the call.
 
     Attributes:
-        step: its module, and the ops of its entries, have no tensors.
-        slots: of x and of the tensors among the keywords, in the order in which they come.
-        names: of the modules' tensors, which come next.
-        constants: slot -> value, of the keywords that are no tensors.
+        step: the step; its module and ops have no tensors.
+        slots: the slots of x and of tensor keywords, in order.
+        names: the names of the modules' tensors, which follow.
+        constants: slot -> value, for keywords that are not tensors.
     """
 
     step: Step
@@ -103,19 +103,19 @@ _numbers = itertools.count()
 
 
 def _keep(handle: str, lowered: LoweredStep) -> None:
-    """Files a step for as long as the code lives that Dynamo is about to compile: as one of its globals."""
+    """Keeps a step as a global of the code that Dynamo is compiling, so that it lives as long."""
     _lowered[handle] = lowered
     keep_with_compiled_code("__fusible_step", lowered)
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def run_step(handle: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """What Dynamo puts into its graph for a step: AOTAutograd traces through it, down to the kernels' custom ops."""
+    """The function in Dynamo's graph for a step. AOTAutograd traces through it, down to the kernels' custom ops."""
     return _lowered[handle].run(tensors)
 
 
 def traced_plan_or_reason(current: Callable[[], Any], flags: tuple[Any, ...], *call: Any) -> TracedPlan:
-    """A traced plan, or one that says why there is none: Dynamo would bury an exception."""
+    """A traced plan, or one with the reason why there is none, as Dynamo would hide an exception."""
     try:
         with use_config(switches_of(flags)):  # as the traced code has them
             return _plan_of_call(current(), *call)
@@ -139,7 +139,7 @@ def _whole(value: Any) -> Any:
 
 
 def _plan_of_call(compiled: Any, call: Any, arguments: Any, names: Any) -> TracedPlan:
-    """The traced plan for a call of what keeps ``compiled``; :mod:`frontend` says what the other arguments are."""
+    """The traced plan for a call with the state ``compiled``; :mod:`frontend` describes the other arguments."""
     (extra, addressed, shared), values = call, [_outline(each) for each in arguments]
     layout, runtime = compiled.layout, Runtime.of(values[0])
     op_kwargs = None if addressed is None else {_key(layout, where): _by_name(kw, values) for where, kw in addressed}
@@ -156,7 +156,7 @@ def _traced_plan(
     names: Mapping[str, tuple[str, ...]],
     runtime: Runtime,
 ) -> TracedPlan:
-    """Prepares the steps. ``bound`` are those of ``values`` that the steps read, in the order of the slots."""
+    """Prepares the steps. ``bound``: the ``values`` that the steps read, in the order of slots."""
     positions = {id(value): position for position, value in enumerate(values)}
     traced = [_traced(step, bound, names, runtime) for step in steps]
     return TracedPlan(tuple([positions[id(value)] for value in bound]), tuple(traced), results)
@@ -183,7 +183,7 @@ def _check_traceable(step: Step, runtime: Runtime) -> None:
     for entry, op in zip(step.entries, step.ops, strict=True):
         if op and (method := patched_half(op)):
             raise _Refused(f"{entry}: its {method} was set on the object, whose tensors compiled code does not see")
-        why = op.eager_only if op else None
+        why = op.promises.eager_only if op else None
         if op and why is None and runtime.grad_enabled:
             why = foreseen(op).trace_refusal()
         if why:
@@ -191,7 +191,7 @@ def _check_traceable(step: Step, runtime: Runtime) -> None:
 
 
 def _key(layout: FlatContainer, where: Any) -> Any:
-    """A key of ``op_kwargs`` again, from where the traced code found it."""
+    """The key of ``op_kwargs`` for a place that the traced code found."""
     if where[0] == "key":
         return where[1]
     _, cls, labels = where
@@ -203,5 +203,5 @@ def _by_name(slots: Any, values: list[Any]) -> dict[str, Any]:
 
 
 def _outline(argument: Any) -> Any:
-    """An argument without data: all that binding and plans ask of one."""
+    """An argument without data, which suffices for binding and plans."""
     return Outline(argument, "a plan reads no values") if isinstance(argument, TensorSpec) else argument

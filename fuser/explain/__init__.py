@@ -1,1 +1,1 @@
-"""Says what a call runs, and why each fusion and each kernel was or was not taken."""
+"""Explanations of what a call runs, and why each fusion and kernel was or was not used."""

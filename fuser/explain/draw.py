@@ -7,7 +7,7 @@ from html import escape
 
 from ..compiler.graph import OpGraph, X
 
-Boxes = Mapping[str, tuple[str, ...]]  # what a fused step is called -> the nodes that it stands for
+Boxes = Mapping[str, tuple[str, ...]]  # name of a fused step -> its nodes
 
 
 def table(rows: list[tuple[str, ...]]) -> list[str]:
@@ -32,7 +32,7 @@ def html_line(text: str) -> str:
 
 
 def name(graph: OpGraph, node: str) -> str:
-    """What a drawing calls a node."""
+    """The name of a node in a drawing."""
     entry = graph.entry(node)
     if entry is not None:
         return f"{entry.label}: {entry.kind}"
@@ -48,22 +48,22 @@ def edges(graph: OpGraph) -> Iterator[tuple[str, str, str]]:
 
 
 def _for_mermaid(text: str) -> str:
-    """Text inside quotes: what may mean something there as the entity of its number."""
+    """Escapes text for quotes in Mermaid, with special characters as numeric entities."""
     return "".join(c if c.isalnum() or c in " _.,:=-" else f"#{ord(c)};" for c in _printable(text))
 
 
 def _for_dot(text: str) -> str:
-    """Text inside quotes."""
+    """Escapes text for quotes in DOT."""
     return _printable(text).replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _for_svg(text: str) -> str:
-    """Text of an element."""
+    """Escapes text of an SVG element."""
     return escape(_printable(text))
 
 
 def _printable(text: str) -> str:
-    """Text without control characters, halves of characters and the like, which no drawing may contain."""
+    """Text without control characters, surrogates and other characters that drawings must not contain."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 

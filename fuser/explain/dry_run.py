@@ -1,4 +1,4 @@
-"""Finds out what a call runs, by running its plan on tensors that hold no data."""
+"""Dry runs: finds out what a call runs, by running its plan on tensors without data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from .explanation import ExplainedFusion, ExplainedStep, Explanation, KernelRepo
 
 
 def explain_plan(plan: Plan, arguments: list[Any], runtime: Runtime) -> Explanation:
-    """Explains a plan for these arguments; instead of each tensor there is its :class:`TensorSpec`."""
+    """Explains a plan for these arguments, with a :class:`TensorSpec` in place of each tensor."""
     steps = tuple(_explain_steps(plan, arguments, runtime))
     fusions = [
         _explained(plan.graph, d.fusion.name, d.match.nodes.values(), d.taken, d.reason)
@@ -82,7 +82,7 @@ def _explain_steps(plan: Plan, arguments: list[Any], runtime: Runtime) -> Iterat
                 notes = _notes_of_copy(step, values)
                 values = _run_module(step.module, step.x, values, mode)
                 reason = step.module.reason if isinstance(step.module, StandIn) else ""
-                report = KernelReport("module", reason or "not an Op: runs as it is")
+                report = KernelReport("module", reason or "not an Op: runs unchanged")
                 if values is None:
                     yield replace(row, **_unknown(report, runtime), notes=notes)
                 else:
@@ -91,16 +91,16 @@ def _explain_steps(plan: Plan, arguments: list[Any], runtime: Runtime) -> Iterat
 
 
 def _unknown(report: KernelReport, runtime: Runtime) -> dict[str, Any]:
-    """What is said of both directions of a step that cannot be run: its backward may be needed, where one is."""
+    """The reports of both directions for a step that cannot be run; its backward may be needed if gradients are on."""
     return {"forward": report, "backward": KernelReport("?", report.reason) if runtime.grad_enabled else None}
 
 
 class _OverriddenForwardError(Exception):
-    """What calling the op does is not what its halves do."""
+    """Calling the op does something other than running its halves."""
 
 
 def _unexplained(op: Op, error: Exception) -> str | None:
-    """Why nobody can say what an op does but by calling it; None: that is an error."""
+    """The reason why an op can only be explained by calling it; None if it is a real error."""
     if isinstance(error, DynamicOutputShapeException):
         return "the shape of its output depends on data"
     if isinstance(error, DataDependentOutputException):
@@ -148,12 +148,12 @@ def _explain_op(
 def _explain_backward(
     op: Op, saved: Any, outputs: Sequence[Tensor], wanted: Sequence[str], runtime: Runtime
 ) -> tuple[KernelReport | None, list[str]]:
-    """What the backward of an op runs, and remarks on it; None where nothing is wanted, or autograd sees no op.
+    """The report of an op's backward, and remarks; None if no gradient is wanted, or autograd does not see the op.
 
     Raises:
-        RefusedError: a kernel of it is refused, under ``config(strict=True)``.
+        RefusedError: a kernel is refused under ``config(strict=True)``.
     """
-    if not wanted or (op.passes_x_on and patched_half(op) is None):
+    if not wanted or (op.promises.passes_x_on and patched_half(op) is None):
         return None, []
     kept, lent, apart, rest = pack(saved)
     try:
@@ -173,7 +173,7 @@ def _explain_backward(
 
 
 def _apart(op: AnyOp) -> AnyOp:
-    """A copy for the run, which takes what ``fwd`` and ``bwd`` assign to the op. It shares everything else."""
+    """A copy for the dry run, which takes the attributes that ``fwd`` and ``bwd`` assign; everything else is shared."""
     copy: AnyOp = object.__new__(type(op))
     held = {kind: dict(vars(op)[kind]) for kind in ("_parameters", "_buffers", "_modules")}
     object.__setattr__(copy, "__dict__", {**vars(op), **held})
@@ -181,7 +181,7 @@ def _apart(op: AnyOp) -> AnyOp:
 
 
 def _without_autocast(device: torch.device, runtime: Runtime) -> AbstractContextManager[Any]:
-    """A backward runs without autocast, even if its forward did not."""
+    """A context without autocast, in which a backward runs even if its forward used autocast."""
     return nullcontext() if runtime.autocast_dtype is None else torch.autocast(device.type, enabled=False)
 
 
@@ -190,7 +190,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _notes_of_extras(graph: OpGraph, step: Step) -> tuple[str, ...]:
-    """Where the extra outputs of a step's ops go, but for those that do not leave the step."""
+    """Notes on the readers of a step's extra outputs, except those that stay inside the step."""
     notes, inside = [], {entry.label for entry in step.entries}
     for entry, op in zip(step.entries, step.ops, strict=True):
         for name in op.extra_outputs if op else ():
@@ -204,7 +204,7 @@ def _notes_of_extras(graph: OpGraph, step: Step) -> tuple[str, ...]:
 
 
 def _notes_of_copy(step: Step, values: list[Any]) -> tuple[str, ...]:
-    """That a module that works in place is given a copy, and for whose sake."""
+    """The note that an in-place module gets a copy of its input, and which extra output requires it."""
     x = values[step.x]
     if not isinstance(x, Tensor) or not works_in_place(step.module):
         return ()
@@ -227,7 +227,7 @@ def _run_module(module: nn.Module, x: int, values: list[Any], mode: FakeTensorMo
 
 
 class _WithoutHooks(nn.Module):
-    """Runs a module, but none of its hooks, which are the user's code and meant for calls."""
+    """Runs a module without its hooks, which are user code meant for real calls."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

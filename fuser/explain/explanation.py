@@ -1,4 +1,4 @@
-"""``explain``: what a call runs and why, as data, as tables and as drawings."""
+"""``explain``: what a call runs and why, as data, tables and drawings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from . import draw
 
 
 def distinct_clauses(reasons: Iterable[str]) -> str:
-    """The reasons as one text, without clauses that repeat."""
+    """Joins the reasons to one text, without repeated clauses."""
     return "; ".join(dict.fromkeys(clause for reason in reasons if reason for clause in reason.split("; ")))
 
 
@@ -23,9 +23,9 @@ class KernelReport:
     """The kernels that a step calls in one direction.
 
     Attributes:
-        kernel: their names; ``reason``: why these, and no faster ones; or why nobody can say, where the name is ``?``.
-        flops, bytes: what they compute and must move, once through, with every row in use.
-        configurations: of the kernels that have several, what was chosen: tiles and the like.
+        kernel: their names; ``reason``: why these and no faster ones run, or why they are unknown if the name is ``?``.
+        flops, bytes: the operations and the memory traffic, with every row in use.
+        configurations: the chosen configurations, such as tiles, of kernels that have several.
     """
 
     kernel: str = "torch"
@@ -36,7 +36,7 @@ class KernelReport:
 
     @classmethod
     def of(cls, calls: Sequence[KernelCall]) -> KernelReport:
-        """What was recorded; without a record the step calls functions of torch."""
+        """The report of recorded calls; without a record the step calls functions of torch."""
         return cls(
             kernel=" + ".join(dict.fromkeys(call.kernel for call in calls)) or "torch",
             reason=distinct_clauses(call.reason for call in calls),
@@ -52,12 +52,12 @@ class ExplainedStep:
 
     Attributes:
         name: the class of the op that runs.
-        ops: the indices in the container of the ops that it stands for; ``labels`` also tells parts apart.
-        forward: its kernels.
-        backward: those of its backward; None where there is none, because nothing needs a gradient.
-        shape: of the output, None if it is not known without data.
-        saved_bytes: what it keeps for the backward, beyond parameters and what an earlier step keeps.
-        notes: anything else, such as arguments that are copied.
+        ops: the indices of its ops in the container; ``labels`` also distinguishes parts.
+        forward: the kernels of the forward.
+        backward: the kernels of the backward; None if nothing needs a gradient.
+        shape: the shape of the output, None if it is unknown without data.
+        saved_bytes: bytes kept for the backward, beyond parameters and tensors that an earlier step keeps.
+        notes: other remarks, such as copied arguments.
     """
 
     name: str
@@ -91,19 +91,19 @@ class ExplainedStep:
 
     @property
     def backward_reason(self) -> str:
-        """Why its backward runs on these kernels, where that is another reason than the forward's."""
+        """The reason for the backward's kernels, if it differs from the forward's."""
         back = self.backward
         return "" if back is None or back.reason == self.reason else back.reason
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: the forward's kernels beside the rest, those of the backward under ``"backward"``."""
+        """The step as plain data: the forward's fields at the top level, the backward's under ``"backward"``."""
         fields = asdict(self)
         return {**fields, **fields.pop("forward")}
 
 
 @dataclass(frozen=True)
 class ExplainedFusion:
-    """One place where a fusion's shape fits, and what became of it."""
+    """One match of a fusion's shape, and its outcome."""
 
     name: str
     ops: tuple[int, ...]
@@ -114,13 +114,13 @@ class ExplainedFusion:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What a call runs. Prints as tables; :meth:`to_text`, ``to_mermaid``, ``to_dot`` and ``to_svg`` draw it.
+    """The explanation of a call. Prints as tables; :meth:`to_text`, ``to_mermaid``, ``to_dot`` and ``to_svg`` draw it.
 
     Attributes:
-        fusions: those that were taken or refused, but for those that cover only a part of one that was taken.
+        fusions: the fusions that were taken or refused, except those within a larger one that was taken.
         near_misses: fusions that would fit but for one op.
-        replay: whether the call replays captured launches, and if not, why; empty where a device launches nothing. It
-            depends on earlier calls, so two explanations that differ in it alone are equal.
+        replay: whether the call replays captured launches, and if not, why; empty on devices without launches. It
+        depends on earlier calls, so it is ignored in comparisons.
     """
 
     steps: tuple[ExplainedStep, ...]
@@ -214,12 +214,12 @@ class Explanation:
         return [("fusion", "ops", "", "reason"), *rows] if rows else [("no fusion fits",)]
 
     def _lines(self) -> list[str]:
-        """What stands between the tables: the total, what was chosen for the kernels, and whether the call replays."""
+        """The lines between the tables: the total, the chosen configurations, and whether the call replays."""
         chosen = [line for step in self.steps for line in _chosen(step)]
         return [self._total(), *chosen, *([f"replay: {self.replay}"] if self.replay else [])]
 
     def _total(self) -> str:
-        """What the whole call costs, in a line."""
+        """The total cost of the call, in one line."""
         sizes = _sizes(self.flops, self.bytes)
         total = f"{sizes[0]} GFLOP, {sizes[1]} MB, {self.saved_bytes_per_row:.0f} saved bytes a row"
         if self._backwards():
@@ -231,7 +231,7 @@ class Explanation:
         return total
 
     def _rows_of(self, step: ExplainedStep) -> Iterator[tuple[str, str, str, str, str, str, str, str]]:
-        """The step's line in the table, and that of its backward where it says something new, or runs on CUDA."""
+        """The step's row in the table, and that of its backward if it adds information or runs on CUDA."""
         shape = "?" if step.shape is None else "x".join(map(str, step.shape))
         saved = f"{step.saved_bytes / max(1, self.rows):.0f}"
         why = distinct_clauses((step.reason, *step.notes))
@@ -248,7 +248,7 @@ class Explanation:
 
 
 def _sizes(flops: int, moved: int) -> tuple[str, str]:
-    """Billions of operations, millions of bytes."""
+    """Formats GFLOP and MB."""
     return f"{flops / 1e9:.3f}", f"{moved / 1e6:.2f}"
 
 
@@ -260,10 +260,10 @@ def _chosen(step: ExplainedStep) -> Iterator[str]:
 
 
 class StandIn(nn.Module):
-    """A module in an op's place.
+    """A module in place of an op.
 
     Attributes:
-        reason: why there is no op for it, which ``explain`` prints.
+        reason: the reason why there is no op for it, which ``explain`` prints.
     """
 
     reason: str = ""

@@ -29,7 +29,7 @@ class Explainable(Protocol):
 
 
 class LayerContainer(NamedTuple):
-    """A container that runs a module of somebody else's, and what brings rows to its groups and back."""
+    """A container that runs a foreign module, and the backend that routes its rows."""
 
     container: Explainable
     routing: str = ""
@@ -37,22 +37,22 @@ class LayerContainer(NamedTuple):
 
 _NO_LAYER = "no layer runs through fusible"
 Finder = Callable[[nn.Module], LayerContainer | str | None]
-"""Says what runs a module of somebody else's; or why we do not; or None, if it is no such module."""
+"""Returns the container that runs a foreign module, or the reason why none does, or None for other modules."""
 
 _finders: list[Finder] = []
 
 
 def add_finder(finder: Finder) -> None:
-    """Lets :func:`explain` see modules that run through a container which is no child of theirs."""
+    """Makes :func:`explain` see modules that run through a container which is not their child."""
     if finder not in _finders:
         _finders.append(finder)
 
 
 @dataclass(frozen=True)
 class ExplainedLayer:
-    """One container of a model: where it stands, the class there, and its last call, or why there is none.
+    """One container of a model: its path, the class there, and its last call, or the reason why there is none.
 
-    ``routing`` says what brought rows to its groups and back, where that is ours to do.
+    ``routing`` names the backend that routed the rows, if the container does not.
     """
 
     path: str
@@ -62,7 +62,7 @@ class ExplainedLayer:
     routing: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; the call under ``"explanation"``, None if there was none."""
+        """The layer as plain data; the call under ``"explanation"``, None if there was none."""
         call = None if self.explanation is None else self.explanation.to_dict()
         about = {"path": self.path, "kind": self.kind, "routing": self.routing, "reason": self.reason}
         return {**about, "explanation": call}
@@ -81,9 +81,9 @@ class ExplainedLayer:
 
 @dataclass(frozen=True, repr=False)
 class ModelExplanation:
-    """What the containers of a model ran in their last calls. ``layers`` has the details.
+    """The last calls of a model's containers; ``layers`` has the details.
 
-    Prints as a table, in which layers that differ in the number in their path alone share a row.
+    Prints as a table, in which layers that differ only in the number in their path share a row.
     """
 
     layers: tuple[ExplainedLayer, ...]

@@ -1,4 +1,4 @@
-"""Rows of a table that differ in one number of their path alone: one row, with the numbers as ranges."""
+"""Table rows that differ only in one number of their path, joined to one row with the numbers as ranges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TableRow = tuple[str, ...]
 
 
 class Numbered(NamedTuple):
-    """A row whose path has a number in it; what others must have in common with it to share its row."""
+    """A row with a number in its path; rows with an equal rest can share a row."""
 
     before: tuple[str, ...]
     number: int
@@ -18,7 +18,7 @@ class Numbered(NamedTuple):
 
     @classmethod
     def of(cls, row: TableRow) -> Numbered | None:
-        """By the first number of the path; None: it has none."""
+        """The row by the first number in its path; None if it has no number."""
         parts = row[0].split(".")
         at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
         return None if at is None else cls(tuple(parts[:at]), int(parts[at]), tuple(parts[at + 1 :]), row[1:])
@@ -29,7 +29,7 @@ class Numbered(NamedTuple):
 
 
 def grouped(rows: Sequence[TableRow]) -> list[TableRow]:
-    """Rows, of which the first column is a path; those that share one stand where the first of them stood."""
+    """Groups rows whose first column is a path; rows that share one take the place of the first."""
     numbers: dict[object, list[int]] = {}
     firsts: dict[object, TableRow | Numbered] = {}
     for row in rows:

@@ -13,7 +13,7 @@ __all__ = ["Stats", "simulated", "stats"]
 
 @dataclass
 class Stats:
-    """What this process has captured and replayed. Threads may lose some counts to each other."""
+    """Counts of captures and replays in this process. Threads may lose some counts to each other."""
 
     captured: int = 0  # forms of calls, and of backwards, whose launches were captured
     replayed: int = 0  # forwards and backwards of ops that were replayed
@@ -24,5 +24,5 @@ counts = Stats()
 
 
 def stats() -> Stats:
-    """What has been captured and replayed so far, in all containers."""
+    """The counts so far, of all containers."""
     return deepcopy(counts)

@@ -40,7 +40,7 @@ _attribute_version = attrgetter("attribute_version")
 
 
 def observer() -> Refusal | None:
-    """Who observes or transforms what a call does, so that it is not replayed; None: nobody."""
+    """The reason not to replay because a profiler, transform or mode observes the call, or None."""
     if profiler_enabled():
         return Refusal("a profiler is active")
     if transforms_active():
@@ -51,15 +51,15 @@ def observer() -> Refusal | None:
 
 
 class CallKey(NamedTuple):
-    """What a call depends on, but for the contents of tensors."""
+    """Everything that a call depends on, except the contents of tensors."""
 
-    key: tuple[Any, ...]  # all that is no tensor
+    key: tuple[Any, ...]  # all arguments that are not tensors
     pool: list[Tensor]  # those that its ops hold, then its values
     rows: int  # of x
 
 
 def call_key(layout: FlatContainer, call: BoundArguments, runtime: Runtime) -> CallKey | Refusal:
-    """The key of a call on dense tensors of a device that nobody observes or transforms; else why it has none."""
+    """The key of a call on dense tensors of a device without observers or transforms, or the reason why it has none."""
     x = call.values[0]
     if x.device.type not in current_stream:
         return Refusal()
@@ -87,7 +87,7 @@ class CapturedContext(BackwardContext):
     """The context of a captured forward. Its backward is captured once for each form, then replayed."""
 
     ops: tuple[Op, ...] = ()  # the op and its parts; a capture holds until one of their attributes is assigned
-    cache: GuardedCache = field(default_factory=GuardedCache, compare=False)  # of backwards, by what they use
+    cache: GuardedCache = field(default_factory=GuardedCache, compare=False)  # of backwards, by tensors they use
 
     @classmethod
     def of(cls, context: BackwardContext, op: Op) -> CapturedContext:
@@ -97,7 +97,7 @@ class CapturedContext(BackwardContext):
     def run(
         self, inputs: BackwardInputs, wanted: frozenset[str], node: Any, requested: Sequence[Delivery]
     ) -> list[Tensor | None]:
-        """As of the base class, by a replay where one has been captured for such tensors."""
+        """Runs the backward, by a replay if one has been captured for such tensors."""
         dy, tensors = inputs.douts[0], [*inputs.tensors, *inputs.lent, *inputs.douts]
         for value in inputs.joined:
             tensors += (value,) if type(value) is Tensor else value
@@ -125,22 +125,22 @@ class CapturedContext(BackwardContext):
 
 
 class CapturedStep(NamedTuple):
-    """What the replay of a forward reads of its call, and what it leaves."""
+    """The inputs and results of a step's replay."""
 
     replay: Replay
     context: CapturedContext
     inputs: list[int]  # the positions in the pool of what autograd is given; nothing where it is not asked
-    reads: list[int]  # of what is launched on
+    reads: list[int]  # tensors of the device that is launched on
     outputs: int  # of the results
     saved: int  # of the results, those before buffers of the caller, which autograd does not save
 
     def run(self, pool: list[Any], rows: int, stream: int) -> None:
-        """Replays the forward on the pool, to which it adds its outputs."""
+        """Replays the forward on the pool, and appends its outputs."""
         reads, inputs = ([*map(pool.__getitem__, self.reads)], rows, stream), map(pool.__getitem__, self.inputs)
         pool += apply(partial(self._result, reads), *inputs) if self.inputs else self.replay.run(*reads)
 
     def _result(self, reads: tuple[list[Any], int, int], flags: tuple[bool, ...]) -> ForwardResult:
-        """The outputs, and what the backward needs."""
+        """The outputs, and the state of the backward."""
         results, apart = self.replay.run(*reads), self.context.apart() if self.context.sources else ()
         kept, lent = results[self.outputs : self.saved], results[self.saved :]
         return ForwardResult(tuple(results[: self.outputs]), kept, apart, lent, self.context)
@@ -156,7 +156,7 @@ class CapturedCall(NamedTuple):
     last: Any  # what ``explain()`` needs of the call; None where that depends on the rows
 
     def run(self, pool: list[Any], rows: int) -> Any:
-        """Replays the call on a pool, to which the steps add their outputs: so it holds all values of the plan."""
+        """Replays the call on a pool, to which the steps append their outputs, so it holds all values of the plan."""
         plan, held, stream = self.plan, self.held, stream_of(pool[self.held])
         if plan.buffers:
             check_overlaps(plan.buffers, plan.inputs, pool[held:], pool[:held])
@@ -178,7 +178,7 @@ class CaptureSession:
 
     @classmethod
     def of(cls, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> CaptureSession | None:
-        """For a call, but not for the first of its form: it finds out what later ones need not find out again."""
+        """A session for a call, but None for the first of its form, which fills the caches that later ones use."""
         unbuilt = None if Capture.find_library() else "no library is built whose launches can be captured"
         if (reason := plan.replay_refusal or unbuilt) is not None:
             form.file(key.rows, Refusal(reason))
@@ -207,7 +207,7 @@ class CaptureSession:
         return result._replace(context=context)
 
     def finish(self, last: Any) -> None:
-        """Files the captured call, or why one of its steps cannot be replayed."""
+        """Files the captured call, or the reason why one of its steps cannot be replayed."""
         any_rows, steps = all([step.replay.is_for_any_rows for step in self._steps]), tuple(self._steps)
         captured = CapturedCall(self._plan, steps, len(self._held), any_rows, None if any_rows else last)
         self._form.file(self._rows, self._refusal or captured)

@@ -1,4 +1,4 @@
-"""Captures what a run does on a device: the tensors that it creates, and the launches that the library notes itself."""
+"""Captures a run on a device: the tensors that it creates, and the launches that the library records."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGE = 2**24  # bytes that a replay does not hold until its end, if it need not
 
 
 class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Observes a run. Any operation but an allocation, a view or a launch of the library makes it impossible to replay.
+    """Observes a run. Any operation other than an allocation, a view or a launch of the library prevents replays.
 
     Attributes:
         memory: of results that are allocated, without their first sizes.
@@ -35,7 +35,9 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     find_library: Callable[[], Any] = staticmethod(lambda: None)  # set by the library whose launches can be captured
 
     def __init__(self, inputs: Sequence[Tensor], rows: int, owned: int = 0) -> None:
-        """``owned``: how many of the inputs, the first, are held by nobody else when the run is replayed."""
+        """Starts the capture; ``owned``: the number of inputs, the first ones, that have no other owner during a
+        replay.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self.device, self._inputs = rows, inputs[0].device, inputs
         self._versions = {i: t._version for i, t in enumerate(inputs) if not t.is_inference()}  # these count none
@@ -63,9 +65,9 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def finish(self, outputs: Sequence[Tensor | None], kept: Sequence[Tensor] = ()) -> str | None:
-        """Notes the results, and lets go of the inputs; returns why the run cannot be replayed.
+        """Records the results and drops the inputs; returns the reason why the run cannot be replayed, or None.
 
-        Outputs are allocated in the run, inputs detached, or None. What it keeps besides may also be inputs, viewed.
+        Outputs are allocated in the run, detached inputs, or None. Other kept tensors may also be viewed inputs.
         """
         tensors = [tensor for tensor in (*outputs, *kept) if tensor is not None]
         if not {*map(type, self._inputs), *map(type, tensors)} <= TENSOR_TYPES:
@@ -84,7 +86,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.recorder.refusal  # type: ignore[no-any-return]
 
     def _number(self, result: Tensor) -> int:
-        """Of a result that is no input; any, if it is one that a replay could not give."""
+        """The recorder's number of a result that is not an input; arbitrary if replay cannot produce it."""
         is_dense, (first, last) = result.ndim > 0 and result.is_contiguous(), extent(result)
         number: int = self.recorder.result(first, last + 1 - first, result.shape[0] if is_dense else -1)
         if not 0 <= number < len(self._inputs):
@@ -99,7 +101,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Replay(NamedTuple):
-    """Launches, and the tensors that they need."""
+    """Launches and the tensors that they need."""
 
     capture: Capture
     launches: Any
@@ -108,10 +110,10 @@ class Replay(NamedTuple):
 
     @classmethod
     def of(cls, capture: Capture, first: Replay | None) -> Replay:
-        """For any number of rows, if a capture fits the ``first`` of its form; else for its own number.
+        """A replay for any number of rows if the capture fits the ``first`` of its form; else for its own number.
 
-        The library declares which numbers of a launch count rows, and how large a workspace is for how many; of a
-        tensor the first size may vary. The second capture tells whether one only happens to be the number of rows.
+        The library declares which numbers of a launch count rows, and the size of the workspace by rows; the first size
+        of a tensor may vary. The second capture shows whether a size only happens to equal the number of rows.
         """
         partner = first.capture.recorder if first is not None and first.capture.form == capture.form else None
         launches = capture.recorder.launches(partner, LARGE)
@@ -119,7 +121,10 @@ class Replay(NamedTuple):
         return cls(capture, launches, [*capture.memory, scratch], launches.for_any_rows)
 
     def run(self, tensors: list[Any], rows: int, stream: int) -> list[Any]:
-        """The results for these inputs, a list that is left with what the launches no longer need."""
+        """Runs the launches for these inputs and returns the results.
+
+        Inputs that launches still need are removed from the list.
+        """
         counts.replayed += 1
         written = [*map(tensors.__getitem__, self.capture.written)]
         views = list[Tensor]()
@@ -134,12 +139,12 @@ class Replay(NamedTuple):
 
 @cache
 def allocator(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
-    """Allocates a tensor of a shape: the function that does so fastest, and for all captures the same."""
+    """The fastest function that allocates a tensor of a shape; the same object for all captures."""
     with without_dispatch_modes():
         return torch.empty(0, dtype=dtype, device=device).new_empty
 
 
 def refuse(reason: str) -> None:
-    """Tells the capture of this thread, if there is one, that what happens now would not happen in a replay."""
+    """Makes the capture of this thread, if any, refuse replays, as the current operation would not be replayed."""
     if (library := Capture.find_library()) is not None:
         library.refuse(reason)

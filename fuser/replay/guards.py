@@ -1,4 +1,4 @@
-"""A cache of captures: by a key of values that are no tensors, behind it by guards on the tensors, then by rows."""
+"""A cache of captures: by a key of non-tensor values, then by guards on the tensors, then by rows."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ REPLAYED = "replayed"
 
 
 class Refusal(str):
-    """Why a call or a backward is not replayed; empty where nobody would expect it to be."""
+    """The reason why a call or a backward is not replayed; empty if no one would expect it."""
 
 
 def described(entry: Any) -> str:
-    """What an explanation says of an entry."""
+    """The text of an explanation on an entry."""
     if isinstance(entry, Refusal):
         return entry and f"not replayed: {entry}"
     return "captured when a call of this form comes again" if entry is None else REPLAYED
 
 
 class Form(dict[int, Any]):
-    """Calls that differ in the number of rows alone: in the first size of tensors that have as many, or a multiple.
+    """Calls that differ only in the number of rows: in the first size of tensors that equals it, or a multiple.
 
-    By that number, entries: what is replayed, or the refusal to replay anything; None: nobody knows yet.
+    Entries by that number: the replay, or the refusal to replay; None: not known yet.
 
     Attributes:
         is_new: whether no call of the form has run yet.
@@ -54,11 +54,11 @@ class Form(dict[int, Any]):
         return self._for_any_rows if is_usual else Refusal("no rows, or so many that other kernels might be needed")
 
     def fits(self, tensors: Sequence[Tensor], rows: int) -> bool:
-        """Whether tensors are of the form, with so many rows."""
+        """Whether tensors with this number of rows have the form."""
         return self._guards(*tensors) and all([tensors[i].shape[0] == n * rows for i, n in self._long.items()])
 
     def file(self, rows: int, entry: Any) -> None:
-        """Files a capture or a refusal: for this number of rows, or a capture for any in place of all that is there."""
+        """Files a capture or refusal: for this number of rows, or a capture for any number in place of all entries."""
         if isinstance(entry, Refusal):
             counts.unsupported[entry] += 1
         else:
@@ -74,7 +74,7 @@ class Form(dict[int, Any]):
 
 
 class GuardedCache(dict[tuple[Any, ...], list[Form]]):
-    """Forms by key. Where they are many, all are dropped."""
+    """Forms by key. If there are too many, all are dropped."""
 
     def find(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> tuple[Form, Any]:
         """The form of these tensors, a new one if there is none, and the entry of this call."""
@@ -90,5 +90,5 @@ class GuardedCache(dict[tuple[Any, ...], list[Form]]):
 
 
 def are_aligned(tensors: Sequence[Tensor]) -> bool:
-    """Whether all addresses are multiples of 16: by their last bits some kernels choose their way."""
+    """Whether all addresses are multiples of 16, as some kernels depend on their last bits."""
     return not reduce(or_, map(Tensor.data_ptr, tensors)) & 15

@@ -1,4 +1,4 @@
-"""Runs one op under autograd: named tensors in, named gradients out. Positions exist in this file only."""
+"""Runs one op under autograd: named tensors in, named gradients out. Only this file uses positions."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class StepCapture(Protocol):
     """Captures the steps of a call while they run."""
 
     def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str], /) -> ForwardResult:
-        """Runs the forward of a step on ``inputs[0]``, and captures it; ``inputs`` are those of autograd."""
+        """Runs the forward of a step on ``inputs[0]`` and captures it; ``inputs`` are autograd's."""
 
 
 class Runtime(NamedTuple):
-    """What holds for a whole call.
+    """The conditions of a whole call.
 
     Attributes:
-        x_is_inner: of an op that a container calls as itself: whether the container's call has made its x.
+        x_is_inner: for an op that a container calls as a module: whether the container's call has made its x.
     """
 
     grad_enabled: bool
@@ -59,7 +59,7 @@ class Runtime(NamedTuple):
 
 
 class Caller(local):
-    """Whether a step of a container calls an op as itself, with an x that the container's call has made."""
+    """Whether a step of a container is calling an op as a module, with an x that the container's call has made."""
 
     x_is_inner = False
 
@@ -69,7 +69,7 @@ caller = Caller()
 
 @contextmanager
 def calling(x_is_inner: bool) -> Iterator[None]:
-    """For the body, in which a container calls an op as itself."""
+    """A context in which a container calls an op as a module."""
     before, caller.x_is_inner = caller.x_is_inner, x_is_inner
     try:
         yield
@@ -107,60 +107,18 @@ def run(
         refuse_transforms([op])
     if forward_ad_state._current_level >= 0:
         _refuse_tangents(op, [x, *keywords.values(), *op.input_tensors()])
-    if op.passes_x_on and patched_half(op) is None:
+    if op.promises.passes_x_on and patched_half(op) is None:
         return (x, *[x.view_as(x) if runtime.grad_enabled else x.detach() for _ in op.extra_outputs])
     if runtime.grad_enabled:
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
             if tensor.requires_grad:
-                shapes = () if op.replayable else tuple([t.shape for t in tensors])
+                shapes = () if op.promises.replayable else tuple([t.shape for t in tensors])
                 step = EagerStep(op, keywords, runtime.autocast_dtype, names, x_is_inner, shapes)
                 return apply(partial(_forward, step, tensors, session), *tensors)
-    if session is None:  # nobody asks for what a backward would need
+    if session is None:  # no state of the backward is needed
         return call_fwd(op, x, keywords, _NOTHING, runtime.autocast_dtype, x_is_inner)[0]
     return _forward(EagerStep(op, keywords, runtime.autocast_dtype, (), x_is_inner), [x], session, None).outputs
-
-
-class RepeatedStep(NamedTuple):
-    """:func:`run` of an op, for tensors of the forms that it has run with: what it found out then holds.
-
-    Attributes:
-        x: where x stands among the tensors of a call, the parameters included; ``keywords``: where those do.
-        inputs: where those stand that autograd may want the gradient of, with their names; None: it records nothing.
-    """
-
-    op: Op
-    x: int
-    keywords: tuple[tuple[str, int], ...]
-    names: tuple[str, ...]
-    inputs: tuple[int, ...] | None
-
-    @classmethod
-    def of(
-        cls, op: Op, x: int, keywords: tuple[tuple[str, int], ...], tensors: Sequence[Tensor], records: bool
-    ) -> RepeatedStep | None:
-        """None where autograd is given something else than these tensors, each of which is there once."""
-        if not records:
-            return cls(op, x, keywords, (), None)
-        names, inputs = _differentiable(op, tensors[x], {name: tensors[position] for name, position in keywords}, None)
-        positions = {id(tensor): position for position, tensor in enumerate(tensors)}
-        if len(positions) < len(tensors) or not all(id(tensor) in positions for tensor in inputs):
-            return None
-        wanted = any(tensor.requires_grad for tensor in inputs)
-        return cls(op, x, keywords, names, tuple([positions[id(tensor)] for tensor in inputs]) if wanted else None)
-
-    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The outputs, as of :func:`run`."""
-        op, x, reads, names, inputs = self
-        keywords = {}
-        for name, position in reads:  # a comprehension would be a call more
-            keywords[name] = tensors[position]
-        if transforms_active() or forward_ad_state._current_level >= 0:
-            return run(op, tensors[x], keywords, _NOT_RECORDING if inputs is None else _RECORDING)
-        if inputs is None:
-            return call_fwd(op, tensors[x], keywords, _NOTHING, None)[0]
-        recorded = [tensors[position] for position in inputs]
-        return apply(partial(_forward, EagerStep(op, keywords, None, names), recorded, None), *recorded)
 
 
 def _forward(
@@ -171,14 +129,14 @@ def _forward(
 
 
 def check(op: Op, x: TensorSpec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
-    """``op.check`` with the reserved names that it declares, once ``x`` is of a layout that it takes."""
+    """``op.check`` with the reserved names that it declares, after a check of the layout of ``x``."""
     if x.layout not in op.layouts:
         check_layout("x", x.layout, op.layouts)
     return op.check(x, **with_reserved(op, "check", keywords, _NOTHING, runtime.autocast_dtype))
 
 
 def check_foreseen(op: Op, x: TensorSpec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
-    """:func:`check` before the parameters are computed; None where only their values will tell."""
+    """:func:`check` before the parameters are computed; None if only their values can decide."""
     try:
         return check(foreseen(op), x, keywords, runtime)
     except Exception as error:
@@ -188,7 +146,7 @@ def check_foreseen(op: Op, x: TensorSpec, keywords: Mapping[str, Any], runtime: 
 
 
 def check_without_x(op: Op, keywords: Mapping[str, Any]) -> None:
-    """``op.check_without_x``; what only the values of computed parameters will tell is not asked yet."""
+    """``op.check_without_x``; checks that need the values of computed parameters are postponed."""
     try:
         foreseen(op).check_without_x(**keywords)
     except ArgumentError:
@@ -197,20 +155,20 @@ def check_without_x(op: Op, keywords: Mapping[str, Any]) -> None:
 
 
 def refuse_transforms(modules: Iterable[Any]) -> None:
-    """Raises where a transform is active, which no op supports; its tensors have no values to check."""
+    """Raises if a transform is active, which no op supports; its tensors have no values to check."""
     if transforms_active():
         for name in [type(module).__name__ for module in modules if isinstance(module, Op)]:
             raise RuntimeError(f"{name}: torch.func transforms and vmap are not supported; use torch.autograd")
 
 
 def _refuse_tangents(op: Op, values: Iterable[Any]) -> None:
-    """Raises where forward-mode AD has given something a tangent, which kernels would drop."""
+    """Raises if forward-mode AD has given a tensor a tangent, which kernels would drop."""
     if any(forward_ad.unpack_dual(v).tangent is not None for v in values if isinstance(v, Tensor)):  # type: ignore[no-untyped-call]
         raise RuntimeError(f"{type(op).__name__}: forward-mode gradients are not supported; use backward()")
 
 
 def differentiable(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> dict[str, Tensor]:
-    """What autograd may want the gradient of, by name."""
+    """The tensors whose gradients autograd may want, by name."""
     return dict(zip(*_differentiable(op, x, keywords, None), strict=True))
 
 
@@ -254,7 +212,9 @@ class _OpFunction(torch.autograd.Function):
 
 
 def _explain_batched(context: BackwardContext, douts: Sequence[Tensor], error: RuntimeError) -> None:
-    """Says so if that is why a backward failed; nobody else asks, as no transform is active there."""
+    """Explains a failed backward whose gradients are batched; no transform is active there that could be checked
+    before.
+    """
     if any(is_batched_gradient(dout) for dout in douts):
         name = type(context.op).__name__
         raise RuntimeError(f"{name}: batched gradients (is_grads_batched, vectorize) are not supported") from error
@@ -265,7 +225,9 @@ apply = apply_of(_OpFunction)
 
 
 def _needs_no_scope(context: BackwardContext, device_type: str) -> bool:
-    """Whether the backward runs as it must already: without recording, autocast or other switches, and unobserved."""
+    """Whether the backward already runs under the needed conditions: no recording or autocast, same switches, no
+    observer.
+    """
     return not (
         torch.is_grad_enabled()
         or _autocasts(device_type)
@@ -275,7 +237,7 @@ def _needs_no_scope(context: BackwardContext, device_type: str) -> bool:
 
 
 class _BackwardScope(ExitStack):
-    """A backward runs under the switches of its forward, without recording and without autocast."""
+    """The scope of a backward: the switches of its forward, without recording and autocast."""
 
     def __init__(self, context: BackwardContext, device_type: str) -> None:
         super().__init__()
@@ -293,7 +255,7 @@ def _wanted(names: tuple[str, ...], flags: tuple[bool, ...]) -> frozenset[str]:
 
 
 class _FirstOrderOnly(torch.autograd.Function):
-    """Passes gradients on, and raises a named error when somebody differentiates them again."""
+    """Passes gradients on, and raises a named error if they are differentiated again."""
 
     @staticmethod
     def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Memory that callers lend to ops: no buffer may overlap anything else that the call reads or writes."""
+"""Memory that callers lend to ops; a buffer must not overlap anything else that the call reads or writes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..contract.errors import ArgumentError
 
 @dataclass(frozen=True)
 class CallerBuffer:
-    """A buffer on its way to the backward. It may change meanwhile, so it is hidden from ``save_for_backward``."""
+    """A buffer for the backward. It may change in between, so it is hidden from ``save_for_backward``."""
 
     tensor: Tensor
 
 
 class NamedValue(NamedTuple):
-    """A place in the list of a call's values, and what errors call what stands there."""
+    """A place in the list of a call's values, and its name in errors."""
 
     name: str
     slot: int
@@ -32,7 +32,7 @@ Memory: TypeAlias = tuple[int, int, Tensor]  # the addresses of the first and th
 def check_overlaps(
     buffers: Sequence[NamedValue], inputs: Sequence[NamedValue], values: list[Any], parameters: Iterable[Tensor]
 ) -> None:
-    """Raises :class:`ArgumentError` where a buffer shares memory with an input, a parameter or another buffer."""
+    """Raises :class:`ArgumentError` if a buffer shares memory with an input, a parameter or another buffer."""
     written = [(each.name, _memory_of(values[each.slot])) for each in buffers]
     read = [(each.name, _memory_of(values[each.slot])) for each in inputs]
     read += [("a parameter", _memory_of(p)) for p in parameters]
@@ -43,12 +43,12 @@ def check_overlaps(
 
 
 def overlap(a: Any, b: Any) -> bool:
-    """Whether two tensors have a byte in common, judged by the first and last that each can reach."""
+    """Whether two tensors share a byte, judged by the first and last byte that each can reach."""
     return _meet(_memory_of(a), _memory_of(b))
 
 
 def _memory_of(value: Any) -> Memory | None:
-    """Of a tensor; None for one without memory that an address could tell, and for what an op's own check refuses."""
+    """The memory range of a tensor; None if it has no address (its op's check reports that)."""
     if not isinstance(value, Tensor) or value.is_nested or value.layout is not torch.strided:
         return None
     first, last = extent(value)
@@ -60,7 +60,7 @@ def _meet(a: Memory | None, b: Memory | None) -> bool:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """The addresses of the first and the last byte of a tensor; the last is before the first if it has no elements."""
+    """The addresses of a tensor's first and last byte; the last is before the first if it has no elements."""
     first = tensor.data_ptr()
     if tensor.is_contiguous():
         return first, first + tensor.nbytes - 1

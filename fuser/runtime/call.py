@@ -1,4 +1,4 @@
-"""Runs ``fwd`` and ``bwd`` of one op, and packs what the one keeps for the other."""
+"""Runs ``fwd`` and ``bwd`` of one op, and packs the state that passes between them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class BackwardInputs(NamedTuple):
     """The tensors that a backward reads.
 
     Attributes:
-        tensors: those that were saved; the list is emptied, so that each lives as long as something reads it.
+        tensors: the saved tensors; the list is emptied, so that each is freed after its last use.
         lent: buffers of the caller.
-        joined: what became of those that were saved one by one.
+        joined: the values of those that were saved one by one.
         douts: the gradients of the outputs.
     """
 
@@ -36,15 +36,15 @@ class BackwardInputs(NamedTuple):
 
 @dataclass(slots=True)
 class BackwardContext:
-    """What a backward needs besides the tensors that were saved for it.
+    """The state of a backward besides its saved tensors.
 
     Attributes:
-        names: the tensors whose gradients autograd may want; ``wanted``: those that it wanted in the forward.
-        rest: what ``fwd`` returned for ``bwd``, without its tensors.
+        names: the names of the differentiable tensors; ``wanted``: those whose gradients were wanted in the forward.
+        rest: the ``Saved`` of ``fwd``, without its tensors.
         config: the switches of the forward.
-        order: the order of the saved tensors in ``rest``; None if it is that in which they were saved.
-        sources: of the tensors that autograd saves one by one. They follow ``number`` others.
-        shapes: of the tensors with those names, where the gradients are to be checked.
+        order: the order of the saved tensors in ``rest``; None if they were saved in that order.
+        sources: the sources of tensors that autograd saves one by one. They follow ``number`` others.
+        shapes: the shapes of the named tensors, if gradients are to be checked.
     """
 
     op: Op
@@ -63,7 +63,7 @@ class BackwardContext:
         """Runs the backward of an autograd node; returns the gradients in the order of the names.
 
         Args:
-            tensors: those that autograd saved. The list is emptied, so that each lives as long as something reads it.
+            tensors: the tensors that autograd saved. The list is emptied, so that each is freed after its last use.
         """
         joined: list[Tensor | Sequence[Tensor]] = []
         if self.sources:
@@ -75,17 +75,17 @@ class BackwardContext:
             requested, wanted = self.requested(deliveries, node)
             if lent:
                 refuse_overlaps(self.op, requested, [each.side_effects() for each in requested], lent)
-        if node is not None:  # there is none outside of autograd
+        if node is not None:  # None outside of autograd
             node.maybe_clear_saved_tensors()  # nothing where the graph is retained
         return self.run(BackwardInputs(tensors, lent, joined, douts), wanted, node, requested)
 
     def run(
         self, inputs: BackwardInputs, wanted: frozenset[str], node: Any, requested: Sequence[Delivery]
     ) -> list[Tensor | None]:
-        """Runs ``bwd``, then the gradients that are wanted, each of which is dropped with what it reads once it ran.
+        """Runs ``bwd``, then the thunks of wanted gradients; each is dropped with its inputs after it ran.
 
         Args:
-            requested: the deliveries among what ``bwd`` computes.
+            requested: the wanted deliveries of ``bwd``.
         """
         grads = call_bwd(self.op, self._taken(inputs), inputs.douts, wanted)
         for name in grads:
@@ -99,13 +99,13 @@ class BackwardContext:
         for name in self.names:
             gradient = grads.pop(name) if name in wanted else None
             gradients.append(gradient if type(gradient) is Tensor else evaluate(gradient))
-            gradient = None  # so that what it is computed from goes before the next is computed
+            gradient = None  # frees its inputs before the next one is computed
         if self.shapes:
             self._refuse_misshapen(gradients)
         return gradients
 
     def _refuse_misshapen(self, gradients: Sequence[Tensor | None]) -> None:
-        """Raises where autograd would, which does not know whose gradient it is. It sums what was broadcast."""
+        """Raises if autograd would, whose error does not name the gradient. Autograd sums broadcast dimensions."""
         for name, shape, gradient in zip(self.names, self.shapes, gradients, strict=True):
             if gradient is None or gradient.is_nested or gradient.shape == shape:
                 continue
@@ -117,10 +117,10 @@ class BackwardContext:
                 )
 
     def requested(self, deliveries: Sequence[Delivery], node: Any) -> tuple[list[Delivery], frozenset[str]]:
-        """The deliveries that the running backward wants, and the names of all gradients that it wants.
+        """The deliveries, and the names of all gradients, that the running backward wants.
 
-        What a node says of its inputs was settled in the forward, and ``torch.autograd.grad`` may leave out some of
-        them. So the engine is asked whether it will go on from here.
+        A node's flags were set in the forward, but ``torch.autograd.grad`` may leave out some inputs. So the engine is
+        asked whether it will run the nodes after this one.
         """
         requested = []
         for each in deliveries:
@@ -138,14 +138,14 @@ class BackwardContext:
         return requested, self.wanted - {each.name for each in deliveries if each not in requested}
 
     def apart(self) -> list[Tensor]:
-        """The tensors that autograd saves one by one, as they are now."""
+        """The current tensors of the sources that autograd saves one by one."""
         tensors: list[Tensor] = []
         for source in self.sources:
             tensors += source.tensors()
         return tensors
 
     def joined(self, tensors: Sequence[Tensor]) -> list[Tensor | Sequence[Tensor]]:
-        """What ``bwd`` is given for those that were saved one by one."""
+        """The values for ``bwd`` of tensors that were saved one by one."""
         values, at = list[Tensor | Sequence[Tensor]](), self.number
         for source in self.sources:
             values += (source.joined(tensors[at : at + source.number]),)
@@ -153,7 +153,7 @@ class BackwardContext:
         return values
 
     def _taken(self, inputs: BackwardInputs) -> Any:
-        """What ``fwd`` returned for ``bwd``; alone it has the tensors now."""
+        """The ``Saved`` for ``bwd``, which now holds the only references to its tensors."""
         tensors, lent, joined, _ = inputs
         saved = unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order], lent, joined)
         tensors.clear()
@@ -161,10 +161,10 @@ class BackwardContext:
 
 
 class ForwardResult(NamedTuple):
-    """What a forward computes, and what it leaves for its backward.
+    """The outputs of a forward, and the state of its backward.
 
     Attributes:
-        kept: tensors that autograd saves, each once; ``apart``: those that it saves one by one.
+        kept: tensors that autograd saves, each once; ``apart``: tensors that it saves one by one.
         lent: buffers of the caller.
     """
 
@@ -180,8 +180,8 @@ class EagerStep(NamedTuple):
 
     Attributes:
         names: the tensors whose gradients autograd may want.
-        x_is_inner: whether the call has computed x, rather than been given it.
-        shapes: of those tensors, where their gradients are to be checked.
+        x_is_inner: whether x was computed in the call, rather than given.
+        shapes: the shapes of those tensors, if their gradients are to be checked.
     """
 
     op: Op
@@ -208,14 +208,14 @@ class EagerStep(NamedTuple):
         return ForwardResult(outputs, once, one_by_one, lent, context)
 
     def inputs(self, x: Tensor) -> list[Tensor]:
-        """All tensors that it may read."""
+        """All tensors that the step may read."""
         return [x, *self.keywords.values(), *self.op.device_inputs()]
 
 
 def refuse_overlaps(
     op: Op, requested: Sequence[Delivery], effects: Sequence[SideEffects], lent: Sequence[Tensor]
 ) -> None:
-    """Raises where a buffer of the backward shares memory with what it writes besides."""
+    """Raises if a buffer of the backward shares memory with another tensor that it writes."""
     for buffer in lent:
         for delivery, each in zip(requested, effects, strict=True):
             if any(overlap(buffer, tensor) for tensor in each.written):
@@ -233,12 +233,12 @@ def call_fwd(
     autocast_dtype: torch.dtype | None,
     x_is_inner: bool = False,
 ) -> tuple[tuple[Tensor, ...], Any]:
-    """``op.fwd`` with the reserved names that it declares: the outputs in order, and ``Saved``."""
+    """``op.fwd`` with the reserved names that it declares; returns the outputs in order, and ``Saved``."""
     arguments = with_reserved(op, "fwd", keywords, needs_grad, autocast_dtype, x_is_inner)
     decision_version = op.decision_version
     if autocast_dtype is None:
         returned = op.fwd(x, **arguments)
-    else:  # the op casts what it wants cast; torch functions inside must not cast again
+    else:  # the op casts its inputs itself; torch functions inside must not cast again
         with torch.autocast(x.device.type, enabled=False):
             returned = op.fwd(x, **arguments)
     if op.decision_version != decision_version:
@@ -280,7 +280,7 @@ def with_reserved(
     autocast_dtype: torch.dtype | None,
     x_is_inner: bool = False,
 ) -> Mapping[str, Any]:
-    """The keywords, and those reserved names that ``op.fwd``, ``bwd`` or ``check`` declares."""
+    """The keywords, and the reserved names that ``op.fwd``, ``bwd`` or ``check`` declares."""
     declared = op.reserved[method]
     if not declared:
         return keywords
@@ -295,7 +295,7 @@ def with_reserved(
 
 
 def _each_once(kept: list[Tensor]) -> tuple[list[Tensor], tuple[int, ...] | None]:
-    """The tensors without repetitions, such as split sizes that two ops keep, and the order that brings them back.
+    """The tensors without repetitions, such as split sizes that two ops keep, and the order that restores them.
 
     A call keeps as many tensors each time, replayed or not: activation checkpointing counts them.
     """

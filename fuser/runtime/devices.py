@@ -1,4 +1,4 @@
-"""Devices whose work is launched rather than done: the host waits for their values, and launches can be replayed."""
+"""Devices with asynchronous launches: the host waits for their values, and launches can be replayed."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ current_stream: dict[str, Callable[[int], int]] = {"cuda": current_raw_stream}
 
 
 def stream_of(tensor: Tensor) -> int:
-    """The address of the current stream of a tensor's device, without an object for it; 0 where there are none."""
+    """The address of the current stream of a tensor's device, without creating an object; 0 on devices
+    without streams.
+    """
     device = tensor.device
     return current_stream[device.type](device.index) if device.type in current_stream else 0
 
 
 @contextmanager
 def simulated(device_type: str, stream: int = 0) -> Iterator[None]:
-    """For the body, calls on devices of the type are captured and replayed as on a GPU. For tests."""
+    """A context in which calls on devices of the type are captured and replayed as on a GPU. For tests."""
     before = current_stream.copy()
     current_stream[device_type] = {None: stream, 0: stream}.__getitem__
     try:

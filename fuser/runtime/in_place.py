@@ -1,4 +1,4 @@
-"""Modules that are no ops and write into their input, beside extra outputs that share its memory."""
+"""Non-op modules that write into their input, beside extra outputs that share its memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .buffers import NamedValue, overlap
 
 
 def works_in_place(module: nn.Module) -> bool:
-    """Whether the module says so, as torch's do, or one inside it."""
+    """Whether the module, or one inside it, has ``inplace`` set, as torch's modules do."""
     return any(getattr(inner, "inplace", False) is True for inner in module.modules())
 
 
 def run_beside(module: nn.Module, label: str, x: Any, extras: Sequence[NamedValue], values: list[Any]) -> Any:
-    """Runs a module that is no op on ``x``; extra outputs that are wanted later keep their values.
+    """Runs a non-op module on ``x``; extra outputs that are read later keep their values.
 
     Raises:
-        RuntimeError: it has written into memory that one of them shares, and does not say that it works in place.
+        RuntimeError: it has written into memory that one of them shares, but does not have ``inplace`` set.
     """
     shared = [extra.name for extra in extras if overlap(values[extra.slot], x)]
     if not shared:

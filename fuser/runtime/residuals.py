@@ -1,4 +1,4 @@
-"""What a forward leaves for its backward: tensors out of a tree of named tuples, and back into it."""
+"""The state that a forward leaves for its backward: takes tensors out of a tree of named tuples, and puts them back."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .buffers import CallerBuffer
 
 
 class Source(Protocol):
-    """Where tensors come from that autograd saves one by one."""
+    """The source of tensors that autograd saves one by one."""
 
     @property
     def number(self) -> int:
-        """How many there are."""
+        """The number of tensors."""
 
     def tensors(self) -> Sequence[Tensor]:
-        """Those of now, for a forward that is replayed."""
+        """The current tensors, for a replayed forward."""
 
     def joined(self, tensors: Sequence[Tensor]) -> Tensor | Sequence[Tensor]:
-        """What ``bwd`` is given for those that autograd has saved."""
+        """The value for ``bwd`` of the tensors that autograd has saved."""
 
 
 @dataclass(slots=True)
 class Apart:
-    """Many tensors in a ``Saved``, of which ``bwd`` is given one value, as :meth:`Source.joined` makes it.
+    """Many tensors in a ``Saved`` that ``bwd`` gets as one value, made by :meth:`Source.joined`.
 
-    They are saved as they are, so that autograd sees a change of each, and hooks on saved tensors see parameters.
+    They are saved individually, so that autograd detects a change of each, and saved-tensor hooks see parameters.
     """
 
     source: Source
@@ -37,7 +37,7 @@ class Apart:
 
 
 class _Hole:
-    """Stands where a tensor was."""
+    """The placeholder of a tensor."""
 
 
 _HOLE, _LENT, _APART = _Hole(), _Hole(), _Hole()
@@ -45,7 +45,7 @@ _VALUE_TYPES = frozenset({type(None), bool, int, float, str})
 
 
 def pack(saved: Any) -> tuple[list[Tensor], list[Tensor], list[Apart], Any]:
-    """Takes the tensors out, those that are lent and those that are saved apart by themselves; then comes the rest."""
+    """Separates a ``Saved`` into its tensors, the lent ones, those saved one by one, and the rest."""
     tensors: list[Tensor] = []
     lent: list[Tensor] = []
     apart: list[Apart] = []
@@ -53,18 +53,18 @@ def pack(saved: Any) -> tuple[list[Tensor], list[Tensor], list[Apart], Any]:
 
 
 def unpack(rest: Any, tensors: Iterable[Tensor], lent: Iterable[Tensor], joined: Iterable[Any] = ()) -> Any:
-    """Puts the tensors back; ``joined`` are the values of those that were saved apart."""
+    """Puts the tensors back; ``joined``: the values of those that were saved one by one."""
     return _put((rest,), iter(tensors), iter(lent), iter(joined))[0]
 
 
 def tensors_of(saved: Any) -> list[Tensor]:
-    """The tensors alone."""
+    """The tensors of a ``Saved``."""
     tensors, _, apart, _ = pack(saved)
     return [*tensors, *[tensor for each in apart for tensor in each.tensors]]
 
 
 def _take(saved: Iterable[Any], tensors: list[Tensor], lent: list[Tensor], apart: list[Apart]) -> list[Any]:
-    """The items without their tensors. One loop for all of them: calls cost more than what is done here."""
+    """The items without their tensors. A single loop, as calls would cost more than the work."""
     rest: list[Any] = []
     for item in saved:
         kind = type(item)
@@ -110,5 +110,5 @@ def _put(rest: Iterable[Any], tensors: Iterator[Tensor], lent: Iterator[Tensor],
 
 
 def _like(old: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
-    """The items in place of the old ones, as its own type if that is a named tuple."""
+    """The items as the type of the old ones, if that is a named tuple."""
     return tuple.__new__(type(old), items) if hasattr(old, "_fields") else tuple(items)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ...fuser import Grads, Op, TensorSpec
+from ...fuser import Grads, Op, Promises, TensorSpec
 from ..values.checks import check_features, check_floats, check_parameter, check_sizes
 from .link import Link, linear_program
 
@@ -19,9 +19,7 @@ class Bias(Op):
         ArgumentError: ``features`` is not a positive int, or the dtype is not floating-point with at least 16 bits.
     """
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
     column_dims: ClassVar[dict[str, int | None]] = {"bias": -1}
 
     def __init__(

@@ -1,4 +1,4 @@
-"""TransformerEngine's names for an activation and the scale that follows it. A container takes them apart."""
+"""TransformerEngine's names for an activation with a scale. A container splits them into the two ops."""
 
 from __future__ import annotations
 

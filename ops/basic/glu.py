@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...fuser import Grads, Op, TensorSpec
+from ...fuser import Grads, Op, Promises, TensorSpec
 from .. import kernels
 from ..programs.compose import unscaled
 from ..values.activation_spec import ActivationSpec, Interleaved, gated
@@ -15,11 +15,9 @@ from .link import Link
 
 
 class Activated(Op):
-    """The op of an :class:`ActivationSpec`: what fusions look for."""
+    """The op of an :class:`ActivationSpec`; fusions look for it."""
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     class Saved(NamedTuple):
         preact: Tensor | None
@@ -30,7 +28,7 @@ class Activated(Op):
 
     @property
     def gate_block(self) -> int | None:
-        """In blocks of how many columns gate and up alternate, 0 for gate before up; None: there is no gate."""
+        """The block size in which columns of gate and up alternate, 0 for gate before up; None if there is no gate."""
         return self.spec.block or 0 if self.spec.gated else None
 
     @property

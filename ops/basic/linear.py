@@ -22,7 +22,7 @@ class Linear(WeightGrads):
         in_features: K; ``x`` is [..., K].
         out_features: N; ``weight`` is [N, K].
         bias: whether there is a ``bias`` [N].
-        accumulate_into_main_grad: the weight gradient goes to ``weight.main_grad``, as that of :class:`GroupedLinear`.
+        accumulate_into_main_grad: the weight gradient goes to ``weight.main_grad``, as in :class:`GroupedLinear`.
 
     Raises:
         ArgumentError: a size that is not a positive int, or a dtype that is not floating-point with at least 16 bits.

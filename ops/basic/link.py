@@ -1,4 +1,4 @@
-"""What a pointwise op computes, as a link of a chain: its program, and what stands for the inputs of that."""
+"""A pointwise op as a link of a chain: its program, and the op's names of the program's inputs."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..values.activation_spec import ActivationSpec, spec_of_program
 
 
 class Link(NamedTuple):
-    """A program over rows and, in the order of its operands, what an op calls them.
+    """A program over rows, with the op's names of its operands, in order.
 
     Attributes:
-        rows: keywords of a call, one number a row each.
-        columns: parameters, one number a column each.
-        matrices: keywords of a call, one number an element of x each.
-        constants: their values.
-        gated: whether x is gate and up; block: columns of gate before as many of up, None for one block each.
-        groups: how many groups have numbers of columns of their own; None if none has.
+        rows: keywords of a call, each with one number per row.
+        columns: parameters, each with one number per column.
+        matrices: keywords of a call, each with one number per element of x.
+        constants: the values of the constants.
+        gated: whether x is gate and up; block: the block size in which they alternate, None for one block each.
+        groups: the number of groups with their own numbers of columns; None without groups.
     """
 
     program: Program
@@ -36,12 +36,14 @@ class Link(NamedTuple):
 
     @property
     def spec(self) -> ActivationSpec | None:
-        """The link as an activation, with the scale of a row for its number; None where kernels have none such."""
+        """The link as an activation whose scale of a row is the link's number of a row; None if kernels have no such
+        activation.
+        """
         return None if self.matrices else self.forward_spec
 
     @property
     def forward_spec(self) -> ActivationSpec | None:
-        """As :attr:`spec`, also where it reads matrices, as kernels of the forward can."""
+        """Like :attr:`spec`, but also with matrices, which kernels of the forward can read."""
         if len(self.rows) > 1:
             return None
         return spec_of_program(with_constants(self.program, self.constants), self.block)
@@ -49,5 +51,5 @@ class Link(NamedTuple):
 
 @cache
 def linear_program(function: Callable[[Tensor, Tensor], Tensor], operand: str) -> Program:
-    """That of a function of x and one operand: ``r0``, ``a0``, ``m0`` or ``c0``."""
+    """The program of a function of x and one operand: ``r0``, ``a0``, ``m0`` or ``c0``."""
     return trace(function, ("x",), (2.0,)) if operand == "c0" else trace(function, ("x", operand))

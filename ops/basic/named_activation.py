@@ -1,4 +1,4 @@
-"""Activations by name, for functions and layers that build their own ops."""
+"""Activations by name, for functions and layers that build ops themselves."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def activation_spec(chosen: str | Activated, layout: str | Interleaved = "concat
 
     Args:
         chosen: a name of :data:`GATES` or of :data:`ACTIVATIONS`, or an op such as ``SwiGLU(layout=interleaved(32))``.
-        layout: how gate and up columns lie, for a gate that is chosen by name.
+        layout: the layout of gate and up columns, for a gate chosen by name.
 
     Raises:
-        ValueError: no such activation or layout; a layout where there is no gate, or beside an op, which has its own.
+        ValueError: an unknown activation or layout; a layout without a gate, or together with an op, which has its own.
     """
     block = layout.block if isinstance(layout, Interleaved) else layout
     if isinstance(chosen, Activated):

@@ -1,4 +1,4 @@
-"""Which built-in activation a program computes, found out on numbers."""
+"""Recognition of the built-in activation that a program computes, by comparing values."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ..values.activation_spec import ActivationSpec
 
 _TOLERANCE = 1e-9
 _FARTHEST = 100.0
-_MOST_NUMBERS = 10  # a longer function is none of ours
+_MOST_NUMBERS = 10  # a longer function is not a built-in activation
 
 
 @lru_cache(maxsize=1024)
 def recognized(program: Program) -> ActivationSpec | None:
-    """The built-in activation of the same values and gradients, with whatever numbers stand in the program."""
+    """The built-in activation with the same values and gradients, with parameters found among the program's numbers."""
     return outside_of_modes(_recognized, program)
 
 
@@ -38,7 +38,7 @@ def _recognized(program: Program) -> ActivationSpec | None:
 
 
 def _numbers(program: Program) -> list[float]:
-    """Those that the value is computed with, and that may be a limit, a slope or an offset."""
+    """The numbers in the computation of the value, which may be a limit, slope or offset."""
     lines = part_of(program, ("y",)).lines
     inside = sorted({a for line in lines for a in line.arguments if isinstance(a, float) and isfinite(a)})
     return inside if len(inside) <= _MOST_NUMBERS else []
@@ -58,7 +58,7 @@ def _candidates(program: Program, numbers: list[float]) -> Iterator[ActivationSp
 
 
 def _inputs(program: Program, numbers: list[float]) -> dict[str, Tensor]:
-    """Numbers on both sides of all that stand in the program, and these; of which gate and up are far apart."""
+    """Test inputs on both sides of the program's numbers, and these themselves; gate and up differ widely."""
     reach = 4.0 * min(max(map(abs, [1.0, *numbers])), _FARTHEST)
     corners = torch.tensor([0.0, *numbers, *[-n for n in numbers]], dtype=torch.float64, device="cpu")
     x = torch.cat([corners, *[torch.linspace(-r, r, 256, dtype=torch.float64, device="cpu") for r in (4.0, reach)]])
@@ -68,7 +68,7 @@ def _inputs(program: Program, numbers: list[float]) -> dict[str, Tensor]:
 
 
 def _value(spec: ActivationSpec, inputs: dict[str, Tensor]) -> Tensor:
-    """By PyTorch: that of few candidates agrees, and reading the programs of all takes seconds."""
+    """The value by PyTorch. It rules out most candidates; tracing the programs of all takes seconds."""
     (curve, alpha), arguments = spec.curve, [t for name, t in inputs.items() if name != "dy"]
     return value_of(curve, *arguments, alpha=alpha, limit=spec.limit, linear_offset=spec.linear_offset)
 

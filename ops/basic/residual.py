@@ -1,4 +1,4 @@
-"""Branches: an extra output that a later op reads, and the op that adds it; and the op that does nothing."""
+"""Branches: an extra output that a later op reads, the op that adds it, and the identity."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...fuser import ArgumentError, Grads, Keyword, Op, Outputs, TensorSpec
+from ...fuser import ArgumentError, Grads, Keyword, Op, Outputs, Promises, TensorSpec
 from ...fuser.contract.op import RESERVED
 from ...fuser.contract.spec import layout_of, not_dense
 from ..values.checks import is_dense, is_narrow_float
@@ -20,7 +20,7 @@ _TAKEN = ("x", "y", "dy", "self", "saved", "op_kwargs", *sorted(RESERVED))
 class Identity(Op):
     """``y = x``, the tensor itself."""
 
-    passes_x_on = True
+    promises = Promises(passes_x_on=True)
 
     def check(self, x: TensorSpec) -> TensorSpec:
         return x
@@ -35,20 +35,21 @@ class Identity(Op):
 class MakeExtraOutput(Op):
     """Passes ``x`` on, and also as an extra output with a name. A later op's keyword of that name reads it.
 
-    The extra output shares the memory of ``x``. As long as it is still needed, a module with ``inplace=True`` gets a
-    copy of that memory. Any other module that writes into its input there raises, except under
-    ``torch.inference_mode()``, where that cannot be noticed.
+    The extra output shares the memory of ``x``. While it is still needed, a module with ``inplace=True`` gets a copy of
+    that memory. Any other module that writes into its input then raises, except under ``torch.inference_mode()``, where
+    this cannot be detected.
 
     Args:
         name: an identifier.
-        output_to_caller: whether a container returns the extra output, after the main output. None: if no op reads it.
+        output_to_caller: whether a container returns the extra output, after the main output. None: only if no op reads
+        it.
 
     Raises:
         ValueError: a name that is not an identifier, or that is reserved.
         TypeError: ``output_to_caller`` is neither a bool nor None.
     """
 
-    passes_x_on = True
+    promises = Promises(passes_x_on=True)
 
     def __init__(self, name: str = "extra", *, output_to_caller: bool | None = None) -> None:
         super().__init__()
@@ -76,12 +77,10 @@ class MakeExtraOutput(Op):
 class AddExtraInput(Op):
     """``y = x + extra``. The extra tensor, like ``x``, is the keyword ``name``: the caller's, or an earlier op's.
 
-    It has the shape of ``x``, and a dtype that can be cast to that of ``x``, which ``y`` has.
+    It has the shape of ``x``, and a dtype that can be cast to the dtype of ``x``, which is also that of ``y``.
     """
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     def __init__(self, name: str = "extra") -> None:
         super().__init__()
@@ -90,7 +89,7 @@ class AddExtraInput(Op):
 
     @property
     def name(self) -> str:
-        """The keyword's name."""
+        """The name of the keyword."""
         return next(iter(self.keywords))
 
     @property
@@ -122,7 +121,7 @@ class AddExtraInput(Op):
         return (x + extra[self.name]).to(x.dtype), None
 
     def bwd(self, saved: Any, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        return dict.fromkeys(needs_grad, dy)  # numbers that are no floats have no gradient
+        return dict.fromkeys(needs_grad, dy)  # integers have no gradient
 
     def extra_repr(self) -> str:
         return repr(self.name)

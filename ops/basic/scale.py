@@ -1,4 +1,4 @@
-"""Row scales, which router probabilities come in by, and constant ones."""
+"""Row scales, such as router probabilities, and constant scales."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import Gradient, Grads, Op, TensorSpec
+from ...fuser import Gradient, Grads, Op, Promises, TensorSpec
 from ..values.checks import check_floats, check_rows
 from .link import Link, linear_program
 
@@ -15,17 +15,15 @@ from .link import Link, linear_program
 class Scale(Op):
     """``y = x * scales[:, None]``, computed in the wider of the two dtypes and rounded once to that of ``x``.
 
-    It stands before the second linear of an expert (TransformerEngine, Megatron) or after it (Hugging Face,
-    torchtitan). With a bias in that linear, the two differ.
+    It comes before the second linear of an expert (TransformerEngine, Megatron) or after it (Hugging Face, torchtitan).
+    The two differ if that linear has a bias.
 
     Keywords of a call:
         scales: a number for every row of ``x``, shape ``x.shape[:-1]``, any floating-point dtype. Its gradient is
             ``sum(dy * x)`` over the columns.
     """
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     class Saved(NamedTuple):
         x: Tensor | None
@@ -60,9 +58,7 @@ class Scale(Op):
 class ConstantScale(Op):
     """``y = x * scale`` for a constant number."""
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     def __init__(self, scale: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which experts each rank owns, so that all ranks have about as many rows."""
+"""Assignment of experts to ranks such that all ranks have about the same number of rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def balanced_order(loads: Tensor | Sequence[float], ranks: int) -> Tensor:
     states into that order, all alike, and the model is the same function.
 
     Args:
-        loads: [E], how many rows each expert has had.
-        ranks: of the group; each owns E / ranks experts.
+        loads: [E], the number of rows that each expert has had.
+        ranks: the number of ranks of the group; each owns E / ranks experts.
 
     Returns:
         int64 [E], on the CPU: the experts of the first rank, then of the second, and so on; ascending in each.
 
     Raises:
-        ValueError: loads are no list of finite numbers from 0 on, or the ranks do not divide them.
+        ValueError: loads are not finite numbers of at least 0, or ranks does not divide their number.
     """
     of_experts = torch.as_tensor(loads, dtype=torch.float64, device="cpu")
     if of_experts.dim() != 1 or not bool((of_experts.isfinite() & (of_experts >= 0)).all()):

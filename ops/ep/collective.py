@@ -1,4 +1,6 @@
-"""The transport ``collective``: ``all_to_all_single`` of the process group, on any backend. It is the reference.
+"""The transport ``collective``: ``all_to_all_single`` of the process group, on any backend.
+
+It is the reference implementation.
 
 A rank sorts its slots by expert, which sorts them by owner too, and sends each owner its rows. An owner has them by
 rank, then expert, and brings them into the order of experts. The way back is the same steps in reverse. The sizes of
@@ -32,11 +34,11 @@ _HEADER = 4  # numbers in front of the counts: lane, exchange, number of tokens,
 
 
 class Arrivals(NamedTuple):
-    """The rows of this rank's experts, as they come from all ranks.
+    """The rows of this rank's experts, as they arrive from all ranks.
 
     Attributes:
-        from_rank: int64 [R], on the host: how many come from each rank.
-        order: int64 [Q], for each row the place at which it arrives; 0 in the tail.
+        from_rank: int64 [R], on the host: the number from each rank.
+        order: int64 [Q]: the position at which each row arrives; 0 in the tail.
         split_sizes: int32 [E / R].
     """
 
@@ -51,12 +53,12 @@ class Arrivals(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """For sums of the rows of a token that one rank owns (``combine="reduced"``).
+    """The sums of a token's rows on each owner (``combine="reduced"``).
 
     Attributes:
-        here: of the rows of this rank's experts, for each (rank, token) that has some; then a tail.
-        back: of the sums that come back, for each token of this rank.
-        to_rank, from_rank: int64 [R], on the host: how many sums go to each rank, and come from it.
+        here: sums rows of this rank's experts for each (rank, token) that has some; then a tail.
+        back: adds the sums that come back, for each token of this rank.
+        to_rank, from_rank: int64 [R], on the host: the number of sums sent to each rank, and received from it.
     """
 
     here: Routing
@@ -69,8 +71,8 @@ class CollectiveTable(NamedTuple):
     """The slots of this rank in the order in which they travel, and the rows that it owns.
 
     Attributes:
-        routing: of the slots of this rank, by expert.
-        to_rank: int64 [R], on the host: how many of its rows go to each rank.
+        routing: sorts the slots of this rank by expert.
+        to_rank: int64 [R], on the host: the number of its rows sent to each rank.
     """
 
     exchange: Exchange
@@ -81,22 +83,22 @@ class CollectiveTable(NamedTuple):
 
     @property
     def split_sizes(self) -> Tensor:
-        """int32 [E / R]."""
+        """The rows of each local expert, int32 [E / R]."""
         return self.arrivals.split_sizes
 
     @property
     def row_of_slot(self) -> Tensor:
-        """[T, k], among the rows of this rank's slots."""
+        """The row of each slot [T, k], among the rows of this rank's slots."""
         return self.routing.row_of_slot
 
     @property
     def num_rows(self) -> int:
-        """Q."""
+        """The number of rows, Q."""
         return self.arrivals.order.shape[0]
 
 
 class CollectiveTransport:
-    """See the file."""
+    """The transport ``collective``; see the module."""
 
     name = "collective"
 
@@ -142,7 +144,7 @@ class CollectiveTransport:
         return table if self._settings.combine == "exact" else table._replace(sums=self._sums(table))
 
     def _gathered_counts(self, exchange: Exchange, routing: Routing, tokens: int, wanted: frozenset[str]) -> Tensor:
-        """[R, E], on the host: the rows that each rank has for each expert."""
+        """The rows that each rank has for each expert, [R, E] on the host."""
         header = torch.tensor([*exchange, tokens, messages.flags_of(wanted)], dtype=torch.int32).to(
             routing.split_sizes.device
         )
@@ -156,7 +158,7 @@ class CollectiveTransport:
         return table[:, _HEADER:].long()
 
     def _compare(self, exchange: Exchange, headers: Sequence[Sequence[int]]) -> None:
-        """Raises where ranks do not do the same."""
+        """Raises if ranks do different things."""
         named = exchange.named("dispatch")
         for rank, (lane, number, _, flags) in enumerate(headers):
             if (lane, number) != exchange:
@@ -165,7 +167,7 @@ class CollectiveTransport:
                 raise PeerError(messages.other_wishes(rank, flags, headers[self._rank][3], named))
 
     def _kept(self, exchange: Exchange, counts: Tensor) -> Tensor:
-        """The counts, without rows for which their owner has no room."""
+        """The counts, without rows that their owner has no room for."""
         owned = counts.view(self._ranks, self._ranks, -1).sum((0, 2))
         required, owner = (int(each) for each in owned.max(0))
         self._required = max(self._required, required)
@@ -180,7 +182,7 @@ class CollectiveTransport:
         return kept
 
     def _sums(self, table: CollectiveTable) -> Sums:
-        """For each token, which of its rows lie with one rank; found from the slots, which travel as rows do."""
+        """The rows of each token on each rank, computed from the slots, which are sent like rows."""
         slots = table.routing.slot_of_row[: _total(table.to_rank)].to(torch.int64)
         kind = table.exchange.named("dispatch")
         arrived = self._exchanged(slots, table.to_rank, table.arrivals.from_rank, kind)()
@@ -195,7 +197,7 @@ class CollectiveTransport:
         return self._arrived(spread, table, kind, fill)
 
     def _arrived(self, mine: Tensor, table: CollectiveTable, kind: str, fill: bool) -> Tensor:
-        """Q rows or numbers by expert, from those of this rank's slots."""
+        """Sends rows or numbers of this rank's slots; returns the Q received ones, by expert."""
         arrivals, named = table.arrivals, table.exchange.named(kind)
         arrived = self._exchanged(mine, table.to_rank, arrivals.from_rank, named)()
         rows = mine.new_empty(table.num_rows, *mine.shape[1:])
@@ -208,7 +210,7 @@ class CollectiveTransport:
     def start_sum(
         self, rows: Tensor | None, table: CollectiveTable, kind: str, products_follow: bool = False
     ) -> Callable[[], Tensor]:
-        assert rows is not None  # there are no slots
+        assert rows is not None  # no slots
         if table.sums is None:
             arrived = self._start_returning(rows, table, kind)
             return lambda: permutation.unpermute(arrived(), table.routing)
@@ -222,7 +224,7 @@ class CollectiveTransport:
         return permutation.by_slot(self._start_returning(numbers, table, kind)(), table.routing, dtype)
 
     def _start_returning(self, rows: Tensor, table: CollectiveTable, kind: str) -> Callable[[], Tensor]:
-        """The rows or numbers of this rank's slots, those of no expert zero, from Q rows by expert."""
+        """Sends Q rows or numbers back; the result has those of this rank's slots, zero for slots without an expert."""
         order, slots = table.arrivals.in_place, table.routing.slot_of_row.shape[0]
         leaving = rows.new_empty(order.shape[0], *rows.shape[1:])
         leaving.index_copy_(0, order, rows[: order.shape[0]])
@@ -243,37 +245,37 @@ class CollectiveTransport:
         lane, rows = table.exchange.lane, table.num_rows
         buffer = self._buffers.get(lane)
         if buffer is None or buffer.shape[0] < rows:
-            with torch.inference_mode(False):  # what is made in it may be written there alone
+            with torch.inference_mode(False):  # tensors made in inference mode may only be written there
                 buffer = self._buffers[lane] = torch.empty(
                     rows, self._settings.hidden, dtype=self._settings.dtype, device=table.split_sizes.device
                 )
         return buffer[:rows]
 
     def row_slots(self, table: CollectiveTable) -> None:
-        """Nowhere: ranks do not write one another's memory."""
+        """None: ranks do not write one another's memory."""
 
     def lends(self, table: CollectiveTable) -> bool:
-        """Whether it has memory for rows: where our own kernels run, which write there at no cost."""
+        """Whether it has memory for rows: if our own kernels run, which write there at no cost."""
         return table.routing.is_native
 
     def statistics(self) -> Mapping[str, int]:
         return {"required": self._required, "dropped": self._dropped}
 
     def check(self) -> None:
-        """Nothing: the host has waited for all that can fail."""
+        """Does nothing: the host has waited for everything that can fail."""
 
     def finish(self) -> None:
-        """Nothing: a collective ends when all have done their part."""
+        """Does nothing: a collective ends when all ranks have done their part."""
 
     def reset(self) -> None:
-        """Nothing: an exchange that was left leaves nothing behind."""
+        """Does nothing: an abandoned exchange leaves no state."""
 
     def foresee(self, kind: str, *tensors: Tensor) -> None:
         moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         trace.record(trace.KernelCall(f"all_to_all_single ({kind})", "", 0, moved))
 
     def _exchanged(self, rows: Tensor, to_rank: Tensor, from_rank: Tensor, named: str) -> Callable[[], Tensor]:
-        """What arrives, once it is there."""
+        """Starts an exchange of rows; returns a function that waits for the received ones."""
         arrived = rows.new_empty(_total(from_rank), *rows.shape[1:])
         wait = self._exchange(arrived, rows, to_rank, from_rank, named)
 
@@ -286,13 +288,16 @@ class CollectiveTransport:
     def _exchange(
         self, arrived: Tensor, rows: Tensor, to_rank: Tensor, from_rank: Tensor, named: str
     ) -> Callable[[], None]:
-        """So many rows to each rank, and so many from each, in the order of ranks; returns what waits for them."""
+        """Starts an exchange of ``to_rank`` and ``from_rank`` rows, in the order of ranks; returns a function that
+        waits.
+        """
         sizes, leaving = (from_rank.tolist(), to_rank.tolist()), rows.contiguous()
         move = partial(dist.all_to_all_single, arrived, leaving, *sizes)
         return self._started(move, named, seconds=0 if rows.is_cuda else self._settings.timeout)
 
     def _started(self, collective: Callable[..., Any], named: str, seconds: float) -> Callable[[], None]:
-        """Starts a collective; returns what waits for it: a host so many seconds, a device's queue without them.
+        """Starts a collective; returns a function that waits for it: on a host with the timeout, in a device's queue
+        without.
 
         NCCL has the timeout of the process group, and a watchdog.
         """
@@ -308,7 +313,7 @@ class CollectiveTransport:
 
 @contextmanager
 def _peers_of(named: str) -> Iterator[None]:
-    """Says which exchange it was that a collective of the body did not end."""
+    """Adds to an error in the body which exchange's collective did not end."""
     try:
         yield
     except RuntimeError as error:
@@ -321,7 +326,7 @@ def _total(sizes: Tensor) -> int:
 
 
 def _clipped(counts: Tensor, capacity: int) -> Tensor:
-    """[R, R, E / R] of rank, owner and expert, without rows past the capacity, by expert, then rank."""
+    """The counts [R, R, E / R] by rank, owner and expert, without rows past the capacity, by expert, then rank."""
     in_order = counts.permute(1, 2, 0).flatten(1)
     before = in_order.cumsum(1) - in_order
     kept = torch.minimum(in_order, (capacity - before).clamp(min=0))
@@ -330,7 +335,7 @@ def _clipped(counts: Tensor, capacity: int) -> Tensor:
 
 
 def _without_dropped(ids: Tensor, routing: Routing, kept: Tensor) -> Tensor:
-    """The ids, those of slots past the first ``kept`` of their expert replaced by that of no expert."""
+    """Expert ids after dropping: each expert keeps its first ``kept`` slots, the rest get "no expert"."""
     experts = kept.shape[0]
     counts = routing.split_sizes.long()
     starts = torch.cat((counts.cumsum(0) - counts, counts.sum(0, keepdim=True)))
@@ -340,7 +345,7 @@ def _without_dropped(ids: Tensor, routing: Routing, kept: Tensor) -> Tensor:
 
 
 def _arrivals(counts: Tensor, capacity: int | None, device: torch.device) -> Arrivals:
-    """From the counts [R, E / R] of the rows that come, in so much room; None: as much as they take."""
+    """The arrivals for counts [R, E / R] of rows, in ``capacity`` rows, or as many as arrive if it is None."""
     starts = counts.flatten().cumsum(0).view_as(counts) - counts  # they come by rank, then expert
     chunks, total = counts.t().flatten(), int(counts.sum())
     shift = starts.t().flatten() - (chunks.cumsum(0) - chunks)
@@ -352,13 +357,13 @@ def _arrivals(counts: Tensor, capacity: int | None, device: torch.device) -> Arr
 
 
 def _by_token(slots: Tensor, sources: Tensor, order: Tensor, settings: Settings, ranks: int) -> tuple[Routing, Tensor]:
-    """Which rows are of one token of one rank, in the order of its slots; and how many tokens each rank has here.
+    """Groups rows by (rank, token), in the order of slots; also returns the number of tokens of each rank here.
 
-    With a fixed capacity there are as many lines as that leaves room for; those past the tokens add nothing.
+    With a fixed capacity, the number of lines is its maximum; those past the tokens add nothing.
 
     Args:
-        slots, sources: of the rows in the order of arrival: the slot, and its rank.
-        order: for each row of the experts, where it arrives.
+        slots, sources: the slot of each row in the order of arrival, and its rank.
+        order: for each row of the experts, the position at which it arrives.
     """
     k = settings.top_k
     by_slot, arrival = torch.sort(sources * (settings.max_tokens * k) + slots)
@@ -374,7 +379,7 @@ def _by_token(slots: Tensor, sources: Tensor, order: Tensor, settings: Settings,
 
 
 def _sums_by_rank(slots: Tensor, owners: Tensor, shape: torch.Size, ranks: int) -> tuple[Routing, Tensor]:
-    """Where the sums of a rank's tokens come back, by owner, then token; and how many come from each owner."""
+    """The positions of the sums of a rank's tokens, by owner, then token; also returns the number from each owner."""
     tokens, k = shape
     there = slots.new_zeros(ranks, tokens, dtype=torch.bool)
     there[owners, slots // max(1, k)] = True
@@ -386,10 +391,10 @@ def _sums_by_rank(slots: Tensor, owners: Tensor, shape: torch.Size, ranks: int) 
 
 
 def _sums_of(rows: Tensor, count: int) -> Routing:
-    """For the sums of the rows of each line; a row from ``count`` on adds nothing."""
+    """A routing that sums the rows of each line; a row index of ``count`` or more adds nothing."""
     return Routing(rows.new_tensor([count], dtype=torch.int32), rows.flatten(), rows, is_native=False)
 
 
 def _with_zero(rows: Tensor) -> Tensor:
-    """The rows, and behind them one that adds nothing."""
+    """The rows, and after them one of zeros."""
     return torch.cat((rows, rows.new_zeros(1, *rows.shape[1:])))

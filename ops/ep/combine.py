@@ -1,4 +1,4 @@
-"""``EPCombine``: rows of experts back to the ranks of their tokens."""
+"""``EPCombine``: sends rows of experts back to the ranks of their tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...fuser import ArgumentError, Grads, Op, TensorSpec
+from ...fuser import ArgumentError, Grads, Op, Promises, TensorSpec
 from ...fuser.contract import tracing as trace
 from .dispatch import TableForeseen, check_lane, check_rows_of, pulled, start_sum
 from .group import Group
@@ -14,29 +14,28 @@ from .transport import Exchange
 
 
 class EPCombine(Op):
-    """Rows [Q, H] of this rank's experts to tokens [T, H]: the sum of each token's rows, from all ranks.
+    """Combines rows [Q, H] of this rank's experts to tokens [T, H]: the sum of each token's rows, from all ranks.
 
-    Each sum is as ``combine`` of the group says. It does not apply the routing weights; put ``Scale()`` in front of it,
-    or an activation that scales. It ends the exchange that the :class:`EPDispatch` of the same group and lane began.
+    The group's ``combine`` determines the rounding of sums. It does not apply the routing weights; put ``Scale()`` in
+    front of it,
+    or an activation with scales. It ends the exchange that the :class:`EPDispatch` of the same group and lane began.
 
     Args:
-        group: of the ranks.
-        lane: which of the group's lanes it uses.
+        group: the group of ranks.
+        lane: the index of the group's lane that it uses.
 
     Keywords:
         row_of_slot: int32 or int64 [T, k], from the :class:`EPDispatch`.
 
     Raises:
-        TypeError: ``group`` is no :class:`Group`.
+        TypeError: ``group`` is not a :class:`Group`.
         ValueError: the group has no such lane.
         ArgumentError: in a call, rows that do not fit the group.
-        PeerError: a rank did not come.
+        PeerError: a rank did not take part.
         RuntimeError: the :class:`EPDispatch` is missing, or of another group or lane.
     """
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    eager_only = "it waits for other ranks"
+    promises = Promises(values_checked=frozenset(), eager_only="it waits for other ranks")
 
     class Saved(NamedTuple):
         table: Any

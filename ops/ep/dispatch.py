@@ -1,4 +1,4 @@
-"""``EPDispatch``: tokens to the ranks that own their experts."""
+"""``EPDispatch``: sends tokens to the ranks that own their experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, TensorSpec
+from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, Promises, TensorSpec
 from ...fuser.contract import tracing as trace
 from ..formats.recipe import Float8Block
 from ..routed.moe import check_choices, index_dtype
@@ -20,9 +20,9 @@ from .transport import DispatchedRows, Exchange, Table
 
 
 class EPDispatch(Op):
-    """Tokens [T, H] of each rank to rows [Q, H] of the experts that this rank owns, from the tokens of all ranks.
+    """Dispatches tokens [T, H] of all ranks: each rank gets the rows [Q, H] of the experts that it owns.
 
-    Rows are sorted by expert, then rank, token and slot. Those past the last expert are a tail, and zero. Later ops
+    Rows are sorted by expert, then rank, token and slot. Rows past the last expert, the tail, are zero. Later ops
     read its extra outputs by name:
 
     ===============  ============================  ========================================================
@@ -33,35 +33,33 @@ class EPDispatch(Op):
     ``row_of_slot``  [T, k], int32 or int64        for the :class:`EPCombine` of the same group and lane
     ===============  ============================  ========================================================
 
-    All ranks must call it alike, those without tokens too.
+    All ranks must call it, including those without tokens.
 
     Args:
-        group: of the ranks.
-        lane: which of the group's lanes it uses.
-        recipe: ``Float8Block()``: tokens are quantised before they travel, which halves what does. Rows then have the
-            values of the bytes, in bfloat16: a linear under that recipe multiplies them as it would have multiplied the
-            tokens. The copies for its weight gradients are quantised from those values, which rounds once more. None:
-            tokens travel as they are.
+        group: the group of ranks.
+        lane: the index of the group's lane that it uses.
+        recipe: ``Float8Block()``: tokens are quantised before they are sent, which halves the traffic. Rows then hold
+        the dequantised values in bfloat16; a linear under that recipe gives the same output as for the tokens. The
+        operands of its weight gradients are quantised from those values, with one more rounding. None: tokens are sent
+        unchanged.
 
     Keywords:
-        top_k_index: int32 or int64 [T, k]: the experts of each token, of all ranks. One below 0, or of ``num_experts``
-            or more, is of no expert.
+        top_k_index: int32 or int64 [T, k]: the experts of each token, on all ranks. An id below 0, or of
+        ``num_experts`` or more, is no expert's.
         top_k_weights: floating-point [T, k]: the routing weights.
 
     Raises:
-        TypeError: ``group`` is no :class:`Group`.
-        ValueError: the group has no such lane, or its tokens cannot travel by that recipe.
-        ArgumentError: in a call, tokens, ids or weights that do not fit the group.
+        TypeError: ``group`` is not a :class:`Group`.
+        ValueError: the group has no such lane, or its tokens cannot be sent under that recipe.
+        ArgumentError: in a call, tokens, ids or weights do not fit the group.
         CapacityError: a rank would own more rows than there is room for.
-        PeerError: a rank did not come, or did something else.
-        RuntimeError: the last exchange of the lane has had no :class:`EPCombine`, or the group is closed.
+        PeerError: a rank did not take part, or did something else.
+        RuntimeError: the last exchange of the lane was not ended by an :class:`EPCombine`, or the group is closed.
     """
 
     extra_outputs = ("split_sizes", "scales", "row_of_slot")
     output_to_caller = dict.fromkeys(extra_outputs, False)
-    checks_values = False
-    values_checked_on_host = frozenset()
-    eager_only = "it waits for other ranks"
+    promises = Promises(values_checked=frozenset(), eager_only="it waits for other ranks")
 
     class Saved(NamedTuple):
         table: Any
@@ -99,7 +97,7 @@ class EPDispatch(Op):
         return self._outputs(x, top_k_index, top_k_weights)
 
     def _outputs(self, x: TensorSpec, top_k_index: Tensor, top_k_weights: Tensor) -> dict[str, TensorSpec]:
-        """What is known of them before ranks have met."""
+        """The specs of the outputs that are known before the exchange."""
         rows = self.group.local_capacity
         index = index_dtype(top_k_index, self.group.settings.num_experts, x)
         specs = {
@@ -138,8 +136,8 @@ class EPDispatch(Op):
         """The table of a new exchange, and the rows and scales of this rank's experts.
 
         Args:
-            wanted: the gradients that a backward will give, of ``x`` and ``top_k_weights``.
-            fill: whether the tail of the rows shall be zero; else it may be anything.
+            wanted: the gradients that the backward will compute, of ``x`` and ``top_k_weights``.
+            fill: whether the tail of the rows must be zero; else it is arbitrary.
             beside: whether they may come while the kernel runs that is launched next.
         """
         x = x.to(self.group.settings.dtype)
@@ -156,7 +154,7 @@ class EPDispatch(Op):
         return dispatched._replace(rows=float8_rows.unpacked(dispatched.rows, self.group.settings.hidden))
 
     def _foreseen(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> DispatchedRows:
-        """Of a run without data; the rows are taken to be as many as the slots where only the data will tell."""
+        """The result of a run without data; assumes as many rows as slots if only the data could tell."""
         count = self.group.local_capacity or top_k_index.numel()
         table = TableForeseen(
             Exchange(self.lane, 0),
@@ -199,11 +197,12 @@ class TableForeseen(NamedTuple):
 def start_sum(
     group: Group, rows: Tensor | None, table: Table, kind: str, products_follow: bool = False
 ) -> Callable[[], Tensor]:
-    """Starts the sums of the rows [Q, H] of all ranks; returns what gives those of this rank's tokens [T, H].
+    """Starts the sums of the rows [Q, H] of all ranks; returns a function that gives the sums [T, H] of this rank's
+    tokens.
 
     Args:
-        rows: None: they have gone to slots (:meth:`Transport.row_slots`).
-        products_follow: whether products are launched before the sums are asked for.
+        rows: None: they were sent to slots (:meth:`Transport.row_slots`).
+        products_follow: whether products are launched before the function is called.
     """
     if rows is not None and trace.active():
         group.mover.foresee(kind, rows)
@@ -219,10 +218,10 @@ def start_sum(
 
 
 def pulled(group: Group, tokens: Tensor, table: Table, kind: str, fill: bool) -> Tensor:
-    """Rows [Q, H] of this rank's experts, from the tokens of all ranks, by the table of an earlier dispatch.
+    """Pulls rows [Q, H] of this rank's experts from the tokens of all ranks, by the table of an earlier dispatch.
 
     Args:
-        fill: whether the tail shall be zero; else it may be anything.
+        fill: whether the tail must be zero; else it is arbitrary.
     """
     if trace.active():
         rows = tokens.new_empty(table.num_rows, tokens.shape[1])
@@ -233,7 +232,7 @@ def pulled(group: Group, tokens: Tensor, table: Table, kind: str, fill: bool) ->
 
 
 def returned(group: Group, dscales: Tensor, table: Table, dtype: torch.dtype) -> Tensor:
-    """The gradients [T, k] of routing weights, from those of the scales [Q] of all ranks."""
+    """Returns the gradients [T, k] of routing weights, from those of the scales [Q] of all ranks."""
     kind = "dispatch backward"
     if trace.active():
         group.mover.foresee(kind, dscales)
@@ -243,7 +242,7 @@ def returned(group: Group, dscales: Tensor, table: Table, dtype: torch.dtype) ->
 
 
 def check_lane(op: str, group: Group, lane: int) -> int:
-    """The lane of a group that an op is built with."""
+    """Checks the lane of an op's group."""
     if not isinstance(group, Group):
         raise TypeError(f"{op}: group must be a fusible.ep.Group, got a {type(group).__name__}")
     lanes = group.settings.lanes
@@ -253,7 +252,7 @@ def check_lane(op: str, group: Group, lane: int) -> int:
 
 
 def check_rows_of(group: Group, x: TensorSpec, form: str) -> None:
-    """Tokens or rows of a group have its columns and its dtype."""
+    """Checks that tokens or rows have the group's columns and dtype."""
     check_floats(x)
     if len(x.shape) != 2:
         raise ArgumentError(f"x must be {form}, got shape {list(x.shape)}; flatten the leading dimensions")

@@ -1,17 +1,18 @@
-"""What can go wrong between ranks: a peer that does not come, rows for which there is no room."""
+"""Errors between ranks: a peer that does not take part, or too many rows."""
 
 from __future__ import annotations
 
 
 class PeerError(RuntimeError):
-    """A rank did not take part in an exchange. The message names the exchange, and the rank where it is known.
+    """A rank did not take part in an exchange. The message names the exchange and, if known, the rank.
 
-    The group has failed with it: every later call of its ops raises it again. The process and other groups live on.
+    The group has then failed: every later call of its ops raises the error again. The process and other groups
+    continue.
     """
 
 
 class CapacityError(RuntimeError):
-    """The tokens of all ranks give a rank more rows than the group has room for. The message says how many.
+    """A rank would get more rows than the group's capacity. The message gives the numbers.
 
-    All ranks raise it at the same exchange, before any row has moved, and the group stays as it is.
+    All ranks raise it at the same exchange, before any row has moved, and the group stays usable.
     """

@@ -1,8 +1,8 @@
-"""Tokens that travel in 8 bits: e4m3 with a power of two for each 128 values, as rows of 16-bit numbers.
+"""Tokens sent in 8 bits: e4m3 with a power of two for each 128 values, packed in rows of 16-bit numbers.
 
-A row has its bytes first, then the exponents of its scales, and is padded to 16 bytes. So whatever moves rows of 16
-bits moves it, in half the bytes. Its values are those of the rows that a linear under the same recipe would make of the
-token, and bfloat16 holds them.
+A row holds its bytes, then the exponents of its scales, padded to 16 bytes. Everything that moves 16-bit rows can move
+it, at half the traffic. Its values are those that a linear under the same recipe would read, and bfloat16 represents
+them exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ALIGNED = 16  # bytes
 
 
 def refusal(recipe: object, settings: Settings, transport: str) -> str | None:
-    """Why tokens of a group cannot travel so; None: they can."""
+    """The reason why tokens of a group cannot be sent in 8 bits, or None."""
     if not isinstance(recipe, Float8Block) or recipe.scales != "power_of_two":
         return f"recipe must be Float8Block() with powers of two for scales, or None, got {shown(recipe)}"
     if settings.dtype != torch.bfloat16:
@@ -32,12 +32,12 @@ def refusal(recipe: object, settings: Settings, transport: str) -> str | None:
 
 
 def width(hidden: int) -> int:
-    """16-bit numbers of a row."""
+    """The width of a packed row, in 16-bit numbers."""
     return -(-(hidden + ceil_blocks(hidden)) // _ALIGNED) * _ALIGNED // 2
 
 
 def packed(x: Tensor) -> Tensor:
-    """bfloat16 [T, :func:`width`], whose bits mean something else, of tokens [T, H] in bfloat16."""
+    """Packs tokens [T, H] in bfloat16 to [T, :func:`width`]; the result is bfloat16 in type only."""
     tokens, hidden = x.shape
     copies = quantize_rows(x, torch.full((1,), tokens, dtype=torch.int32, device=x.device), power_of_two=True)
     assert copies.rows is not None
@@ -49,7 +49,7 @@ def packed(x: Tensor) -> Tensor:
 
 
 def unpacked(rows: Tensor, hidden: int) -> Tensor:
-    """bfloat16 [Q, H], of rows that :func:`packed` gave."""
+    """Unpacks rows of :func:`packed` to bfloat16 [Q, H]."""
     data = rows.view(torch.uint8)
     scales = from_e8m0(data[:, hidden : hidden + ceil_blocks(hidden)]).repeat_interleave(BLOCK, 1)[:, :hidden]
     return (data[:, :hidden].view(E4M3.dtype).float() * scales).bfloat16()

@@ -1,4 +1,4 @@
-"""``Group``: the ranks that share the experts of a layer, and how they exchange rows."""
+"""``Group``: the ranks that share the experts of a layer, and exchange rows."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .transport import Exchange, Table, Transport
 
 
 class Statistics(NamedTuple):
-    """What a group has done so far.
+    """Counters of a group.
 
     Attributes:
         exchanges: calls of its dispatches on this rank.
-        required: the largest number of rows that any rank had to own in one of them.
-        dropped: rows of all ranks that were left out for want of room.
+        required: the largest number of rows that any rank had to own in one exchange.
+        dropped: rows of all ranks that were dropped for lack of capacity.
     """
 
     exchanges: int
@@ -33,7 +33,7 @@ class Statistics(NamedTuple):
 
 
 class Lane:
-    """A sequence of exchanges, of which one is under way at a time."""
+    """A sequence of exchanges, one at a time."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -41,10 +41,10 @@ class Lane:
         self._open: Table | None = None
 
     def begin(self) -> Exchange:
-        """The next exchange.
+        """Begins the next exchange.
 
         Raises:
-            RuntimeError: the last one has had no combine.
+            RuntimeError: the last one was not ended by a combine.
         """
         if self._open is not None:
             raise RuntimeError(
@@ -55,14 +55,14 @@ class Lane:
         return Exchange(self.index, self.exchanges - 1)
 
     def opened(self, table: Table) -> None:
-        """Notes that rows are with their experts."""
+        """Notes that the rows have been dispatched."""
         self._open = table
 
     def end(self, row_of_slot: torch.Tensor) -> Table:
-        """The table of the exchange that is under way, which ends.
+        """Ends the open exchange and returns its table.
 
         Raises:
-            RuntimeError: there is none, or it is not that of these slots.
+            RuntimeError: there is none, or it has other slots.
         """
         table = self._open
         if table is None:
@@ -79,7 +79,7 @@ class Lane:
         return table
 
     def under_way(self) -> Table:
-        """The table of the exchange that is under way.
+        """The table of the open exchange.
 
         Raises:
             RuntimeError: there is none.
@@ -89,35 +89,36 @@ class Lane:
         return self._open
 
     def reset(self) -> None:
-        """Forgets what is under way."""
+        """Forgets the open exchange."""
         self._open = None
 
 
 class Group:
     """Ranks that share the experts of layers: each owns ``num_experts / ranks`` of them, in order.
 
-    Making one is collective: every rank of the process group makes it, with the same arguments. It serves any number
-    of layers. See :class:`EPDispatch` and :class:`EPCombine`, which are built with it.
+    The constructor is collective: every rank of the process group must call it with the same arguments. A group serves
+    any number of layers. :class:`EPDispatch` and :class:`EPCombine` are built with it.
 
     Args:
-        process_group: of ``torch.distributed``; None: of all ranks.
-        num_experts: E, of all ranks together; a multiple of the number of ranks.
-        max_tokens: the largest number of tokens that a rank gives to a call. Ranks may give different numbers, or none.
+        process_group: a group of ``torch.distributed``; None: all ranks.
+        num_experts: E, the total number of experts; a multiple of the number of ranks.
+        max_tokens: the largest number of tokens of a rank in a call. Ranks may give different numbers, or none.
         top_k: k, the experts that each token chooses.
         hidden: H, the columns of a token.
-        dtype: of tokens and rows.
-        capacity: how many rows a rank can own at once: a factor of ``max_tokens * top_k`` (a float), rows (an int),
-            ``"worst"``: as many as there can be, or ``"exact"``: as many as come, for which the host waits.
-        overflow: ``"raise"``: a rank that would own more is a :class:`CapacityError` on all ranks. ``"drop"``: the
-            last rows in the order of experts are left out, always the same ones, and counted.
+        dtype: the dtype of tokens and rows.
+        capacity: the number of rows that a rank can own at once: a factor of ``max_tokens * top_k`` (float), rows
+        (int), ``"worst"``: the maximum possible, or ``"exact"``: the number that arrives, which the host waits for.
+        overflow: ``"raise"``: too many rows raise :class:`CapacityError` on all ranks. ``"drop"``: the last rows in the
+        order of experts are dropped, deterministically, and counted.
         combine: ``"exact"``: the rows of a token are summed by its own rank, in float32, in the order of its slots,
-            and rounded once: the bits of one process that has all experts. ``"reduced"``: each rank sums its rows of a
-            token, and one row a rank travels. That moves less, rounds twice, and the bits depend on the ranks.
+            and rounded once: bit-identical to one process with all experts. ``"reduced"``: each rank sums its rows of a
+            token, and sends one row per token. That moves less data, rounds twice, and the bits depend on the ranks.
         transport: ``"collective"``: ``all_to_all_single`` of the process group. ``"symmetric"``: GPUs of one host read
-            one another's memory; no host waits, so errors come at a later call, or from :meth:`check`. ``"auto"``:
+            one another's memory; the host does not wait, so errors are raised by a later call or by :meth:`check`.
+            ``"auto"``:
             ``"collective"``, which runs everywhere.
-        lanes: how many exchanges may be under way at once, for microbatches that overlap.
-        timeout: seconds to wait for a peer; 0: for ever.
+        lanes: the number of exchanges that may be open at once, for overlapping microbatches.
+        timeout: seconds to wait for a peer; 0: forever.
         overlap: with transport ``"symmetric"``, how many multiprocessors sum the gradients of tokens while the others
             compute those of weights, in an :class:`EPGroupedMLP`; 0: all do one after the other. None: 32, or a quarter
             of a smaller device, unless rows are too few.
@@ -128,16 +129,16 @@ class Group:
             sums from its own memory. Takes memory for ``max_tokens * top_k`` rows more.
 
     Attributes:
-        rank, size: of this rank; how many there are.
-        devices: the kinds of devices that tokens may be on: those of the process group.
+        rank, size: the index of this rank; the number of ranks.
+        devices: the device types that tokens may be on: those of the process group.
         local_experts: the slice of the experts that this rank owns.
-        local_capacity: Q, the number of rows that :class:`EPDispatch` gives; None: as many as come.
-        device: where tokens must be; None: on any device of these kinds.
-        transport: the name of the transport; ``transport_reason``: why it.
+        local_capacity: Q, the number of rows that :class:`EPDispatch` returns; None: the number that arrives.
+        device: the device that tokens must be on; None: any device of these types.
+        transport: the name of the transport; ``transport_reason``: the reason of the choice.
 
     Raises:
-        ValueError: an argument is wrong, ranks differ in one, or one cannot have the transport.
-        RuntimeError: GPUs do not reach one another's memory.
+        ValueError: an argument is wrong, ranks differ in one, or a rank cannot use the transport.
+        RuntimeError: a GPU cannot access the memory of another.
     """
 
     def __init__(
@@ -180,7 +181,7 @@ class Group:
         self._ended: Exception | None = None
 
     def _share_memory(self) -> None:
-        """Lets this rank's GPU and the others read one another's rows."""
+        """Maps the memory of all ranks, so that GPUs can read one another's rows."""
         self._refuse(SymmetricTransport.refusal(self.settings, self.size))
         here = memory.Location.here(memory.device())
         self._refuse(here.unreachable(self._of_ranks(here)))
@@ -189,24 +190,24 @@ class Group:
         self.devices, self.transport_reason = frozenset({mover.device.type}), "as the group was asked for"
 
     def _of_ranks(self, value: Any) -> list[Any]:
-        """What each rank has. Collective."""
+        """Gathers a value from each rank. Collective."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, self.process_group)
         return values
 
     def _refuse(self, refusal: str | None) -> None:
-        """Raises on all ranks alike where one cannot have the transport ``symmetric``. Collective."""
+        """Raises on all ranks if one cannot use the transport ``symmetric``. Collective."""
         for rank, each in enumerate(self._of_ranks(refusal)):
             if each is not None:
                 raise ValueError(f"Group: transport 'symmetric' cannot serve rank {rank}: it {each}")
 
     @property
     def num_local_experts(self) -> int:
-        """E / R, the experts that this rank owns."""
+        """The number of experts that this rank owns, E / R."""
         return self.local_experts.stop - self.local_experts.start
 
     def lane(self, index: int) -> Lane:
-        """One of its lanes, for an op that is about to use it.
+        """The lane that an op is about to use.
 
         Raises:
             PeerError: the group has failed.
@@ -217,14 +218,14 @@ class Group:
 
     @contextmanager
     def moving(self) -> Iterator[Transport]:
-        """The transport; for the body, in which rows move. A peer that fails it fails the group."""
+        """A context with the transport, for moves of rows. A peer that fails in the body fails the group."""
         self.check()
         with self._failing():
             yield self._mover
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """A peer that fails the body fails the group."""
+        """A context in which the failure of a peer fails the group."""
         try:
             yield
         except PeerError as error:
@@ -232,33 +233,33 @@ class Group:
             raise
 
     def row_buffer(self, lane: int = 0) -> torch.Tensor | None:
-        """[Q, H]: memory of the transport, for the ``output`` of the last linear; None: any memory is as good.
+        """[Q, H]: memory of the transport for the ``output`` of the last linear; None if any memory will do.
 
-        The :class:`EPCombine` of the exchange under way copies no row that is there already. It is the same memory for
-        all exchanges of a lane.
+        The :class:`EPCombine` of the open exchange does not copy rows that are in it. All exchanges of a lane share
+        this memory.
 
         Args:
-            lane: of the exchange that is under way.
+            lane: the lane of the open exchange.
 
         Raises:
-            RuntimeError: none is.
+            RuntimeError: there is no open exchange.
         """
         return self._mover.row_buffer(self.lane(lane).under_way())
 
     @property
     def mover(self) -> Transport:
-        """The transport, for what moves nothing."""
+        """The transport, for uses that move nothing."""
         return self._mover
 
     def check(self, synchronize: bool = False) -> None:
-        """Raises what has ended the group, if anything has.
+        """Raises the error that has ended the group, if any.
 
         Args:
-            synchronize: whether to wait for what its device is still doing.
+            synchronize: whether to wait for the device first.
 
         Raises:
             CapacityError: with transport ``"symmetric"``, a rank would have owned too many rows; see :meth:`reset`.
-            PeerError: a rank did not come to an exchange.
+            PeerError: a rank did not take part in an exchange.
             RuntimeError: the group is closed.
         """
         if self._ended is not None:
@@ -269,11 +270,11 @@ class Group:
             self._mover.check()
 
     def statistics(self) -> Statistics:
-        """What it has done so far."""
+        """The counters so far."""
         return Statistics(sum(lane.exchanges for lane in self._lanes), **self._mover.statistics())
 
     def reset(self) -> None:
-        """Forgets exchanges that an exception has left open. Collective: all ranks must call it."""
+        """Forgets exchanges that an exception left open. Collective: all ranks must call it."""
         with suppress(CapacityError):
             self.check(synchronize=True)
         for lane in self._lanes:
@@ -284,7 +285,7 @@ class Group:
         barrier(self.process_group)
 
     def close(self) -> None:
-        """Ends its use; an op of it that is called later raises. Collective, so that no rank still needs another."""
+        """Closes the group; its ops then raise. Collective, so that no rank still needs another."""
         if self._ended is None:
             self._mover.finish()
             barrier(self.process_group)
@@ -310,13 +311,13 @@ def _world() -> dist.ProcessGroup:
 
 
 def _devices(process_group: dist.ProcessGroup) -> Iterator[str]:
-    """The kinds of devices whose tensors a process group moves."""
+    """The device types whose tensors a process group moves."""
     for pair in dist.get_backend_config(process_group).split(","):
         yield pair.partition(":")[0]
 
 
 def _agree(settings: Settings, ranks: int, process_group: dist.ProcessGroup) -> None:
-    """Raises on all ranks alike where the settings of one are wrong, or are not those of the others."""
+    """Raises on all ranks if the settings of one are wrong, or differ from the others."""
     of_ranks: list[Any] = [None] * ranks
     problem = settings.problem(ranks)
     dist.all_gather_object(of_ranks, (settings, problem), process_group)
@@ -331,5 +332,5 @@ def _agree(settings: Settings, ranks: int, process_group: dist.ProcessGroup) -> 
 
 
 def _raise_again(error: Exception) -> NoReturn:
-    """A new error of the same words: one that is raised twice would collect tracebacks, and what they hold."""
+    """Raises a fresh copy: re-raising one error accumulates tracebacks and keeps their locals alive."""
     raise type(error)(str(error))

@@ -1,4 +1,4 @@
-"""Memory of which every rank has as much, and that all ranks of a host read and write."""
+"""Shared memory of equal size on every rank, which all ranks of a host can read and write."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ...fuser.contract.torch_private import symmetric_memory, symmetric_memory_r
 
 
 class SharedMemory(NamedTuple):
-    """That of one rank.
+    """The shared memory of one rank.
 
     Attributes:
-        bytes: uint8, on the device of this rank.
-        addresses: of that of every rank, as this rank sees them.
-        mapping: what keeps it mapped.
+        bytes: uint8, the memory on the device of this rank.
+        addresses: the address of every rank's memory, in this rank's address space.
+        mapping: the object that keeps it mapped.
     """
 
     bytes: Tensor
@@ -28,7 +28,7 @@ class SharedMemory(NamedTuple):
 
 
 class Location(NamedTuple):
-    """Where a rank is: its host, and the number of its device there, as its process counts."""
+    """The location of a rank: its host, and the index of its device in its process."""
 
     host: str
     device: int
@@ -38,7 +38,7 @@ class Location(NamedTuple):
         return cls(socket.gethostname(), -1 if on is None or on.index is None else on.index)
 
     def unreachable(self, ranks: Sequence[Location]) -> str | None:
-        """Which rank's memory this one cannot read; None: that of all can be asked for."""
+        """The reason why the memory of some rank cannot be read from here, or None."""
         for rank, other in enumerate(ranks):
             if other.host != self.host:
                 return f"is on host {self.host}, rank {rank} on {other.host}; it serves the GPUs of one host"
@@ -50,31 +50,31 @@ class Location(NamedTuple):
 
 
 def in_capture() -> bool:
-    """Whether what is launched now goes into a CUDA graph, so that no host may wait and nothing be allocated."""
+    """Whether launches are being captured in a CUDA graph, so that the host may not wait and nothing be allocated."""
     initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return initialized and torch.cuda.is_current_stream_capturing()
 
 
 def device() -> torch.device | None:
-    """The device of this rank, whose memory others can read; None: it has none."""
+    """The device of this rank, whose memory others can read; None if it has none."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
 def multiprocessors(on: torch.device) -> int:
-    """How many a device has; 0: it is none that computes several things at once."""
+    """The number of multiprocessors of a device; 0 if it is not a GPU."""
     return torch.cuda.get_device_properties(on).multi_processor_count if on.type == "cuda" else 0
 
 
 def refusal() -> str | None:
-    """Why there is none; None: :func:`allocate` can be called."""
+    """The reason why :func:`allocate` cannot be called, or None."""
     return symmetric_memory_refusal()
 
 
 def allocate(nbytes: int, on: torch.device, process_group: dist.ProcessGroup) -> SharedMemory:
-    """As many bytes on every rank. Collective.
+    """Allocates the same number of bytes on every rank. Collective.
 
     Raises:
-        RuntimeError: the devices of the ranks do not reach one another.
+        RuntimeError: the device of a rank cannot access that of another.
     """
     try:
         return SharedMemory(*symmetric_memory(nbytes, on, process_group.group_name))
@@ -85,5 +85,5 @@ def allocate(nbytes: int, on: torch.device, process_group: dist.ProcessGroup) ->
 
 
 def for_reports(on: torch.device, numbers: int) -> Tensor:
-    """int64 in memory of the host that a device writes, and the host reads without waiting for it. Zero."""
+    """A zeroed int64 tensor in host memory that a device writes and the host reads without waiting."""
     return torch.zeros(numbers, dtype=torch.int64, device="cpu", pin_memory=on.type == "cuda")

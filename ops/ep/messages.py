@@ -1,4 +1,4 @@
-"""What errors say of an exchange, whatever moves it."""
+"""Error texts of exchanges, common to all transports."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _FLAGS = (*WANTED, EIGHT_BITS)
 
 
 def flags_of(wanted: Iterable[str]) -> int:
-    """What is wanted, as bits."""
+    """Encodes the wanted gradients as bits."""
     return sum(1 << _FLAGS.index(name) for name in wanted)
 
 
 def other_step(rank: int, theirs: str, mine: str) -> str:
-    """A rank is somewhere else."""
+    """The error that a rank is at another step."""
     return f"rank {rank} is at {theirs}, this rank at {mine}; all ranks must run the same layers in the same order"
 
 
 def other_gradients(rank: int, theirs: int, mine: int, named: str) -> str:
-    """A rank will have another backward. Both are flags."""
+    """The error that a rank will run another backward. Both arguments are flags."""
     return (
         f"rank {rank} wants gradients of {_named(theirs)} in {named}, this rank of {_named(mine)}; set requires_grad "
         "alike on all ranks, also where there are no tokens"
@@ -32,7 +32,7 @@ def other_gradients(rank: int, theirs: int, mine: int, named: str) -> str:
 
 
 def other_wishes(rank: int, theirs: int, mine: int, named: str) -> str:
-    """A rank will have another backward, or its tokens another form. Both are flags."""
+    """The error that a rank will run another backward, or sends tokens in another form. Both arguments are flags."""
     of_bits = 1 << len(WANTED)
     if not (theirs ^ mine) & of_bits:
         return other_gradients(rank, theirs, mine, named)
@@ -44,10 +44,10 @@ def other_wishes(rank: int, theirs: int, mine: int, named: str) -> str:
 
 
 def overflow(settings: Settings, named: str, rank: int, required: int, capacity: int, cures: str) -> str:
-    """A rank would own too many rows.
+    """The error that a rank would own too many rows.
 
     Args:
-        cures: what can be done besides a larger capacity.
+        cures: the fixes besides a larger capacity.
     """
     factor = settings.capacity
     product = f" ({factor} x max_tokens x top_k)" if isinstance(factor, float) else ""

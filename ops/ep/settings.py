@@ -1,4 +1,4 @@
-"""What all ranks of a group must agree on, and what follows from it."""
+"""The settings that all ranks of a group must agree on, and values derived from them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ CAPACITIES = ("exact", "worst")
 
 
 class Settings(NamedTuple):
-    """The arguments of a :class:`Group`, by which its ranks are compared.
+    """The arguments of a :class:`Group`, which must be equal on all ranks.
 
     Attributes:
-        capacity: as given: a factor of ``max_tokens * top_k``, a number of rows, ``"exact"`` or ``"worst"``.
+        capacity: as passed: a factor of ``max_tokens * top_k``, a number of rows, ``"exact"`` or ``"worst"``.
     """
 
     num_experts: int
@@ -37,7 +37,7 @@ class Settings(NamedTuple):
     overlap_combine: bool
 
     def problem(self, ranks: int) -> str | None:
-        """What is wrong with them, for so many ranks; None: nothing."""
+        """The first problem of the settings for this number of ranks, or None."""
         return next(self._problems(ranks), None)
 
     def _problems(self, ranks: int) -> Iterator[str]:
@@ -84,7 +84,7 @@ class Settings(NamedTuple):
         return _is_number(self.capacity) and math.isfinite(self.capacity) and self.capacity > 0
 
     def rows(self, ranks: int) -> int | None:
-        """How many rows a rank can own at once; None: as many as come."""
+        """The number of rows that a rank can own at once; None for the number that arrives."""
         worst = self.worst(ranks)
         if self.capacity == "exact":
             return None
@@ -94,15 +94,15 @@ class Settings(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Of a rank's tokens, at most."""
+        """The largest number of slots of a rank's tokens."""
         return self.max_tokens * self.top_k
 
     def worst(self, ranks: int) -> int:
-        """How many rows a rank owns if every token chooses as many of its experts as it can, each once."""
+        """The number of rows on a rank if every token chooses as many of its experts as possible, each once."""
         return ranks * self.slots
 
     def difference(self, others: Sequence[Settings]) -> str | None:
-        """Which rank has other settings, and where; None: none has."""
+        """The first rank with other settings, and the difference; None if all are equal."""
         for rank, other in enumerate(others):
             for name, mine, theirs in zip(self._fields, self, other, strict=True):
                 if mine != theirs:

@@ -38,10 +38,10 @@ class SymmetricTable(NamedTuple):
     """The rows of the slots of all ranks.
 
     Attributes:
-        slots: of all ranks, [R * T, k] with T = ``max_tokens``.
-        row_of_slot: int32 [T, k]: of this rank.
-        wanted: the gradients that a backward will give.
-        slot_of_row: int32 [R * T * k]: of the rows of all ranks, where they are sent to slots.
+        slots: the slots of all ranks, [R * T, k] with T = ``max_tokens``.
+        row_of_slot: int32 [T, k]: the rows of this rank's slots.
+        wanted: the gradients that the backward will compute.
+        slot_of_row: int32 [R * T * k]: the slot of each row of all ranks, if rows are sent to slots.
     """
 
     exchange: Exchange
@@ -54,12 +54,12 @@ class SymmetricTable(NamedTuple):
 
     @property
     def mine(self) -> kernels.Slots:
-        """Of the tokens of this rank."""
+        """The slots of this rank's tokens."""
         return self.slots._replace(row_of_slot=self.row_of_slot)
 
 
 class Regions(NamedTuple):
-    """Offsets, in bytes, of the parts of a lane's buffer."""
+    """Byte offsets of the parts of a lane's buffer."""
 
     signals: int
     ids: int
@@ -72,7 +72,7 @@ class Regions(NamedTuple):
 
     @classmethod
     def of(cls, settings: Settings, ranks: int, capacity: int, first: int) -> Regions:
-        """Those of a lane whose first part begins at byte ``first``."""
+        """The regions of a lane that starts at byte ``first``."""
         slots, row = settings.slots, settings.hidden * settings.dtype.itemsize
         sizes = (
             *(2 * ranks * kernels.SIGNAL_BYTES, 4 * ranks * slots, _NUMBER_BYTES * ranks * slots),
@@ -83,7 +83,7 @@ class Regions(NamedTuple):
 
 
 class SymmetricLane:
-    """The buffers of one lane, and what has been read of them since ranks met last."""
+    """The buffers of one lane, and the regions read since the last meeting of ranks."""
 
     def __init__(self, settings: Settings, regions: Regions, shared: SharedMemory, rank: int) -> None:
         on = shared.bytes.device
@@ -94,34 +94,34 @@ class SymmetricLane:
         self._read: set[str] = set()
 
     def view(self, region: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        """The first elements of a region of this rank."""
+        """A view of the first elements of a region of this rank."""
         first, count = getattr(self.regions, region), torch.Size(shape).numel()
         return self._shared.bytes[first : first + count * dtype.itemsize].view(dtype).view(shape)
 
     def meet(
         self, exchange: Exchange, kind: str, wanted: frozenset[str], published: kernels.Published | None = None
     ) -> None:
-        """Waits on the device until all ranks have come here. Each then sees what the others wrote before."""
+        """Waits on the device until all ranks get here. Each rank then sees everything that others wrote before."""
         code = _KINDS.index(kind) | messages.flags_of(wanted) << _WANTED_BIT
         signals, timeout = self.regions.signals, self._settings.timeout
         kernels.publish(self.launch, exchange.number, code, signals, timeout, published)
         self._read.clear()
 
     def reads(self, *regions: str) -> None:
-        """Notes that regions of others are read."""
+        """Notes that regions of other ranks are read."""
         self._read.update(regions)
 
     def will_write(self, region: str, exchange: Exchange) -> None:
-        """Call it before a region is written: ranks meet first if others may still be reading it."""
+        """Prepares a write to a region: ranks meet first if others may still be reading it. Call it before writing."""
         if region in self._read:
             self.meet(exchange, _KINDS[-1], frozenset())
 
     def report(self) -> kernels.LaneReport:
-        """What kernels have said so far."""
+        """The report that kernels have written so far."""
         return kernels.LaneReport(*self.launch.report.tolist())
 
     def reset(self) -> None:
-        """Puts the lane back to its first state. Nobody may use it meanwhile."""
+        """Resets the lane to its initial state. No rank may use it meanwhile."""
         size = 2 * len(self.launch.buffers) * kernels.SIGNAL_BYTES
         self.view("signals", torch.uint8, size).zero_()
         self.launch.state[: kernels.STATE_OF_SIGNALS].zero_()
@@ -130,7 +130,7 @@ class SymmetricLane:
 
 
 class SymmetricTransport:
-    """See the file."""
+    """The transport ``symmetric``; see the module."""
 
     name = "symmetric"
 
@@ -154,7 +154,7 @@ class SymmetricTransport:
 
     @staticmethod
     def refusal(settings: Settings, ranks: int) -> str | None:
-        """Why it cannot serve such a group on this rank; None: it can."""
+        """The reason why the transport cannot serve such a group on this rank, or None."""
         on = memory.device()
         if memory.in_capture():
             return "captures a CUDA graph; make the group, and run a step, before that"
@@ -163,7 +163,7 @@ class SymmetricTransport:
 
     @property
     def device(self) -> torch.device:
-        """Where tokens must be."""
+        """The device that tokens must be on."""
         return self._device
 
     def dispatch(
@@ -200,7 +200,7 @@ class SymmetricTransport:
     def _table(
         self, lane: SymmetricLane, exchange: Exchange, tokens: int, wanted: frozenset[str]
     ) -> tuple[SymmetricTable, Tensor]:
-        """From the ids of all ranks, which are there; and the slot of each row of all."""
+        """The table from the ids of all ranks, and the slot of each row of all ranks."""
         s = self._settings
         ids = lane.view("ids", torch.int32, self._ranks * s.max_tokens, s.top_k)
         tokens_per_expert, slot_of_row, row_of_slot, _ = sorting.route(ids, s.num_experts, None)
@@ -215,7 +215,7 @@ class SymmetricTransport:
     def _pulled(
         self, lane: SymmetricLane, table: SymmetricTable, fill: bool, arriving: kernels.RowsArriving | None = None
     ) -> Tensor:
-        """The rows of the tokens that are there."""
+        """The rows, pulled from published tokens."""
         rows = torch.empty(self._capacity, self._settings.hidden, dtype=self._settings.dtype, device=self._device)
         moved = lane.launch, table.exchange.number, table.slots, lane.regions.tokens, rows, fill
         kernels.pull(*moved) if arriving is None else kernels.pull_blocks(*moved, arriving)
@@ -245,7 +245,7 @@ class SymmetricTransport:
         return lambda: self._sum(lane, table, self._new_sums(table))
 
     def _blocks_beside(self, table: SymmetricTable) -> int:
-        """How many multiprocessors sum while the others multiply. Ranks need not agree on it."""
+        """The number of multiprocessors that sum while the others multiply. It may differ between ranks."""
         s = self._settings
         if not self._multiprocessors:
             return 0
@@ -277,15 +277,15 @@ class SymmetricTransport:
         return torch.empty(table.row_of_slot.shape[0], s.hidden, dtype=s.dtype, device=self._device)
 
     def _sum(self, lane: SymmetricLane, table: SymmetricTable, sums: Tensor, blocks: int = 0) -> Tensor:
-        """Of the rows that are there."""
+        """Sums rows that are ready into ``sums``."""
         lane.reads("rows")
         kernels.pull_sum(lane.launch, table.exchange.number, table.mine, lane.regions.rows, sums, blocks)
         return sums
 
     def _sum_beside(self, lane: SymmetricLane, table: SymmetricTable, blocks: int) -> Callable[[], Tensor]:
-        """The same beside what the current stream does next, on so many multiprocessors."""
+        """Sums on ``blocks`` multiprocessors in parallel with the next work of the current stream."""
         sums = self._new_sums(table)
-        if self._beside is None:  # of high priority, so that it begins before what is launched after it
+        if self._beside is None:  # high priority, so that it starts before later launches
             self._beside = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
         beside = self._beside
         beside.wait_stream(torch.cuda.current_stream(self._device))

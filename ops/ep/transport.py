@@ -1,4 +1,4 @@
-"""What moves rows between ranks: the interface behind which transports stand."""
+"""The interface of transports, which move rows between ranks."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from torch import Tensor
 
 
 class Exchange(NamedTuple):
-    """One use of a lane: rows to their experts, and back. Its backward is part of it.
+    """One use of a lane: dispatch and combine, with their backward.
 
     Attributes:
-        lane: whose; ``number``: how many there were on it before.
+        lane: the index of the lane; ``number``: the number of earlier exchanges on it.
     """
 
     lane: int
     number: int
 
     def named(self, kind: str) -> str:
-        """What errors call a part of it: ``kind`` is dispatch, combine, or the backward of one."""
+        """The name of a part in errors: ``kind`` is dispatch, combine, or the backward of one."""
         return f"{kind} of exchange {self.number} on lane {self.lane}"
 
 
 class Table(Protocol):
-    """Where the slots of all ranks have their rows; a named tuple, so that a backward may keep it.
+    """The rows of the slots of all ranks; a named tuple, so that a backward can save it.
 
     Attributes:
-        exchange: whose it is.
+        exchange: the exchange that it belongs to.
         split_sizes: int32 [E / R]: the number of rows of each expert of this rank.
-        row_of_slot: [T, k]: which row each slot of this rank is, by a numbering of the transport.
-        num_rows: Q, the number of rows that hold those of this rank's experts, and a tail.
+        row_of_slot: [T, k]: the row of each slot of this rank, in the transport's numbering.
+        num_rows: Q, the number of rows of this rank's experts, tail included.
     """
 
     @property
@@ -45,11 +45,11 @@ class Table(Protocol):
 
 
 class DispatchedRows(NamedTuple):
-    """What a dispatch gives.
+    """The result of a dispatch.
 
     Attributes:
         table: a :class:`Table`.
-        rows: of :meth:`Transport.pull`; ``scales``: their weights.
+        rows: the rows of :meth:`Transport.pull`; ``scales``: their weights.
         arriving: counters of the rows, which may still come while the next kernel runs that is told of them; None:
             whatever is launched next finds them. It is to be kept as long as the rows come.
     """
@@ -63,8 +63,8 @@ class DispatchedRows(NamedTuple):
 class Transport(Protocol):
     """Moves rows between the ranks of a group. All ranks call the same methods in the same order.
 
-    Rows of experts are sorted by expert, then rank, token and slot, as one process has them that has the tokens of all
-    ranks in turn. What is behind them, up to Q rows, is a tail.
+    Rows of experts are sorted by expert, then rank, token and slot, like in one process with the tokens of all ranks in
+    turn. Rows after them, up to Q, are a tail.
     """
 
     name: str
@@ -81,8 +81,8 @@ class Transport(Protocol):
     ) -> DispatchedRows:
         """The :class:`Table` of the ids [T, k], the rows of :meth:`pull`, and their weights.
 
-        An id below 0, or of E or more, is of no expert. The weights are one number [Q] a row, in float32 at least, from
-        those [T, k] of the slots of all ranks; their tail is zero.
+        An id below 0, or of E or more, belongs to no expert. The weights [Q] have one number per row, in at least
+        float32, from the weights [T, k] of the slots of all ranks; their tail is zero.
 
         Args:
             wanted: the gradients that the backward of the dispatch will be asked for, which ranks must agree on.
@@ -94,54 +94,59 @@ class Transport(Protocol):
         """
 
     def pull(self, tokens: Tensor, table: Any, kind: str, fill: bool) -> Tensor:
-        """Rows [Q, H] of this rank's experts, from the tokens [T, H] of all ranks.
+        """Pulls rows [Q, H] of this rank's experts from the tokens [T, H] of all ranks.
 
         Args:
-            fill: whether the tail shall be zero; else it may be anything.
+            fill: whether the tail must be zero; else it is arbitrary.
         """
 
     def start_sum(
         self, rows: Tensor | None, table: Any, kind: str, products_follow: bool = False
     ) -> Callable[[], Tensor]:
-        """Starts to sum the rows [Q, H] of all ranks by token; returns what gives the sums [T, H] of this rank's.
+        """Starts to sum the rows [Q, H] of all ranks by token; returns a function that gives the sums [T, H] of this
+        rank.
 
-        Rows may be overwritten once the sums are there. None: they have gone to :meth:`row_slots`.
+        Rows may be overwritten once the function has returned. None: they were sent to :meth:`row_slots`.
 
         Args:
-            products_follow: whether products are launched before the sums are asked for, beside which they may run.
+            products_follow: whether products are launched before the function is called, in parallel to the sums.
         """
 
     def return_numbers(self, numbers: Tensor, table: Any, dtype: torch.dtype, kind: str) -> Tensor:
-        """Of each slot [T, k] the number of its row, from those [Q] of all ranks; 0 for slots of no expert."""
+        """Sends numbers [Q] of the experts' rows back to their slots [T, k]; slots of no expert get 0."""
 
     def row_buffer(self, table: Any) -> Tensor | None:
-        """[Q, H]: memory for rows that :meth:`start_sum` is given next on that lane, in a forward or a backward.
+        """[Q, H]: memory for the rows of the next :meth:`start_sum` on that lane, in forward or backward.
 
-        None: any memory is as good.
+        None if any memory will do.
         """
 
     def row_slots(self, table: Any) -> Any:
-        """Where the rows of a combine go as they are computed: see :class:`fusible.ops.kernels.RowSlots`.
+        """The memory that rows of a combine are sent to as they are computed: see
+        :class:`fusible.ops.kernels.RowSlots`.
 
-        None: nowhere but to :meth:`start_sum`, which is told otherwise.
+        None if rows only go to :meth:`start_sum`.
         """
 
     def statistics(self) -> Mapping[str, int]:
-        """The largest number of rows that a rank had to own, and the number of rows left out, so far."""
+        """The largest number of rows that a rank had to own, and the number of dropped rows, so far."""
 
     def check(self) -> None:
-        """Raises what a device has reported since, of exchanges that the host has not waited for.
+        """Raises errors that a device has reported, from exchanges that the host has not waited for.
 
         Raises:
-            CapacityError: a rank would own more rows than there is room for.
-            PeerError: a rank did not come, or did something else.
+            CapacityError: a rank would own more rows than its capacity.
+            PeerError: a rank did not take part, or did something else.
         """
 
     def finish(self) -> None:
-        """Waits until this rank has done what it was asked for."""
+        """Waits until this rank has finished its work."""
 
     def reset(self) -> None:
-        """Begins anew after a :class:`CapacityError`. All ranks have finished; none goes on before all have reset."""
+        """Starts anew after a :class:`CapacityError`.
+
+        All ranks must have finished; none continues before all have reset.
+        """
 
     def foresee(self, kind: str, *tensors: Tensor) -> None:
-        """Tells a trace what a move of such tensors runs."""
+        """Records for a trace the kernels of a move of such tensors."""

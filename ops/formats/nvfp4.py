@@ -168,13 +168,3 @@ def hadamard(device: torch.device | None = None) -> Tensor:
 def transform(x: Tensor) -> Tensor:
     """Vectors of 16 times :func:`hadamard`: sums are rounded once, to the type of ``x``."""
     return (x.double() @ hadamard(x.device).double()).to(x.dtype)
-
-
-def to_swizzled(scales: Tensor) -> Tensor:
-    """Scales [M, blocks] in the tiles of 128 x 4 that Blackwell's tensor cores read; filled up with zero bytes.
-
-    Of MXFP8 as of NVFP4. The bytes come in one dimension.
-    """
-    bytes = split(split(scales.view(torch.uint8), 1, 4), 0, 128)  # [M / 128, 128, blocks / 4, 4]
-    tiles = bytes.view(bytes.shape[0], 4, 32, bytes.shape[2], 4).permute(0, 3, 2, 1, 4)
-    return tiles.flatten().view(scales.dtype)

@@ -1,4 +1,4 @@
-"""The role ``act`` of a pattern: a built-in activation, a function that a user has written, or a chain."""
+"""The role ``act`` of a pattern: a built-in activation, a user's function, or a chain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..values.activation_spec import ActivationSpec
 from .pointwise_chain import FUNCTIONS, LINKS, PointwiseChain, has_function, number_of_gates
 
 PREFIX = "act."
-"""Of the names of what the activation of a match has."""
+"""The prefix of the names of the activation's parts."""
 _SIZES = "split_sizes"
 
 
@@ -34,12 +34,13 @@ def is_activation(ops: Sequence[Op]) -> bool:
 
 
 ACTIVATION_OR_CHAIN = one_or_run(FUNCTIONS, Run(LINKS, PointwiseChain, is_activation))
-"""Behind a linear. What only adds and multiplies there keeps no pre-activation: see :class:`GroupedLinearChain`."""
+"""After a linear. A chain that only adds and multiplies keeps no pre-activation, see :class:`GroupedLinearChain`."""
 BETWEEN_LINEARS = one_or_run(FUNCTIONS, Run(LINKS, PointwiseChain, is_chain))
 
 
 def with_activation(pattern: Pattern) -> Pattern:
-    """A pattern with the role ``act``, and maybe ``scale`` and ``out_scale``, where kernels have such an activation.
+    """Restricts a pattern with the role ``act``, and maybe ``scale`` and ``out_scale``, to activations that kernels
+    have.
 
     It follows the role ``fc1``. A function may read one number of the row, which then is the scale before the second
     linear. A scale after that linear joins it, if the function is linear in it.
@@ -55,7 +56,7 @@ def with_activation(pattern: Pattern) -> Pattern:
 
 
 def spec_of(act: Activated | Pointwise | PointwiseChain) -> ActivationSpec:
-    """What the activation of a match is."""
+    """The activation of a match as an :class:`ActivationSpec`."""
     spec = act.spec
     assert spec is not None
     return spec
@@ -93,7 +94,7 @@ def vector_grads(
 
 
 def keyword_of(role: str, keyword: str) -> str | None:
-    """What a fused op calls the number of the row that its activation, or a part of it, reads; else None."""
+    """The fused op's keyword for the number of the row that its activation, or a part of it, reads; else None."""
     return "scales" if role.partition(".")[0] == "act" and keyword != _SIZES else None
 
 

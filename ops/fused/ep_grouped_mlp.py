@@ -1,8 +1,8 @@
 """The experts of a rank: EPDispatch -> the ops of a GroupedMLP -> EPCombine, from tokens to tokens.
 
-Where the transport has a buffer for rows, the second linear writes there, and so does the gradient of the first one's
-input: neither is allocated for a call. Or the second linear sends its rows to where they are summed. The backward moves
-that gradient while those of the weights are computed.
+If the transport has a buffer for rows, the second linear and the gradient of the first one's input are written there,
+and neither is allocated for a call. Alternatively the second linear sends its rows to the ranks that sum them. The
+backward moves that gradient while the weight gradients are computed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WEIGHTS = frozenset({"fc1.weight", "fc2.weight"})
     priority=40,
 )
 class EPGroupedMLP(InnerMLP):
-    """Keeps the table of the exchange, and what :class:`GroupedMLP` keeps."""
+    """Keeps the table of the exchange, and the state of :class:`GroupedMLP`."""
 
     dispatch: EPDispatch
     combine: EPCombine
@@ -71,13 +71,13 @@ class EPGroupedMLP(InnerMLP):
             slots=slots,
             needs_grad=self.needs_of_experts(needs_grad),
             autocast_dtype=autocast_dtype,
-            x_is_inner=False,  # nobody reads the tail of the buffer
+            x_is_inner=False,  # the tail of the buffer is not read
         )
         y = start_sum(group, mlp_rows if slots is None else None, table, "combine")()
         return y, self.Saved(table, x.dtype, top_k_weights.dtype, mlp)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        """Sends the gradients of rows off first, and computes those of the weights while they travel."""
+        """Sends the gradients of rows first, and computes the weight gradients meanwhile."""
         group, table, needs = self.dispatch.group, saved.table, self.needs_of_experts(needs_grad)
         rows = pulled(group, dy, table, "combine backward", fill=False)
         inner = dict(self.experts.bwd(saved.mlp, rows, needs_grad=needs))
@@ -102,7 +102,7 @@ def _has_products(gradients: Grads, wanted: frozenset[str]) -> bool:
 
 
 def _sum_of(gradients: Sequence[Gradient], rows: Tensor) -> Tensor:
-    """The gradient of the scales, which are read at several places or at none."""
+    """The sum of the scales' gradients, for scales that are read in several places or in none."""
     parts = [gradient for gradient in map(evaluate, gradients) if gradient is not None]
     if not parts:
         return rows.new_zeros(rows.shape[0], dtype=torch.float32)

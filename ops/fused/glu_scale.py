@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ...fuser import FusedOp, Gradient, Grads, Pattern, register_fusion
+from ...fuser import FusedOp, Gradient, Grads, Pattern, Promises, register_fusion
 from .. import kernels
 from ..basic.glu import Activated
 from ..basic.scale import Scale
@@ -16,7 +16,7 @@ from ..basic.scale import Scale
 class GLUScale(FusedOp):
     """``act(x) * scales[:, None]``."""
 
-    replayable = True
+    promises = Promises(replayable=True)
     act: Activated
 
     class Saved(NamedTuple):

@@ -1,6 +1,6 @@
 """A grouped linear and a chain whose gradients are a kernel of their own.
 
-There are two such: a chain that adds a matrix, which the epilogue of a backward does not read, and one that only adds
+There are two kinds: a chain that adds a matrix, which the epilogue of a backward does not read, and one that only adds
 and multiplies. The second keeps no pre-activation where no gradient reads one.
 """
 
@@ -12,7 +12,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import Buffer, FusedOp, Gradient, Grads, Keyword, Match, Op, Pattern, Run, one_or_run, register_fusion
+from ...fuser import (
+    Buffer,
+    FusedOp,
+    Gradient,
+    Grads,
+    Keyword,
+    Match,
+    Op,
+    Pattern,
+    Promises,
+    Run,
+    one_or_run,
+    register_fusion,
+)
 from ...fuser.compiler.legality import last
 from ..basic.bias import Bias
 from ..basic.link import Link
@@ -45,9 +58,9 @@ def _is_unquantized(match: Match) -> bool:
 
 
 def _ends_in_zeros(match: Match) -> bool:
-    """Whether what nobody multiplies is as without the fusion: zero, or read by nobody.
+    """Whether rows outside of all groups agree with the unfused ops: they are zero, or no op reads them.
 
-    A chain with a function has its value at zero there. That of one that adds is what a caller expects to see.
+    A chain with a function has the value of zero there. For a chain that adds, a caller expects the added term.
     """
     ops = [match.part(name) for name in match.nodes if name != "fc1"]
     if has_function(ops) or not any(isinstance(op, Bias | AddExtraInput) for op in ops):
@@ -77,7 +90,7 @@ def _pattern(run: Run) -> Pattern:
 class GroupedLinearChain(FusedOp):
     """The product and the chain as one kernel, the chain's gradients as another; keeps x and what gradients read."""
 
-    replayable = True
+    promises = Promises(replayable=True)
     fc1: GroupedLinear
     act: PointwiseChain
 

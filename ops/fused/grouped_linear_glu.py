@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import Buffer, FusedOp, Gradient, Grads, Pattern, optional, register_fusion
+from ...fuser import Buffer, FusedOp, Gradient, Grads, Pattern, Promises, optional, register_fusion
 from .. import kernels
 from ..basic.glu import Activated
 from ..basic.scale import Scale
@@ -36,7 +36,7 @@ from .pointwise_chain import PointwiseChain
 class GroupedLinearGLU(FusedOp):
     """``act(x W^T + bias) * scales`` as one kernel; keeps x, the pre-activation, the scales and the weight."""
 
-    replayable = True
+    promises = Promises(replayable=True)
     fc1: GroupedLinear
     act: Activated | Pointwise | PointwiseChain
     scale: Scale | None

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, optional, register_fusion
+from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, Promises, optional, register_fusion
 from ...fuser.contract import tracing as trace
-from ...fuser.contract.config import thread_config
 from .. import kernels
 from ..basic.glu import Activated
 from ..basic.scale import Scale
@@ -26,7 +25,6 @@ from ..formats.schemes import Copy
 from ..grouped.grouped_linear import GroupedLinear, as_rows, with_rows_of
 from ..grouped.pointwise import Pointwise
 from ..kernels import ActivationGrads, Layout
-from ..kernels.doors.inference import Kept
 from ..quantized.delayed_scales import encode_of_tokens, is_delayed, scales_of_forward
 from ..quantized.linear import (
     GatheredTokens,
@@ -42,8 +40,8 @@ from ..quantized.linear import (
     through_activation,
     wgrad_is_quantized,
 )
+from ..values.switches import active_switches
 from . import fc1 as first_linear
-from . import short_call
 from .activation_role import (
     BETWEEN_LINEARS,
     keyword_of,
@@ -56,7 +54,6 @@ from .activation_role import (
 from .fc1 import FC1, FirstLinear, OpPart, filed, flat, names_of
 from .pointwise_chain import PointwiseChain
 
-_NONE = (None, None, None, None)
 _FC2 = OpPart("fc2", (("fc2_bias_scale", "bias_scale"),))
 _PRODUCTS = frozenset({"x", "fc1.weight", "fc2.weight"})  # of a backward, that do not need one another
 
@@ -94,7 +91,7 @@ def with_one_recipe(pattern: Pattern) -> Pattern:
 class GroupedMLP(FusedOp):
     """Keeps x, the pre-activation, the scales, the split sizes and the weights; computes the activation again."""
 
-    replayable = True
+    promises = Promises(replayable=True)
     fc1: GroupedLinear
     act: Activated | Pointwise | PointwiseChain
     scale: Scale | None
@@ -127,12 +124,7 @@ class GroupedMLP(FusedOp):
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
-    ) -> tuple[Tensor, Saved | Kept | None]:
-        more = output, grad_input, fc1_bias_scale, fc2_bias_scale
-        if not x.is_cuda and more == _NONE and autocast_dtype in (None, x.dtype):
-            short = short_call.of_rows(self, x, split_sizes, scales, out_scale_scales, needs_grad)
-            if short is not None:
-                return short
+    ) -> tuple[Tensor, Saved]:
         return self.by_kernels(
             x,
             split_sizes=split_sizes,
@@ -171,7 +163,7 @@ class GroupedMLP(FusedOp):
             slots: where its rows go; what stands in ``output`` then may be anything.
         """
         vectors, keep_preact = vectors_of(self.act), reads_preact(needs_grad)
-        recompute = thread_config.config.recompute and keep_preact and self._recomputes()
+        recompute = active_switches().recompute and keep_preact and self._recomputes()
         fc1 = first_linear.forward(
             *(self.fc1, spec_of(self.act), x, split_sizes, scales, grad_input, fc1_bias_scale),
             *(_kept_for_fc1(needs_grad, self.fc1.has_bias, recompute), autocast_dtype),
@@ -244,10 +236,8 @@ class GroupedMLP(FusedOp):
         assert isinstance(y, Tensor)
         return y, self.fc2.saved(postact, postact, weight, sizes, bias_scale, None, needs, True)
 
-    def bwd(self, saved: Saved | Kept, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         rows = as_rows(dy)
-        if isinstance(saved, Kept):
-            return short_call.gradients(saved, rows, needs_grad)
         if saved.fc1.recipe is not None:
             return self.quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
         if saved.preact is None and reads_preact(needs_grad):

@@ -1,4 +1,4 @@
-"""What fusions from tokens to tokens share: a :class:`GroupedMLP` between a dispatch and a combine."""
+"""The common part of fusions from tokens to tokens: a :class:`GroupedMLP` between a dispatch and a combine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class InnerMLP(FusedOp):
 
     def __init__(self, *args: Any, **roles: Any) -> None:
         super().__init__(*args, **roles)
-        self._experts: list[GroupedMLP] = []  # no child of this op: its parameters are those of the roles
+        self._experts: list[GroupedMLP] = []  # not a child of this op: its parameters are those of the roles
 
     def fwd(
         self,
@@ -67,7 +67,7 @@ class InnerMLP(FusedOp):
 
     @property
     def experts(self) -> GroupedMLP:
-        """What runs between dispatch and combine."""
+        """The experts between dispatch and combine."""
         if not self._experts:
             inside = {role: op for role, op in self.parts.items() if role not in ("dispatch", "combine")}
             self._experts.append(GroupedMLP(**{**dict.fromkeys(SCALES), **inside}))

@@ -1,4 +1,4 @@
-"""Pointwise ops that follow one another, as one program: it is rounded once, and keeps what the whole of it reads."""
+"""Pointwise ops that follow one another, as one program: rounded once, it keeps only the inputs of the whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...fuser import FusedOp, Grads, Keyword, Match, Op, Pattern, Run, register_fusion
+from ...fuser import FusedOp, Grads, Keyword, Match, Op, Pattern, Promises, Run, register_fusion
 from ...fuser.contract.tracing import note
 from .. import kernels
 from ..basic.bias import Bias
@@ -30,9 +30,9 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class PointwiseChain(FusedOp):
-    """What its parts compute, in one kernel forward and one backward; where there is none, the parts one by one."""
+    """The composition of its parts, as one kernel forward and one backward; without kernels, part by part."""
 
-    replayable = True
+    promises = Promises(replayable=True)
 
     def __init__(self, **roles: Any) -> None:
         super().__init__(**roles)
@@ -63,12 +63,12 @@ class PointwiseChain(FusedOp):
 
     @property
     def program(self) -> Program | None:
-        """What it computes; None where kernels do not know that."""
+        """The program of the chain; None if kernels do not know it."""
         return None if self.link is None else self.link.program
 
     @property
     def spec(self) -> ActivationSpec | None:
-        """The chain as an activation; None where kernels have none such."""
+        """The chain as an :class:`ActivationSpec`; None if kernels have no such activation."""
         return None if self.link is None else self.link.spec
 
     def fwd(

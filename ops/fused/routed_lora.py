@@ -2,8 +2,8 @@
 
 With ``v = dy B2`` and ``u = dy W2 + v A2``, which is ``dy (W2 + B2 A2)``, and s the scales:
 ``dpreact`` comes from ``s u`` as without adapters, ``ds = <u, a> + <dy, b2>``, ``dA2 = v^T (s a)`` and
-``dB2 = dy^T (A2 (s a))``. The forward scales what goes into the second linear rather than what comes out: ``s a`` is
-what all of these read. Each adapter adds its product to that of the weight within one kernel.
+``dB2 = dy^T (A2 (s a))``. The forward scales the input of the second linear rather than its output, as all of these
+read ``s a``. Each adapter adds its product to that of the weight within one kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import FusedOp, Gradient, Grads, Pattern, register_fusion
+from ...fuser import FusedOp, Gradient, Grads, Pattern, Promises, register_fusion
 from ...fuser.runtime.call import evaluate
 from .. import kernels
 from ..basic.glu import Activated
@@ -59,7 +59,7 @@ class RoutedLoRA(FusedOp):
     fc2: GroupedLoRA
     scale: Scale
     combine: Combine
-    replayable = True
+    promises = Promises(replayable=True)
 
     class Saved(NamedTuple):
         fc1: GroupedLoRA.Saved
@@ -112,7 +112,7 @@ class RoutedLoRA(FusedOp):
         vectors: tuple[Tensor, ...] | None,
         keep_preact: bool,
     ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """What is low-rank of the rows, the pre-activation if it is kept, and the hidden rows times their scales."""
+        """The rows' product with ``lora_a``, the pre-activation if it is kept, and the scaled hidden rows."""
         fc1, sizes = self.fc1, routing.split_sizes
         rows, low, _ = fc1.project(tokens, sizes, routing)
         assert rows is not None
@@ -178,7 +178,7 @@ class RoutedLoRA(FusedOp):
         )
 
     def _weight_grads(self, saved: Saved, rows: Tensor, dots: Tensor | None) -> Tensor:
-        """[T, k]: of the routing weights."""
+        """The gradient [T, k] of the routing weights."""
         assert dots is not None
         if saved.bias is not None:
             dots = dots + kernels.row_dots(rows, saved.bias, saved.routing.split_sizes, dots.dtype)
@@ -200,7 +200,7 @@ class RoutedLoRA(FusedOp):
     def _gathered_grads(
         self, saved: Saved, dpreact: Tensor, dlow: Tensor | None, needs: frozenset[str]
     ) -> Iterable[tuple[str, Gradient]]:
-        """Of the parameters of fc1 that are multiplied with its input, whose rows are gathered once for all."""
+        """The gradients of fc1's parameters that multiply its input, whose rows are gathered once for all."""
         tokens, routing, sizes = saved.fc1.x, saved.routing, saved.routing.split_sizes
         if tokens is None:
             return
@@ -212,12 +212,12 @@ class RoutedLoRA(FusedOp):
 
 
 def _with_split_sizes(saved: GroupedLoRA.Saved, split_sizes: Any) -> GroupedLoRA.Saved:
-    """None for what is kept: they are a part of the routing, which is kept as a whole."""
+    """Replaces the split sizes; None in the saved state, as they are part of the routing, which is kept."""
     return saved._replace(split_sizes=split_sizes)
 
 
 class _Needs(NamedTuple):
-    """Which gradients each linear must give, by its own names; and what is wanted of the backward between them."""
+    """The gradients that each linear must compute, by its own names, and those wanted of the backward between them."""
 
     fc1: frozenset[str]
     fc2: frozenset[str]

@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import Gradient, Grads, register_fusion
+from ...fuser import Gradient, Grads, Promises, register_fusion
 from ...fuser.contract.tracing import is_traced
 from ...fuser.runtime.call import evaluate
 from ..formats.recipe import Recipe
 from ..grouped.grouped_linear import GroupedLinear, input_grad
 from ..kernels.doors import routing as permutation
 from ..kernels.doors.gathered_wgrad import gathered_wgrad
-from ..kernels.doors.inference import Experts, Kept, on_cpu, one_call
+from ..kernels.doors.inference import Experts, one_call
 from ..kernels.doors.routing import Routing
+from ..quantized.linear import in_force
 from ..routed.moe import Combine, Dispatch
 from ..values.checks import product_dtype
-from . import short_call
-from .activation_role import vector_grads
+from .activation_role import reads_numbers, spec_of, vector_grads
 from .grouped_mlp import GroupedMLP, reads_preact
 from .inner_mlp import SCALES, InnerMLP, tokens_to_tokens
 from .routed_forward import forward, gathered, routed_mlp
@@ -36,11 +36,11 @@ _WEIGHT = frozenset({"weight"})
 
 @register_fusion(with_as_many_groups(tokens_to_tokens(Dispatch, Combine)), priority=40)
 class RoutedMLP(InnerMLP):
-    """Keeps the tokens, the permutation, and what :class:`GroupedMLP` keeps except its input."""
+    """Keeps the tokens, the permutation, and the state of :class:`GroupedMLP` except its input."""
 
     dispatch: Dispatch
     combine: Combine
-    replayable = True
+    promises = Promises(replayable=True)
 
     class Saved(NamedTuple):
         tokens: Tensor | None
@@ -57,11 +57,11 @@ class RoutedMLP(InnerMLP):
         top_k_weights: Tensor,
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Saved | Kept | None]:
-        if autocast_dtype in (None, x.dtype):
-            once = self._in_one_call(x, top_k_index, top_k_weights, needs_grad)
-            if once is not None:
-                return once
+    ) -> tuple[Tensor, Saved | None]:
+        if not needs_grad and autocast_dtype in (None, x.dtype):
+            y = self._in_one_call(x, top_k_index, top_k_weights)
+            if y is not None:
+                return y, None
         tokens = x.to(product_dtype(x.dtype, autocast_dtype))
         needs = self.needs_of_experts(needs_grad)
         y, routing, saved = forward(
@@ -78,45 +78,39 @@ class RoutedMLP(InnerMLP):
         kept = _with_split_sizes(saved, None)
         return y, self.Saved(trains, routing, top_k_weights.dtype, x.dtype, kept)
 
-    def _in_one_call(
-        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, needs_grad: frozenset[str]
-    ) -> tuple[Tensor, Kept | None] | None:
-        """The output, where one call of the extension, or a compiler's one op, or a short call, gives it."""
-        if needs_grad:
-            return self._in_short_call(x, top_k_index, top_k_weights, needs_grad)
+    def _in_one_call(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
+        """The output without gradients, where one call of the extension gives it, or a compiler's one op."""
         traced = type(x) is not Tensor and is_traced(x)
-        experts = self._stacked(x.dtype) if traced or type(x) is Tensor else None
+        if not traced and (type(x) is not Tensor or not x.is_cuda):
+            return None
+        experts = self._stacked(x.dtype)
         if experts is None:
             return None
         if traced:
-            return routed_mlp(x, top_k_index, top_k_weights, experts), None
-        if not x.is_cuda:
-            short = on_cpu(experts, x, top_k_index, top_k_weights)
-            return short and (short[0], None)
+            return routed_mlp(x, top_k_index, top_k_weights, experts)
         call = one_call(experts)
-        return None if call is None else (call(x, top_k_index, top_k_weights), None)
-
-    def _in_short_call(
-        self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, needs_grad: frozenset[str]
-    ) -> tuple[Tensor, Kept] | None:
-        """As :meth:`_in_one_call`, with what a backward in one go needs."""
-        if x.is_cuda or type(x) is not Tensor or not short_call.gives(needs_grad):
-            return None
-        if not short_call.returns_all(self.fc1, self.fc2):
-            return None
-        experts = self._stacked(x.dtype)
-        return experts and short_call.of_tokens(experts, x, top_k_index, top_k_weights, needs_grad)
+        return None if call is None else call(x, top_k_index, top_k_weights)
 
     def _stacked(self, dtype: torch.dtype) -> Experts | None:
-        """The experts as one call of a whole layer takes them: stacked, and scaled after the second linear."""
+        """The experts as a call of all of them takes them: stacked, and scaled after the second linear."""
+        fc1, fc2 = self.fc1, self.fc2
         if self.scale is not None or self.out_scale is None:
             return None
-        return short_call.stacked(self.fc1, self.fc2, self.act, dtype)
+        if fc1.recipe is not fc2.recipe or in_force(fc1.recipe) is not None or reads_numbers(self.act):
+            return None
+        if fc1.transposed_weight != fc2.transposed_weight:
+            return None
+        if True in fc1.per_group.values() or True in fc2.per_group.values():
+            return None
+        weights = fc1.one_parameter("weight"), fc2.one_parameter("weight")
+        if weights[0].dtype != dtype or weights[1].dtype != dtype:
+            return None
+        up_bias = fc1.one_parameter("bias") if fc1.has_bias else None
+        down_bias = fc2.one_parameter("bias") if fc2.has_bias else None
+        return Experts(*weights, up_bias, down_bias, spec_of(self.act), fc1.transposed_weight)
 
-    def bwd(self, saved: Saved | Kept, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        """Computes at once what reads the rows of ``dy``; the rest is left to thunks, which hold what they read."""
-        if isinstance(saved, Kept):
-            return short_call.gradients(saved, dy, needs_grad)
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        """Computes the parts that read the rows of ``dy`` at once; the rest are thunks, which hold their inputs."""
         needs, dy = self.needs_of_experts(needs_grad), dy if dy.stride(-1) == 1 else dy.contiguous()
         experts, routing, mlp = self.experts, saved.routing, _with_split_sizes(saved.mlp, saved.routing.split_sizes)
         if mlp.fc1.recipe is not None:
@@ -149,7 +143,9 @@ class RoutedMLP(InnerMLP):
         needs: frozenset[str],
         needs_grad: frozenset[str],
     ) -> Grads:
-        """Of a call that followed a recipe: the experts keep copies of their rows, so none of x is gathered again."""
+        """The backward of a call under a recipe: the experts keep quantised operands, so no rows of x are gathered
+        again.
+        """
         routing = saved.routing
         reads_values = self.experts.reads_values(recipe, mlp, needs)
         rows = permutation.permute(dy, routing, fill=False) if reads_values else gathered(dy, routing)
@@ -164,7 +160,7 @@ class RoutedMLP(InnerMLP):
 
 
 def _with_split_sizes(saved: GroupedMLP.Saved, split_sizes: Any) -> GroupedMLP.Saved:
-    """None for what is kept: they are a part of the routing, which is kept as a whole."""
+    """Replaces the split sizes; None in the saved state, as they are part of the routing, which is kept."""
     fc1, fc2 = (part._replace(split_sizes=split_sizes) for part in (saved.fc1, saved.fc2))
     return saved._replace(fc1=fc1, fc2=fc2)
 
@@ -180,7 +176,7 @@ def _of_tokens(rows: Tensor | None, routing: Routing, dtype: torch.dtype) -> Ten
 
 
 def _weight_grads(dscales: Sequence[Gradient], routing: Routing, dtype: torch.dtype) -> Tensor:
-    """[T, k], from those of the rows [S] at each place where they are scaled."""
+    """The gradient [T, k] of the routing weights, from those of the rows [S] at each place where they are scaled."""
     if not dscales:
         return torch.zeros_like(routing.row_of_slot, dtype=dtype)
     first, *others = [gradient for gradient in map(evaluate, dscales) if gradient is not None]

@@ -1,4 +1,4 @@
-"""What the patterns of a routed layer share: the experts read what the dispatch gives, and are as many as its."""
+"""The common part of patterns of a routed layer: the experts read the dispatch's outputs, and have its number."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ..routed.moe import ROUTING
 
 
 def routed(path: Pattern, scales: Iterable[str], to_combine: Iterable[str] = ROUTING) -> Pattern:
-    """A path from ``dispatch`` to ``combine`` whose ``fc1``, ``fc2`` and ``scales`` read what the dispatch gives.
+    """A path from ``dispatch`` to ``combine`` whose ``fc1``, ``fc2`` and ``scales`` read the outputs of the dispatch.
 
-    ``act`` may read it as well.
+    ``act`` may read them as well.
     """
     for role in ("fc1", "fc2"):
         path = path.edge("dispatch", role, "split_sizes")

@@ -1,4 +1,4 @@
-"""``grouped_gemm``: E matrix products in one call, ragged wherever they like."""
+"""``grouped_gemm``: E matrix products in one call, ragged in any dimension."""
 
 from __future__ import annotations
 
@@ -43,28 +43,29 @@ def grouped_gemm(
     "TN"    [K_g, M_g], as A^T  [K_g, N_g]          [M_g, N_g]      a [T, M], b [T, N] -> [E, M, N]
     ======  ==================  ==================  ==============  =====================================
 
-    Plain tensors have T rows sorted by group. ``split_sizes`` counts the rows of each group, or ``offsets`` says where
-    each ends. Rows past the last group take no part, and are zero in what is allocated here. A :class:`GroupedTensor`
-    has dims of its own, and those of the output follow from the operands'. Differentiable in a, b and bias, but not
-    with ``out``.
+    Plain tensors have T rows sorted by group. ``split_sizes`` counts the rows of each group, or ``offsets`` gives their
+    ends. Rows past the last group are ignored, and are zero in results allocated here. A :class:`GroupedTensor` has its
+    own dims, and the dims of the output follow from the operands. Differentiable in a, b and bias, but not with
+    ``out``.
 
     Args:
         a, b: operands, of one dtype, on one device.
-        split_sizes, offsets: int32 or int64 [E], one of them: how many rows each group has, or where it ends.
+        split_sizes, offsets: int32 or int64 [E], one of them: the number of rows of each group, or its end.
         layout: see above.
-        out: where to write; it is returned.
+        out: the tensor to write to; it is returned.
         accumulate: add to ``out``: beta = 1. In 16 bits a GPU rounds the product, then the sum; a CPU the sum alone.
-        alpha, beta: numbers, or tensors [E]. Not differentiable. Where beta is the number 0, ``out`` is not read.
+        alpha, beta: numbers, or tensors [E]. Not differentiable. If beta is the number 0, ``out`` is not read.
         bias: [E, N].
-        out_elements: how many elements to allocate where the operands' shapes do not bound the output: if both its dims
-            are ragged, or one and the depth. Without it, and without ``out``, the call waits for the device. What is
-            left over is zero; a group that does not fit is left out. Gradients never wait.
+        out_elements: the number of elements to allocate if the operands' shapes do not bound the output: if both its
+        dims are ragged, or one and the depth. Without it and without ``out``, the call waits for the device. Unused
+        elements are zero; a group that does not fit is left out. Gradients never wait.
 
     Returns:
         A tensor if both operands are tensors, else a :class:`GroupedTensor`.
 
     Raises:
-        ArgumentError: operands that do not fit, beta or accumulate without ``out``, ``out`` where a gradient is wanted.
+        ArgumentError: operands do not fit, beta or accumulate without ``out``, or ``out`` with operands that require
+        gradients.
     """
     if torch.compiler.is_dynamo_compiling():
         return _traced(a, b, split_sizes, offsets, layout, out, accumulate, alpha, beta, bias, out_elements)
@@ -82,7 +83,7 @@ def grouped_gemm(
 
 
 def _traced(a: Any, b: Any, *arguments: Any) -> Tensor | GroupedTensor:
-    """What Dynamo traces: of plain tensors a part of the graph. Other groups end the graph."""
+    """The call under Dynamo: a node of the graph for plain tensors, a graph break for others."""
     from ...fuser.dynamo.frontend import graph_break
 
     _register_with_dynamo()
@@ -107,7 +108,7 @@ def _in_graph(
     bias: Any,
     out_elements: int | None,
 ) -> Any:
-    """:func:`grouped_gemm` with all arguments by position, as graphs have them."""
+    """:func:`grouped_gemm` with all arguments by position, as graphs store them."""
     return grouped_gemm(
         *(a, b, split_sizes),
         offsets=offsets,
@@ -126,7 +127,7 @@ _uncompiled: list[Any] = []  # of the wrapper that Dynamo does not look into, on
 
 @constant
 def _register_with_dynamo() -> None:
-    """Tells Dynamo what to do with a call, at the first that it traces: its decorators import the compiler."""
+    """Registers the call with Dynamo when it is first traced, as its decorators import the compiler."""
     if not _uncompiled:
         torch.compiler.allow_in_graph(_in_graph)  # type: ignore[no-untyped-call]
         _uncompiled.append(torch.compiler.disable(lambda *arguments: _in_graph(*arguments)))  # type: ignore[no-untyped-call]
@@ -163,7 +164,9 @@ class _GroupedGemm(Op):
 
 
 def _fold_transpose(layout: str, b: Tensor | GroupedTensor) -> tuple[Layout, Tensor | GroupedTensor]:
-    """The layout; of a transposed view of dense matrices that of the matrices themselves, so that nothing is copied."""
+    """The layout and dense matrices; a transposed view is replaced by the matrices and the other layout, without a
+    copy.
+    """
     if not isinstance(layout, str) or layout not in Layout.__members__:
         raise ArgumentError(f"grouped_gemm: layout must be NT, NN or TN, got {layout!r}")
     stated = Layout[layout]
@@ -211,7 +214,7 @@ def _product_of(
 
 
 def _check_depths(layout: Layout, deep_a: Tensor | int, deep_b: Tensor | int, groups: int) -> None:
-    """The contracted dims are equal; ragged ones are checked where that costs no sync."""
+    """Checks that the contracted dims are equal; ragged ones only if that needs no synchronisation."""
     if isinstance(deep_a, int) and isinstance(deep_b, int):
         if deep_a != deep_b:
             raise ArgumentError(
@@ -249,25 +252,25 @@ def _as_groups(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) ->
 
 
 def _beta_or_none(accumulate: bool, beta: Factor) -> Factor:
-    """How much what stands in ``out`` counts; None where it is not read."""
+    """The factor of the old ``out``; None if it is not read."""
     return 1.0 if accumulate else beta if isinstance(beta, Tensor) or beta else None
 
 
 def _by_rows(t: GroupedTensor) -> tuple[Tensor, Tensor]:
-    """Groups of one width as rows [T, N], and how many each has."""
+    """Groups of one width as rows [T, N], and the number of rows of each."""
     rows = t.rows
     sizes = rows if isinstance(rows, Tensor) else torch.full((t.num_groups,), rows, device=t.device)
     return t.data.flatten(0, -2), sizes
 
 
 def _has_one_width(product: Product) -> bool:
-    """Whether rows alone are ragged, or the depth alone: what the kernels of :class:`GroupedLinear` multiply."""
+    """Whether only rows or only the depth are ragged, as the kernels of :class:`GroupedLinear` need."""
     one_width = product.a.last_dims is None and product.b.last_dims is None
     return one_width and (product.layout is Layout.TN or product.b.first_dims is None)
 
 
 def _multiply(product: Product, bias: Tensor | None, out: GroupedTensor | None = None, beta: Factor = None) -> Tensor:
-    """The data of the output, which is allocated here if it is not given."""
+    """Computes the output's data, allocated here unless given."""
     a, b, layout, alpha, shape = product
     if _has_one_width(product):
         rows, sizes = _by_rows(a)
@@ -292,7 +295,7 @@ def _multiply_into(
 
 
 def _gradient(product: Product, operand: GroupedTensor) -> Tensor:
-    """Of an operand: its own groups, so nothing is to be asked for."""
+    """The gradient of an operand, which has the operand's groups."""
     if _has_one_width(product) and output_shape(product) == tuple(operand.data.shape):
         return _multiply(product._replace(shape=tuple(operand.data.shape)), None)
     grad = operand.with_data(torch.empty_like(operand.data))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...fuser import ArgumentError, Buffer, Gradient, Grads, TensorSpec
+from ...fuser import ArgumentError, Buffer, Gradient, Grads, Promises, TensorSpec
 from ...fuser.contract import tracing as trace
 from ...fuser.runtime.buffers import CallerBuffer
 from .. import kernels
@@ -29,7 +29,6 @@ from ..quantized.gathered_weights import expected_operands, is_gathered
 from ..quantized.linear import TokenCopies
 from ..quantized.weights import match_state, operands_of
 from ..values.checks import (
-    SplitSizesFit,
     check_buffer,
     check_buffer_columns,
     check_matrix_input,
@@ -47,18 +46,21 @@ GRAD_INPUT_BUFFER_KEY = "grad_input"
 class GroupedLinear(WideBuffers, WeightGrads):
     """``y[rows of g] = x[rows of g] @ weight[g].T + bias[g]``; rows are sorted by group.
 
-    Rows past ``sum(split_sizes)``, the tail, take no part: in an ``output`` buffer they are left as they are, in an
-    output that the op allocates they are zero. A group without rows has a weight gradient of zeros.
+    Rows past ``sum(split_sizes)``, the tail, are ignored: an ``output`` buffer keeps its values there, an output that
+    the op allocates is zero there. A group without rows has a weight gradient of zeros.
 
     Keywords of a call:
-        split_sizes: how many rows each group has: int32 or int64 [E], on the device of ``x``. A list, or a tensor on
+        split_sizes: the number of rows of each group: int32 or int64 [E], on the device of ``x``. A list, or a tensor
+        on
             the host, is copied there.
-        output: where to write y: shape [..., N], dtype of the product, contiguous, without grad. The result is a view.
-        grad_input: where the backward writes the gradient of x: shape and dtype of x, contiguous, without grad. The
-            gradient is that memory, with whatever stands in its tail. If ``x`` is a contiguous leaf without a
+        output: a buffer for y: shape [..., N], dtype of the product, contiguous, without grad. The result is a view of
+        it.
+        grad_input: a buffer for the gradient of x: shape and dtype of x, contiguous, without grad. The gradient is that
+        memory; its tail keeps its values. If ``x`` is a contiguous leaf without a
             ``.grad``, the buffer becomes its ``.grad`` (with other strides, torch copies it): to accumulate over
-            backwards, give each another buffer. Behind another op or module of the container the gradient is a copy
-            whose tail is zero, so that the buffer's tail reaches no weight gradient in front.
+            several backwards, give each its own buffer. Behind another op or module of the container the gradient is a
+            copy
+            whose tail is zero, so that the buffer's tail reaches no earlier weight gradient.
         bias_scale: with ``scale_bias``, the factor of the bias in each row: [...], any floating-point dtype.
 
     Args:
@@ -69,14 +71,14 @@ class GroupedLinear(WideBuffers, WeightGrads):
         single_grouped_weight: one parameter ``weight`` [E, N, K]; else ``weight0``, ``weight1``, … [N, K].
         single_grouped_bias: one parameter ``bias`` [E, N]; else ``bias0``, ``bias1``, … [N].
         scale_bias: the bias, if there is one, is multiplied by ``bias_scale``, which is then a required keyword.
-        accumulate_into_main_grad: the weight gradient is added to ``weight.main_grad`` (or replaces what is there,
-            where ``weight.overwrite_main_grad`` is set) and does not go through autograd. On a weight that has
-            ``grad_added_to_main_grad``, that is set to True, and the weight gets a ``.grad`` whose values mean nothing.
-            A ``main_grad`` of 16 bits is rounded as an ``out`` of :func:`grouped_gemm` is.
+        accumulate_into_main_grad: the weight gradient is added to ``weight.main_grad`` (or replaces it, if
+        ``weight.overwrite_main_grad`` is set) and does not go through autograd. If the weight has
+        ``grad_added_to_main_grad``, that is set to True, and the weight gets a ``.grad`` with meaningless values. A
+        16-bit ``main_grad`` is rounded like an ``out`` of :func:`grouped_gemm`.
         delay_wgrad_compute: the weight gradient is computed by :meth:`backward_dw`.
-        transposed_weight: the weight is stored as [E, K, N] (``weight0``, … as [K, N]), and is read as it is stored.
-        recipe: what the operands of its products are quantised by. None: as ``config(recipe=...)`` says;
-            ``NoRecipe()``: by nothing.
+        transposed_weight: the weight is stored as [E, K, N] (``weight0``, … as [K, N]), and is read in that layout.
+        recipe: the recipe that quantises the operands of its products. None: that of ``config(recipe=...)``;
+        ``NoRecipe()``: no quantisation.
 
     Raises:
         ArgumentError: a size that is not a positive int, or a dtype that is not floating-point with at least 16 bits;
@@ -84,9 +86,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
         RuntimeError: in a backward that accumulates into ``main_grad``, if that is missing or does not fit.
     """
 
-    checks_values = False  # those of split sizes on the host
-    values_checked_on_host = frozenset({"split_sizes"})
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset({"split_sizes"}))
     recipe: Recipe | None = None
     wide_buffers = delayed_scales.BUFFERS  # in which they are computed
     gathers_bytes = False  # whether FSDP2 gathers the weight in e4m3
@@ -152,7 +152,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
 
     @property
     def weight_shape(self) -> tuple[int, int, int]:
-        """[E, N, K] of the values, however they are stored."""
+        """The shape [E, N, K] of the values, in any storage layout."""
         return self.num_groups, self.out_features, self.in_features
 
     def decision_key(self) -> tuple[Any, ...]:
@@ -162,9 +162,6 @@ class GroupedLinear(WideBuffers, WeightGrads):
             p = self.one_parameter(name) if group is None else group.tensors[0]
             key += (type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape, group is None or group.is_uniform())
         return tuple(key)
-
-    def value_check(self, name: str, x: TensorSpec) -> Callable[[Tensor], bool]:
-        return SplitSizesFit.of(x)
 
     def check_without_x(
         self,
@@ -215,11 +212,11 @@ class GroupedLinear(WideBuffers, WeightGrads):
         return y
 
     def _check_weights(self, device: torch.device | None) -> None:
-        """Of the parameters, and of what decodes those that stay quantised."""
+        """Checks the parameters, and the scales of weights that stay quantised."""
         shapes = {"weight": self._matrix_shape(), "bias": (self.out_features,)}
         weight = self._parameters.get("weight")
         if type(weight) is not nn.Parameter and is_gathered(weight):
-            del shapes["weight"]  # it has that of its shards
+            del shapes["weight"]  # it has the shape of its shards
         self.check_parameters(device, **shapes)
         if not self.is_quantized:
             return
@@ -272,10 +269,11 @@ class GroupedLinear(WideBuffers, WeightGrads):
         factors: Mapping[str, Any],
         product: Callable[..., Any] = quantized.product,
     ) -> tuple[Any, Saved]:
-        """What the product gives, the output as rows, and what is saved; from the rows of ``x`` or copies of them.
+        """The quantised forward: the result of the product on the rows of ``x`` or their quantised operands, and the
+        saved state.
 
         Args:
-            factors: what else the product takes, by the names of :func:`kernels.grouped_gemm`.
+            factors: further arguments of the product, by the names of :func:`kernels.grouped_gemm`.
             product: may do more than multiply.
         """
         if isinstance(rows, Tensor):
@@ -293,7 +291,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
     def _weight_operands(
         self, recipe: Recipe, back: bool
     ) -> tuple[WeightOperand | PackedWeight, BackwardWeight | Copy | None]:
-        """What the product reads, and, if ``back``, what the gradient of ``x`` will read."""
+        """The weight operand of the product and, if ``back``, that of the gradient of ``x``."""
         if self.is_quantized:
             data = stacked(self.matrices("weight"))
             copy = Copy(data, *self.quantized_buffers())
@@ -320,7 +318,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
         x_is_inner: bool,
         recipe: Recipe | None = None,
     ) -> Saved:
-        """What the wanted gradients need, and no more."""
+        """Saves exactly the tensors that the wanted gradients need."""
         copies = x_is_inner and grad_input is not None and "x" in needs_grad
         if copies:
             trace.note("the gradient of x is copied from grad_input, whose tail must reach nothing in front")
@@ -358,11 +356,11 @@ class GroupedLinear(WideBuffers, WeightGrads):
         needs_grad: frozenset[str],
         independent: Independent | None = None,
     ) -> Grads:
-        """All gradients from that of the output, as its products read it.
+        """All gradients, from the gradient of the output in the form that its products read.
 
         Args:
-            values: the gradient of the output, not quantised; None where neither bias nor its scale are wanted.
-            independent: what their products belong to; None: to one another.
+            values: the unquantised gradient of the output; None if neither the bias nor its scale needs a gradient.
+            independent: the independent products that theirs belong to; None: only their own.
         """
         if independent is None:
             independent = Independent.of(len(needs_grad & {"x", "weight"}))
@@ -389,7 +387,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
 
     @property
     def keeps_scales(self) -> bool:
-        """Whether it has scales of steps before."""
+        """Whether it keeps delayed scales of earlier steps."""
         return delayed_scales.has_buffers(self)
 
     def trace_refusal(self) -> str | None:
@@ -417,7 +415,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
 
 
 def as_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[..., C] as [T, C] with rows that a kernel can read: a copy only where columns are strided or rows repeat."""
+    """Reshapes [..., C] to rows [T, C] that a kernel can read; copies only if columns are strided or rows repeat."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # itself: autograd then names an overwritten one well
     (count, columns), (pitch, step) = rows.shape, rows.stride()
     dense = (step == 1 or columns == 1) and (pitch >= columns or count <= 1)
@@ -426,12 +424,12 @@ def as_rows(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def with_rows_of(x: Tensor, y: Tensor) -> Tensor:
-    """[T, C] as [..., C], with the leading dimensions of ``x``; a view that autograd lets others write to."""
+    """Reshapes [T, C] to [..., C] with the leading dimensions of ``x``; autograd lets others write to the view."""
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]).detach()
 
 
 def input_grad(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, independent: Independent | None = None) -> Tensor:
-    """``dy W`` by group, into the caller's buffer if there is one."""
+    """``dy W`` by group, written to the caller's buffer if there is one."""
     lent = saved.grad_input
     if saved.weight is None:
         raise ArgumentError("the gradient of x was not wanted in the forward")
@@ -464,7 +462,7 @@ def _times_weight(
 
 
 def without_tail(x: Tensor, split_sizes: Tensor) -> Tensor:
-    """A copy whose rows past the last group are zero, whatever stands there; found out on the device."""
+    """A copy whose rows past the last group are zero, whatever their values; needs no synchronisation."""
     rows = x.view(-1, x.shape[-1])
     inside = torch.arange(rows.shape[0], device=x.device) < split_sizes.sum()
     return torch.where(inside.unsqueeze(-1), rows, 0).view_as(x)

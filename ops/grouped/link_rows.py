@@ -1,4 +1,4 @@
-"""Runs the program of a link over rows, and through it back: tensors by name in, gradients by name out."""
+"""Runs the program of a link over rows, forward and backward: tensors by name in, gradients by name out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .grouped_linear import with_rows_of
 
 
 class LinkOperands(NamedTuple):
-    """What a link reads beside x: operands by name, and the split sizes of columns of groups.
+    """The operands of a link beside x: by name, and the split sizes of columns of groups.
 
-    Some may be missing, which nothing then reads.
+    Operands that no computation reads may be missing.
     """
 
     link: Link
@@ -35,17 +35,17 @@ class LinkOperands(NamedTuple):
         return tuple([None if each is None else each.reshape(-1).contiguous() for each in rows])
 
     def vectors(self) -> tuple[Tensor | None, ...]:
-        """The numbers of the columns, [groups, C] each, and [1, C] of those of all rows; 2 C of gate and up."""
+        """The numbers of the columns: [groups, C] each, or [1, C] for those of all rows; 2 C for gate and up."""
         return tuple([_vector(self.columns.get(name)) for name in self.link.columns])
 
     def matrices(self) -> tuple[Tensor | None, ...]:
-        """The numbers of the elements, [rows, C] each, dense; 2 C of gate and up."""
+        """The numbers of the elements, [rows, C] each, dense; 2 C for gate and up."""
         matrices = [self.by_keyword.get(name) for name in self.link.matrices]
         return tuple([None if each is None else flat(each) for each in matrices])
 
 
 class Saved(NamedTuple):
-    """What the backward needs: x and operands, of which those that the wanted gradients are computed from."""
+    """The tensors the backward reads: x, and the operands that some wanted gradient depends on."""
 
     x: Tensor | None
     by_keyword: dict[str, Tensor]
@@ -55,7 +55,7 @@ class Saved(NamedTuple):
 
 
 def refusal(operands: LinkOperands, x: Tensor) -> str | None:
-    """Why our own kernels do not compute the link; None: they do."""
+    """The reason why our own kernels do not compute the link, or None."""
     read = operands.numbers(), operands.vectors(), operands.matrices()
     return kernels.pointwise_refusal(x, operands.link.program, *read)
 
@@ -71,9 +71,9 @@ def forward(operands: LinkOperands, x: Tensor, needs_grad: frozenset[str]) -> tu
 def backward(
     link: Link, saved: Saved, dy: Tensor, parameters: Mapping[str, Tensor], needs_grad: frozenset[str]
 ) -> Grads:
-    """The wanted gradients; ``parameters`` are read for their forms.
+    """The wanted gradients; only shape and dtype of ``parameters`` are read.
 
-    What is only added has the gradient of the result, or of x: that tensor, and no copy of it.
+    An operand that is only added gets the gradient of the result, or of x: the same tensor, not a copy.
     """
     equal = _equal_gradients(link, needs_grad)
     x_is_dy = not link.gated and dict(link.program.outputs)["dx"] == "dy"
@@ -105,7 +105,7 @@ def backward(
 
 
 def _gradients(link: Link, saved: Saved, dy: Tensor, want_x: bool, dtypes: Mapping[str, Any]) -> PointwiseGrads:
-    """What kernels compute of them; ``dtypes``: of those of each kind, None for what nobody wants."""
+    """The gradients computed by kernels. ``dtypes``: by kind; None where no gradient is wanted."""
     operands = LinkOperands(link, saved.by_keyword, saved.columns, saved.split_sizes)
     return kernels.pointwise_backward(
         flat(dy),
@@ -130,19 +130,19 @@ def _each(operands: kernels.Operands) -> Iterable[Tensor | None]:
 
 
 def _equal_gradients(link: Link, needs_grad: frozenset[str]) -> dict[str, str | None]:
-    """Of each matrix whose gradient is wanted, the one that it is: :func:`equal_gradient`."""
+    """By matrix operand: the existing gradient that its own is equal to, see :func:`equal_gradient`."""
     matrices = zip(link.matrices, link.program.matrix_operands.values(), strict=True)
     return {name: equal_gradient(link.program, inputs) for name, inputs in matrices if name in needs_grad}
 
 
 def vectors_of(link: Link, parameters: Mapping[str, Tensor]) -> tuple[Tensor, ...] | None:
-    """The numbers of the columns as kernels take them, [groups, C] or [1, C] each; None if the link reads none."""
+    """The numbers of the columns for kernels, [groups, C] or [1, C] each; None if the link reads none."""
     vectors = [_vector(parameters[name]) for name in link.columns]
     return tuple([vector for vector in vectors if vector is not None]) or None
 
 
 def flat(x: Tensor) -> Tensor:
-    """[rows, columns], dense."""
+    """Reshapes to [rows, columns], dense."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).contiguous()
 
 
@@ -153,7 +153,9 @@ def _vector(parameter: Tensor | None) -> Tensor | None:
 
 
 def _number_dtype(saved: Saved, name: str, dy: Tensor) -> torch.dtype:
-    """In which the gradient of a number of a row is computed: its own, unless nothing else is as wide."""
+    """The dtype in which the gradient of a number of a row is computed: its own, unless all other operands are
+    narrower.
+    """
     dtype = saved.dtypes[name]
     return dtype if dtype.itemsize <= 4 or name in saved.by_keyword else torch.promote_types(dy.dtype, torch.float32)
 
@@ -161,7 +163,7 @@ def _number_dtype(saved: Saved, name: str, dy: Tensor) -> torch.dtype:
 def column_grads(
     link: Link, by_column: Iterable[Tensor | None], parameters: Mapping[str, Tensor], needs_grad: Collection[str]
 ) -> dict[str, Gradient]:
-    """The wanted gradients of parameters by name, from those of the numbers of the columns, which may be a stack."""
+    """The wanted gradients of parameters by name, from those of the numbers of columns, which may be stacked."""
     grads = dict[str, Gradient]()
     for name, gradient in zip(link.columns, by_column, strict=False):
         if name in needs_grad and gradient is not None:
@@ -172,7 +174,7 @@ def column_grads(
 
 
 def saved(operands: LinkOperands, x: Tensor | None, needs_grad: frozenset[str]) -> Saved:
-    """What :func:`backward` reads of the forward."""
+    """The tensors of the forward that :func:`backward` reads."""
     link, by_keyword, columns, split_sizes = operands
     reads, dtypes = _read_by_gradients(link, needs_grad), {name: each.dtype for name, each in by_keyword.items()}
     inputs = _inputs(link)
@@ -183,18 +185,18 @@ def saved(operands: LinkOperands, x: Tensor | None, needs_grad: frozenset[str]) 
 
 
 def reads_x(link: Link, needs_grad: frozenset[str]) -> bool:
-    """Whether the wanted gradients are computed from x."""
+    """Whether the wanted gradients depend on x."""
     return not _read_by_gradients(link, needs_grad).isdisjoint(link.program.arguments)
 
 
 def _read_by_gradients(link: Link, needs_grad: frozenset[str]) -> frozenset[str]:
-    """The inputs of the program that the wanted gradients are computed from."""
+    """The inputs of the program that the wanted gradients depend on."""
     outputs = _outputs(link, needs_grad)
     return part_of(link.program, outputs).reads if outputs else frozenset()
 
 
 def _inputs(link: Link) -> dict[str, tuple[str, ...]]:
-    """The inputs of the program that each operand of the op is."""
+    """The inputs of the program for each operand of the op."""
     program = link.program
     of_rows = dict(zip(link.rows, [(name,) for name in program.rows], strict=True))
     of_columns = dict(zip(link.columns, program.column_operands.values(), strict=True))
@@ -202,6 +204,6 @@ def _inputs(link: Link) -> dict[str, tuple[str, ...]]:
 
 
 def _outputs(link: Link, needs_grad: frozenset[str]) -> tuple[str, ...]:
-    """The program's names for the gradients that are wanted."""
+    """The program's names of the wanted gradients."""
     operands = [f"d{each}" for name, inputs in _inputs(link).items() if name in needs_grad for each in inputs]
     return (*[f"d{name}" for name in link.program.arguments if "x" in needs_grad], *operands)

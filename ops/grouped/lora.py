@@ -3,49 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...fuser import Gradient, Grads, TensorSpec
+from ...fuser import Gradient, Grads, Promises, TensorSpec
 from .. import kernels
 from ..kernels import Layout, Matrices, OperandPair
 from ..kernels.doors.low_rank import LowRank, low_rank_pass
 from ..kernels.doors.routing import Routing
 from ..parameters.grouped import ExpertParameters
-from ..values.checks import SplitSizesFit, check_matrix_input, check_sizes, check_split_sizes, product_dtype
+from ..values.checks import check_matrix_input, check_sizes, check_split_sizes, product_dtype
 from .grouped_linear import as_rows, with_rows_of
 
 
 class GroupedLoRA(ExpertParameters):
     """``y[rows of g] = x[rows of g] @ (weight[g] + lora_b[g] @ lora_a[g]).T + bias[g]``; rows are sorted by group.
 
-    The sum of the matrices is never formed. The rows go through ``lora_a`` first; what comes out, of width ``rank``,
-    through ``lora_b`` within the kernel of the weight's product. A frozen weight costs no product in the backward. Rows
+    The sum of the matrices is never formed. The rows are multiplied by ``lora_a`` first; the result, of width ``rank``,
+    is multiplied by ``lora_b`` within the kernel of the weight's product. A frozen weight costs no product in the
+    backward. Rows
     past the last group, the tail, are zero in the output.
 
     Keywords of a call:
-        split_sizes: how many rows each group has: int32 or int64 [E], on the device of ``x``; else it is copied there.
+        split_sizes: the number of rows of each group: int32 or int64 [E]; copied to the device of ``x`` if it is
+        elsewhere.
 
     Args:
         num_groups: E.
         in_features: K.
         out_features: N.
-        rank: R, of the adapters ``lora_a`` [E, R, K] and ``lora_b`` [E, N, R], whose dtype may be another than the
-            weight's; 0 for no adapter. Multiply ``lora_b`` by the factor of the product, if there is one.
+        rank: R, the rank of the adapters ``lora_a`` [E, R, K] and ``lora_b`` [E, N, R], whose dtype may differ from the
+        weight's; 0 for no adapter. Multiply ``lora_b`` by the factor of the product, if there is one.
         bias: whether there is a bias [E, N].
-        transposed_weight: the weight is stored as [E, K, N], and is read as it is stored.
+        transposed_weight: the weight is stored as [E, K, N], and is read in that layout.
 
     Raises:
         ArgumentError: a size that is not a positive int, or a dtype that is not floating-point with at least 16 bits;
             in a call, arguments that do not fit.
     """
 
-    checks_values = False
-    replayable = True
-    values_checked_on_host = frozenset({"split_sizes"})
+    promises = Promises(replayable=True, values_checked=frozenset({"split_sizes"}))
 
     class Saved(NamedTuple):
         x: Tensor | None
@@ -79,7 +79,7 @@ class GroupedLoRA(ExpertParameters):
         self.reset_parameters()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of one group's parameters, by name."""
+        """The shapes of one group's parameters, by name."""
         inputs, outputs = self.in_features, self.out_features
         matrix = (inputs, outputs) if self.transposed_weight else (outputs, inputs)
         shapes: dict[str, tuple[int, ...]] = {"weight": matrix}
@@ -99,9 +99,6 @@ class GroupedLoRA(ExpertParameters):
     def decision_key(self) -> tuple[Any, ...]:
         parameters = (self.one_parameter(name) for name in self.per_group)
         return (type(self), *[(p.dtype, p.device, p.requires_grad, p.shape) for p in parameters])
-
-    def value_check(self, name: str, x: TensorSpec) -> Callable[[Tensor], bool]:
-        return SplitSizesFit.of(x)
 
     def check_without_x(self, *, split_sizes: Any = None) -> None:
         self.check_parameters(None, **self._shapes())
@@ -139,12 +136,12 @@ class GroupedLoRA(ExpertParameters):
         needs_grad: frozenset[str],
         shape: tuple[int, ...] = (),
     ) -> Saved:
-        """What the wanted gradients need, and no more.
+        """Saves exactly the tensors that the wanted gradients need.
 
         Args:
-            dtype: of the products.
-            rows, low: the input, and what :meth:`project` gave.
-            shape: of the input, and so of its gradient.
+            dtype: the dtype of the products.
+            rows, low: the input, and the result of :meth:`project`.
+            shape: the shape of the input and of its gradient.
         """
         through = "x" in needs_grad
         weight = self.matrices("weight", dtype) if through else None
@@ -170,7 +167,7 @@ class GroupedLoRA(ExpertParameters):
         bias_scale: Tensor | None = None,
         tail_unspecified: bool = False,
     ) -> Tensor:
-        """``rows`` through the weight, plus ``low`` through ``lora_b``, plus the bias times its scales by row."""
+        """``rows`` times the weight, plus ``low`` times ``lora_b``, plus the bias times its scale for each row."""
         weight, bias = self.matrices("weight", rows.dtype), self.matrices("bias") if self.has_bias else None
         return _tensor(
             kernels.grouped_gemm(
@@ -186,7 +183,7 @@ class GroupedLoRA(ExpertParameters):
         )
 
     def second(self, low: Tensor | None) -> OperandPair | None:
-        """``low`` and ``lora_b``, whose product is added to that of the weight; None without an adapter."""
+        """``low`` and ``lora_b``, whose product is added to the weight's; None without an adapter."""
         return None if low is None else _pair(low, self.factor("lora_b", low.dtype))
 
     def factor(self, name: str, dtype: torch.dtype | None) -> Tensor | None:
@@ -194,10 +191,10 @@ class GroupedLoRA(ExpertParameters):
         return _tensor(self.matrices(name, dtype)) if self.rank else None
 
     def project(self, x: Tensor, sizes: Tensor, routing: Routing | None = None) -> LowRank:
-        """The rows if they are gathered, and [T, R]: the rows through ``lora_a``, None without an adapter.
+        """The rows if they are gathered, and their product with ``lora_a`` [T, R], None without an adapter.
 
         Args:
-            routing: whose rows are gathered from ``x``.
+            routing: the routing by which rows are gathered from ``x``.
         """
         factor = self.factor("lora_a", x.dtype)
         return low_rank_pass(x, Layout.NT, sizes, routing=routing, factor=factor, want_rows=routing is not None)
@@ -221,10 +218,10 @@ class GroupedLoRA(ExpertParameters):
         sizes: Tensor,
         needs_grad: frozenset[str],
     ) -> dict[str, Gradient]:
-        """Of the matrices that are multiplied with the input [T, K], by name: those that are wanted.
+        """The wanted gradients of the matrices that the input [T, K] is multiplied by, by name.
 
         Args:
-            dy, dlow: the gradients of the output [T, N] and of what :meth:`project` gave [T, R].
+            dy, dlow: the gradients of the output [T, N] and of the result of :meth:`project` [T, R].
         """
         grads: dict[str, Gradient] = {}
         if "weight" in needs_grad:
@@ -243,7 +240,7 @@ class GroupedLoRA(ExpertParameters):
     def lora_a_grad(
         self, dlow: Tensor | None, x: Tensor | None, sizes: Tensor, routing: Routing | None = None
     ) -> Gradient:
-        """From the input, or from the tokens of which its rows are gathered."""
+        """The gradient of ``lora_a``, from the input or from the tokens that its rows are gathered from."""
         assert dlow is not None
         assert x is not None
         dtype = self.one_parameter("lora_a").dtype
@@ -255,10 +252,10 @@ class GroupedLoRA(ExpertParameters):
         return gradient
 
     def through_lora_b(self, dy: Tensor, saved: Saved, routing: Routing | None = None) -> LowRank:
-        """Of the gradient of the output: its rows if they are gathered, ``dlow``, and the gradient of ``lora_b``.
+        """From the gradient of the output: its rows if they are gathered, ``dlow``, and the gradient of ``lora_b``.
 
         Args:
-            routing: whose rows are gathered from ``dy``.
+            routing: the routing by which rows are gathered from ``dy``.
         """
         return low_rank_pass(
             dy,
@@ -277,12 +274,12 @@ class GroupedLoRA(ExpertParameters):
 
 
 def lora_b_grad(through: LowRank) -> dict[str, Gradient]:
-    """By name, if it is wanted."""
+    """The gradient of ``lora_b`` by name, if it is wanted."""
     return {} if through.gradient is None else {"lora_b": through.gradient}
 
 
 def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved, *, tail_unspecified: bool = False) -> Tensor:
-    """[T, K]: through the weight, and through the adapter."""
+    """The gradient [T, K] of the input, through weight and adapter."""
     assert saved.weight is not None
     return _tensor(
         kernels.grouped_gemm(

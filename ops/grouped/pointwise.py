@@ -1,15 +1,16 @@
-"""An op that a user writes as a function of one element."""
+"""``Pointwise``: an op written as a function of one element."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...fuser import Grads, Keyword, Op, TensorSpec
+from ...fuser import Grads, Keyword, Op, Promises, TensorSpec
 from ...fuser.contract.op import RESERVED
 from ...fuser.contract.tracing import note
 from .. import kernels
@@ -41,14 +42,15 @@ class Pointwise(Op):
         Pointwise(lambda x, beta: x * torch.sigmoid(beta * x), columns={"beta": torch.ones(experts, features)})
         Pointwise(lambda x, limit: x.clamp(max=limit), constants={"limit": 7.0})
 
-    The function is read once, here, with the gradients that autograd gives it. From then on :attr:`program` is the op,
-    on every device: what the function reads besides its arguments is constant. The function may be any callable, such
+    The function is read once, here, with the gradients that autograd gives it. From then on :attr:`program` defines the
+    op on every device: values that the function reads besides its arguments are constants. The function may be any
+    callable, such
     as a module without parameters or the ``apply`` of a ``torch.autograd.Function``, and may write in place.
     Half-precision inputs are computed in float32 and rounded once.
 
     A function with operations that kernels do not know is read as operations of PyTorch, which runs them;
-    :attr:`refusal` says why. One that computes outside of PyTorch, or with constants as numbers of Python, is kept and
-    called each time; :attr:`eager_only` says so.
+    :attr:`refusal` says why. A function that computes outside of PyTorch, or with constants as Python numbers, is kept
+    and called each time; :class:`Promises` says so.
 
     Args:
         function: takes x [..., C], or with ``halves`` gate and up [..., C / 2]; then the numbers of the rows [..., 1]
@@ -57,33 +59,31 @@ class Pointwise(Op):
         halves: None if all columns of x are one argument; ``"concat"`` if gate is their first half and up the second;
             :func:`interleaved` if gate and up alternate in blocks.
         columns: parameters of the op, by the name of a parameter of the function: one number for each column of y, [C],
-            or for each group of rows too, [E, C]. A shape, for zeros, or a tensor that they begin as. All have the same
-            shape.
-        constants: numbers for parameters of the function, by name. They are parameters of the kernels and not part of
-            their code: assigning others to :attr:`constants` compiles nothing.
+            or for each column of each group, [E, C]. Given as a shape, for zeros, or as a tensor of initial values. All
+            have the same shape.
+        constants: numbers for parameters of the function, by name. They are arguments of the kernels, not part of their
+        code: assigning others to :attr:`constants` compiles nothing.
 
     Keywords of a call:
         the names of the function's further parameters: floating-point of shape ``x.shape[:-1]``, differentiable.
-        split_sizes: with columns of groups, how many rows each has, as :class:`GroupedLinear` takes it. Rows past the
+        split_sizes: with columns of groups, the number of rows of each, as for :class:`GroupedLinear`. Rows past the
             last group read zeros.
 
     Attributes:
-        program: what the op computes, gradients included; None for a function that kernels do not know.
-        refusal: why there is no program; else None.
-        constants: the numbers by name, which can be read; to change one, assign all.
+        program: the program of the op, gradients included; None for a function that kernels do not know.
+        refusal: the reason why there is no program, or None.
+        constants: the numbers by name, read-only; to change one, assign all.
 
     Raises:
         TypeError: the function cannot be called.
-        ValueError: an element of the result depends on other elements, on the shape or on chance; a tensor is read
-            that is no argument; the function is a module with parameters; a parameter has a reserved name; a constant
-            is no number; constants or columns are no parameters of the function; columns of several shapes, or called
-            as an attribute of the op; another ``halves``.
+        ValueError: an element of the result depends on other elements, on the shape or on chance; it reads a tensor
+        that is not an argument; the function is a module with parameters; a parameter has a reserved name; a constant
+        is not a number; constants or columns are not parameters of the function; columns differ in shape, or have the
+        name of an attribute of the op; another ``halves``.
         ArgumentError: in a call, an x or a keyword of another shape, dtype or device.
     """
 
-    checks_values = False
-    replayable = True
-    values_checked_on_host = frozenset()
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     Saved = link_rows.Saved
 
@@ -122,10 +122,10 @@ class Pointwise(Op):
             check_pointwise(function, self._program_inputs, self._constants)
             self.refusal = str(error)
             self._on_pytorch = on_pytorch(function, self._program_inputs, len(self._constants))
-            self.eager_only = self._on_pytorch.eager_only
+            self.promises = replace(self.promises, eager_only=self._on_pytorch.eager_only)
 
     def _add_columns(self, columns: Mapping[str, Sequence[int] | Tensor]) -> tuple[int, ...]:
-        """Adds the parameters, and returns their shape."""
+        """Adds the parameters; returns their shape."""
         for name, start in columns.items():
             tensor = start.detach().clone() if isinstance(start, Tensor) else _zeros(start)
             if tensor is None or tensor.dim() not in (1, 2) or not tensor.numel() or not tensor.is_floating_point():
@@ -140,7 +140,7 @@ class Pointwise(Op):
 
     @property
     def constants(self) -> Mapping[str, float]:
-        """The numbers by name. A copy: assign all of them to change one."""
+        """The numbers by name, as a copy: assign all of them to change one."""
         return dict(zip(self._constant_names, self._constants, strict=True))
 
     @constants.setter
@@ -154,12 +154,12 @@ class Pointwise(Op):
 
     @property
     def gate_block(self) -> int | None:
-        """As of :class:`Activated`."""
+        """See :attr:`Activated.gate_block`."""
         return None if self.halves is None else _block(self.halves) or 0
 
     @property
     def column_dims(self) -> dict[str, int | None]:
-        """The dimension of a parameter, from the end, that has the columns of the output."""
+        """The dimension of each parameter, from the end, that has the columns of the output."""
         return dict.fromkeys(self._column_inputs, -1)
 
     @property
@@ -172,17 +172,17 @@ class Pointwise(Op):
 
     @property
     def spec(self) -> ActivationSpec | None:
-        """The function as an activation; None where kernels have none such."""
+        """The function as an activation; None if kernels have no such activation."""
         return None if self.link is None else self.link.spec
 
     def compile_kernels(self, dtype: torch.dtype = torch.bfloat16, recipe: Recipe | None = None) -> int:
-        """Compiles the kernels of the function for a Hopper GPU and keeps them on disk; returns how many.
+        """Compiles the kernels of the function for a Hopper GPU and keeps them on disk; returns their number.
 
         Both directions, over rows and as the epilogue of a grouped linear. A call then waits for no compiler. It takes
         seconds, and needs NVRTC but no GPU: at install time, or on one rank before the others.
 
         Args:
-            recipe: of the linears before and behind the function, where its kernels quantise what they compute.
+            recipe: the recipe of the linears before and after the function, if its kernels quantise their results.
 
         Raises:
             CompileError: NVRTC is missing, or refuses.
@@ -251,13 +251,13 @@ class Pointwise(Op):
     def _value(
         self, x: Tensor, rows: Mapping[str, Tensor], columns: Mapping[str, Tensor], split_sizes: Tensor | None
     ) -> Tensor:
-        """Of a function that kernels do not know, by PyTorch; x is [rows, columns]."""
+        """The value of a function that kernels do not know, by PyTorch; x is [rows, columns]."""
         assert self._on_pytorch is not None
         arguments = [t.flatten(1) for t in self._arguments(x, rows, columns, split_sizes)]
         return self._on_pytorch.value(arguments, self._constants).to(x.dtype)
 
     def _gradients(self, saved: link_rows.Saved, dy: Tensor) -> dict[str, Tensor]:
-        """Of x, of the numbers of rows [rows] and of those of columns [groups, C], by PyTorch."""
+        """The gradients of x, of numbers of rows [rows] and of numbers of columns [groups, C], by PyTorch."""
         assert self._on_pytorch is not None
         assert saved.x is not None
         x = flat(saved.x)
@@ -274,7 +274,7 @@ class Pointwise(Op):
     def _arguments(
         self, x: Tensor, rows: Mapping[str, Tensor], columns: Mapping[str, Tensor], split_sizes: Tensor | None
     ) -> list[Tensor]:
-        """What the function takes, in float32 at least: [rows, blocks, block], or [rows, 1] for numbers of a row.
+        """The arguments of the function, in at least float32: [rows, blocks, block], or [rows, 1] for numbers of a row.
 
         Flattened, they are [rows, C].
         """
@@ -286,7 +286,7 @@ class Pointwise(Op):
 
 
 def _zeros(shape: Any) -> Tensor | None:
-    """None for what is no shape."""
+    """A tensor of zeros, or None if the value is not a shape."""
     is_shape = isinstance(shape, Sequence) and all([type(size) is int and size >= 0 for size in shape])
     return torch.zeros(tuple(shape)) if is_shape else None
 

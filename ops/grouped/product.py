@@ -1,4 +1,4 @@
-"""What ``grouped_gemm`` multiplies, and which shape the data of its output have."""
+"""The operands of ``grouped_gemm``, and the shape of its output's data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Factor = float | Tensor | None
 
 
 class Product(NamedTuple):
-    """What of a call is no differentiable tensor: the operands' groups, and how to multiply them."""
+    """The arguments of a call that are not differentiable: the operands' groups, layout and factor."""
 
     a: GroupedTensor
     b: GroupedTensor
@@ -33,7 +33,7 @@ def columns_of(product: Product) -> Tensor | int:
 
 
 def output_shape(product: Product) -> tuple[int | None, ...]:
-    """The shape of the output's data, as far as the operands' shapes say; None is for the device to say."""
+    """The shape of the output's data, with None for sizes that only the device knows."""
     rows, columns = rows_of(product), columns_of(product)
     if isinstance(rows, int) and isinstance(columns, int):
         return product.a.num_groups, rows, columns
@@ -44,7 +44,7 @@ def output_shape(product: Product) -> tuple[int | None, ...]:
 
 
 def _sum_of_rows(t: GroupedTensor, transposed: bool) -> int | None:
-    """Rows (or columns) of all groups together, and of what lies behind them; None: the device alone knows."""
+    """Rows (or columns) of all groups and of the tail; None if only the device knows."""
     if not transposed:
         return t.data.shape[0] if t.last_dims is None else None
     rows = t.rows
@@ -52,7 +52,7 @@ def _sum_of_rows(t: GroupedTensor, transposed: bool) -> int | None:
 
 
 def fits(data: Tensor, shape: tuple[int | None, ...]) -> bool:
-    """Whether an output has that shape; where the device alone knows a size, any will do."""
+    """Whether an output has that shape; a size that only the device knows matches any."""
     sizes = tuple(data.shape)
     return len(sizes) == len(shape) and all(want in (None, size) for want, size in zip(shape, sizes, strict=True))
 
@@ -62,7 +62,7 @@ def in_words(shape: tuple[int | None, ...]) -> str:
 
 
 def shape_to_allocate(product: Product, elements: int | None) -> tuple[int, ...]:
-    """The shape of the data to allocate for the output; waits for the device only if nothing else says it."""
+    """The shape of the data to allocate for the output; waits for the device only if no other source knows it."""
     shape = output_shape(product)
     first, rest = shape[0], [size for size in shape[1:] if size is not None]
     if first is not None:
@@ -83,19 +83,19 @@ def shape_to_allocate(product: Product, elements: int | None) -> tuple[int, ...]
 
 
 def needed(product: Product) -> int:
-    """The rows of all groups of the output, or its elements where columns are ragged too. Waits for the device."""
+    """The rows of all groups of the output, or its elements if columns are ragged too. Waits for the device."""
     by_elements = isinstance(columns_of(product), Tensor)
     return sum(rows * columns if by_elements else rows for rows, columns in shapes(product))
 
 
 def shapes(product: Product) -> list[tuple[int, int]]:
-    """Of the output's groups, in numbers of Python, whose products and sums do not wrap. Waits for the device."""
+    """The shapes of the output's groups as Python ints, which do not overflow. Waits for the device."""
     rows, columns = (d.tolist() if isinstance(d, Tensor) else [d] * product.a.num_groups for d in dims(product))
     return list(zip(rows, columns, strict=True))
 
 
 def is_counted_on_the_host(product: Product) -> bool:
-    """Whether :func:`shapes` costs no wait."""
+    """Whether :func:`shapes` needs no wait."""
     return all(is_free_to_read(d) for d in dims(product) if isinstance(d, Tensor))
 
 

@@ -1,4 +1,4 @@
-"""What ``grouped_gemm`` asks of its arguments, before anything runs."""
+"""Checks of ``grouped_gemm``'s arguments, before anything runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from .product import Factor, Product, columns_of, fits, in_words, is_counted_on_
 
 
 def check_types(**tensors: Any) -> None:
-    """``a`` and ``b`` are tensors, plain or grouped; so is ``out``, and ``bias`` a plain one, where they are given.
-
-    Those that are plain are dense.
-    """
+    """Checks that ``a``, ``b`` and ``out`` are tensors or grouped tensors, ``bias`` a tensor, and plain ones dense."""
     for name, tensor in tensors.items():
         types = (Tensor,) if name == "bias" else (Tensor, GroupedTensor)
         if not isinstance(tensor, types if name in ("a", "b") else (*types, type(None))):
@@ -34,7 +31,7 @@ def check_types(**tensors: Any) -> None:
 
 
 def check_factors(product: Product, bias: Tensor | None, beta: Factor) -> None:
-    """``alpha`` and ``beta`` are a number, or one a group; the bias has a row for each group."""
+    """Checks that ``alpha`` and ``beta`` are numbers or one per group, and that the bias has a row for each group."""
     groups, columns = product.a.num_groups, columns_of(product)
     for name, factor in (("alpha", product.alpha), ("beta", beta)):
         if not isinstance(factor, (int, float, Tensor, type(None))):
@@ -77,7 +74,7 @@ def check_output(
     beta: Factor,
     tensors: dict[str, Tensor | None],
 ) -> None:
-    """``out`` can hold the product, and shares no memory with what is read, ``tensors``."""
+    """Checks that ``out`` can hold the product, and shares no memory with the operands in ``tensors``."""
     if accumulate and beta is not None:
         raise ArgumentError("grouped_gemm: accumulate is beta = 1; give one of them")
     if out is None and (accumulate or beta is not None):
@@ -100,7 +97,7 @@ def check_output(
         raise ArgumentError(f"grouped_gemm: out of {data.dtype} cannot hold a product of {product.a.dtype}")
     if not is_free_to_write(data):
         raise ArgumentError(
-            "grouped_gemm: out was made under torch.inference_mode(), outside of which nothing may write it"
+            "grouped_gemm: out was made under torch.inference_mode() and cannot be written outside of it"
         )
     for name, tensor in tensors.items():
         if not has_no_data(data) and overlap(data, tensor):
@@ -108,7 +105,7 @@ def check_output(
 
 
 def _check_groups(product: Product, out: Tensor | GroupedTensor, data: Tensor) -> None:
-    """``out`` holds the product's groups, and calls them what they are."""
+    """Checks that ``out`` holds the product's groups, with the same shapes."""
     if data.dim() < 3 and needed(product) > data.shape[0]:
         unit = "rows" if data.dim() > 1 else "elements"
         raise ArgumentError(f"grouped_gemm: out must have {needed(product)} {unit} at least, got {data.shape[0]}")

@@ -55,7 +55,7 @@ from .problems.gemm import (
 from .problems.independent import Independent
 from .problems.ragged import RaggedGemm
 from .pytorch.wrong_sizes import raise_reported
-from .tensor_lists import addresses_of, form_guards, has_objects
+from .tensor_lists import addresses_of, has_objects
 
 __all__ = [
     "ActivationGrads",
@@ -68,7 +68,6 @@ __all__ = [
     "RowSlots",
     "addresses_of",
     "compile_ahead",
-    "form_guards",
     "grouped_gemm",
     "has_objects",
     "kernel_cache",

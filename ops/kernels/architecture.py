@@ -29,7 +29,7 @@ def assumed() -> Capability | None:
 
 @contextmanager
 def assume(capability: Capability) -> Iterator[None]:
-    """In the body, every CUDA device is taken to have this capability. :func:`hopper.extension.assume` is the door."""
+    """Within the body, every CUDA device has this capability. Use it through :func:`hopper.extension.assume`."""
     _assumed.append(capability)
     try:
         yield
@@ -38,5 +38,5 @@ def assume(capability: Capability) -> Iterator[None]:
 
 
 def capability_of(device: torch.device | int) -> Capability:
-    """That of a CUDA device."""
+    """The capability of a CUDA device."""
     return assumed() or Capability(*torch.cuda.get_device_capability(device))

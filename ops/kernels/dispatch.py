@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...fuser import RefusedError
-from ...fuser.contract.config import active_config
 from ..programs.program import Program
 from ..values.activation_spec import ActivationSpec
+from ..values.switches import active_switches
 from .hopper import fake_quantize as hopper_fake_quantize
 from .hopper import gemm as hopper
 from .hopper import low_rank as hopper_low_rank
@@ -115,7 +115,7 @@ def choose(problem: GroupedGemm, tracing: bool) -> Choice:
         RefusedError: the backend asked for cannot; or, when strict, the first one cannot on a CUDA device, or it can
             but for the epilogue.
     """
-    only = active_config().backend
+    only = active_switches().backend
     if not tracing and not problem.a.is_cuda and only == "auto":
         return _LOOP_ON_CPU if grouped_mm_cpu.refusal(problem) is not None else _GROUPED_MM_ON_CPU
     choice = _choose_backend(problem, tracing, only)
@@ -125,7 +125,7 @@ def choose(problem: GroupedGemm, tracing: bool) -> Choice:
     if why is None:
         slower = hopper.slower_epilogue(problem) if choice.backend is hopper else None
         return choice if slower is None else choice._replace(epilogue_reason=slower)
-    if choice.backend is hopper and active_config().strict:
+    if choice.backend is hopper and active_switches().strict:
         raise RefusedError(
             f"strict: the activation runs as a kernel of its own, because {hopper.NAME}'s epilogue {why}"
         )
@@ -161,7 +161,7 @@ def _ask(problem: GroupedGemm, only: str) -> Choice:
 
 def choose_ragged(problem: RaggedGemm) -> tuple[RaggedBackend, str]:
     """As :func:`choose`, for groups of any shapes; and why none before it."""
-    only = active_config().backend
+    only = active_switches().backend
     return _first_that_takes(_RAGGED_BACKENDS, problem, only, "ragged GEMM", problem.a.data.is_cuda)
 
 
@@ -183,7 +183,7 @@ def _first_that_takes(backends: Sequence[C], problem: Any, only: str, subject: s
         why = backend.refusal(problem)
         if why is None:
             reason = "; ".join(refusals)
-            if reason and on_cuda and active_config().strict:
+            if reason and on_cuda and active_switches().strict:
                 raise RefusedError(f"strict: the {subject} falls back to {backend.NAME}, because {reason}")
             return backend, reason
         refusals.append(f"{backend.NAME} {why}")
@@ -233,7 +233,7 @@ def row_choice(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> tuple[RowKer
     """:func:`row_kernels`, and why not our own."""
     # what keeps split sizes on the device on CUDA, and makes no indices on a CPU
     fallback: RowKernels = grouped_mm if tokens.is_cuda else loop
-    only = active_config().backend
+    only = active_switches().backend
     if only in ("auto", triton.NAME) and (tokens.is_cuda or only == triton.NAME):
         fallback = triton_rows if triton_rows.refusal(tokens, split_sizes, out) is None else fallback
     if fallback is triton_rows and only == triton.NAME:
@@ -263,7 +263,7 @@ def scaled_products(problem: Multiplying) -> tuple[ScaledProducts, str]:
 
 def packed_refusal(problem: PackedGemm) -> str | None:
     """Why our own kernel does not read packed weights as they lie; None: it does. Nothing is lost without it."""
-    backend = active_config().backend
+    backend = active_switches().backend
     if backend not in ("auto", hopper.NAME):
         return f"config(backend={backend!r})"
     if problem.rows > FEW_ROWS * problem.groups:
@@ -279,7 +279,7 @@ def scaled_epilogue_refusal(problem: ActivatedScaledGemm) -> str | None:
 
 def low_rank_refusal(problem: LowRankPass) -> str | None:
     """Why our own kernel does not make a pass of low rank; None: it does. Products in its place are no fallback."""
-    only = active_config().backend
+    only = active_switches().backend
     if only not in ("auto", hopper.NAME):
         return f"config(backend={only!r})"
     if not problem.x.is_cuda and only == "auto":
@@ -308,7 +308,7 @@ def _ours_or(fallback: K, ours: K, refusal: Callable[[], str | None], subject: s
     Raises:
         RefusedError: our own are asked for by name, or strictly on a CUDA device, and cannot.
     """
-    config = active_config()
+    config = active_switches()
     if config.backend not in ("auto", hopper.NAME):
         return fallback, f"config(backend={config.backend!r})"
     if not read.is_cuda and config.backend == "auto":

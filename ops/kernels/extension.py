@@ -20,7 +20,7 @@ TYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def compiled() -> Any:
-    """The extension. A capture that is active in this thread notes what it launches."""
+    """The extension. A capture that is active in this thread records its launches."""
     return library()
 
 
@@ -40,19 +40,21 @@ capture.Capture.find_library = staticmethod(_find_library)
 
 
 def raise_wrong_sizes(device: int) -> None:
-    """Raises what kernels on a CUDA device have reported of split sizes, and forgets it; waits for nothing."""
+    """Raises the error that kernels on a CUDA device have reported for split sizes, and clears it; waits
+    for nothing.
+    """
     if (extension := _find_library()) is not None:
         extension.raise_wrong_sizes(device)
 
 
 def address(tensor: Tensor | None) -> int:
-    """Of a tensor; 0 for one that is not there."""
+    """The address of a tensor; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
 
 
 @cache
 def workspace_bytes(groups: int) -> int:
-    """What an activation's grouped GEMM, or one of quantised operands, needs for itself."""
+    """The workspace of a grouped GEMM with an activation, or of one with quantised operands, in bytes."""
     return int(compiled().workspace_bytes(groups))
 
 
@@ -82,9 +84,9 @@ def device_refusal(device: int) -> str | None:
 
 @contextmanager
 def assume(capability: Capability) -> Iterator[None]:
-    """In the body, every CUDA device is taken to have this capability, and the extension to be built.
+    """Within the body, every CUDA device has this capability, and the extension counts as built.
 
-    Nothing can be run there: it is for ``explain`` of tensors that hold no data.
+    Nothing can be run there: it serves ``explain`` on tensors without data.
     """
     try:
         with architecture.assume(capability):

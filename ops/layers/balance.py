@@ -1,46 +1,135 @@
-"""How evenly tokens are spread over experts: counts, a loss that prefers an even load, a bias that enforces one."""
+"""Biases that even out the load of experts without a loss: what they count, and how they move."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-
-def tokens_per_expert(top_k_index: Tensor, num_experts: int) -> Tensor:
-    """int64 [E]: how many tokens chose each expert. It stays on the device, and waits for nothing.
-
-    An id below 0, or of E or more, is of no expert, and is not counted.
-    """
-    ids = top_k_index.flatten().long()
-    ids = ids.masked_fill((ids < 0) | (ids >= num_experts), num_experts)
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids.device)
-    return counts.scatter_add_(0, ids, torch.ones_like(ids))[:num_experts]
+from ..routed.choose import Rule, log_scores, wide
+from ..values.checks import check_numbers, check_sizes
+from .route import Routes
 
 
-def balance_loss(probabilities: Tensor, top_k_index: Tensor) -> Tensor:
-    """The load-balancing loss of the Switch Transformer without its factor alpha: ``E * sum over i of f_i P_i``.
+class Balance(Protocol):
+    """How the selection bias of a router moves."""
 
-    Arxiv 2101.03961, equations 4 to 6. ``f_i`` is the share of expert i in all choices, and ``P_i`` is the mean of its
-    probability over the tokens. With k choices for each token the shares still add up to 1, so that the loss is 1 at an
-    even load. The gradient flows through ``P`` alone, as counts have none. A token with a probability that is no number
-    is in neither ``f`` nor ``P``. Without tokens the loss is 0.
+    def check(self, num_experts: int, rule: Rule) -> None:
+        """Raises ValueError for a rule that it cannot balance."""
+
+    def shape(self, num_experts: int) -> tuple[int, ...]:
+        """Of what is counted."""
+
+    def count(self, routes: Routes, bias: Tensor) -> Tensor:
+        """Whole numbers of a call, which are added up over calls and ranks."""
+
+    def next_bias(self, bias: Tensor, load: Tensor, top_k: int) -> Tensor:
+        """float32 [E], from what was counted since the last step."""
+
+
+@dataclass(frozen=True)
+class SignBias:
+    """``bias_e += rate * sign(mean load - load_e)`` once a step (arxiv 2408.15664, algorithm 1).
 
     Args:
-        probabilities: [T, E]; each row adds up to 1.
-        top_k_index: [T, k]: the experts of each token.
+        rate: DeepSeek-V3 has 1e-3.
+        centre: the mean of a step is taken off it, as in torchtitan.
     """
-    experts = probabilities.shape[1]
-    odd = ~probabilities.isfinite().all(-1, keepdim=True)
-    counts = tokens_per_expert(top_k_index.masked_fill(odd, -1), experts)
-    shares = counts.to(probabilities.dtype) / counts.sum().clamp(min=1)
-    means = probabilities.masked_fill(odd, 0).sum(0) / (~odd).sum().clamp(min=1)
-    return experts * (shares * means).sum()
+
+    rate: float
+    centre: bool = False
+
+    def __post_init__(self) -> None:
+        check_numbers("SignBias", rate=self.rate)
+
+    def check(self, num_experts: int, rule: Rule) -> None:
+        """It balances any."""
+
+    def shape(self, num_experts: int) -> tuple[int, ...]:
+        """One load an expert."""
+        return (num_experts,)
+
+    def count(self, routes: Routes, bias: Tensor) -> Tensor:
+        """int64 [E]: the slots of each expert."""
+        return routes.tokens_per_expert
+
+    def next_bias(self, bias: Tensor, load: Tensor, top_k: int) -> Tensor:
+        """A step further."""
+        step = balancing_step(load, self.rate)
+        return bias + (step - step.mean() if self.centre else step)
+
+
+@dataclass(frozen=True)
+class QuantileBias:
+    """The bias at which each expert would have had its share k / E of the tokens: no rate to tune.
+
+    Kimi-K3 report, section 2.3.3 and appendix D. With ``alpha_i`` the (k + 1)-th highest biased score of token i, its
+    choice of expert j needs the bias ``r_ij = alpha_i - s_ij``. The next bias of an expert is the quantile k / E of
+    these over the tokens, and then the mean over the experts is taken off. Tokens of all microbatches and ranks are
+    counted in a histogram, between the least bias minus 1 and the highest plus 1.
+
+    Args:
+        bins: of the histogram of an expert; its memory is int32 [E, bins].
+    """
+
+    bins: int = 1000
+
+    def __post_init__(self) -> None:
+        check_sizes("QuantileBias", None, bins=self.bins)
+
+    def check(self, num_experts: int, rule: Rule) -> None:
+        """It balances sigmoid scores without groups, of which some are left over."""
+        if rule.scores != "sigmoid" or rule.groups > 1:
+            raise ValueError(
+                "Router: QuantileBias needs scores='sigmoid' without groups, as scores lie between 0 and 1; got "
+                f"scores={rule.scores!r}, groups={rule.groups}"
+            )
+        if rule.top_k == num_experts:
+            raise ValueError(
+                f"Router: QuantileBias needs experts that are not chosen; got top_k=num_experts={rule.top_k}"
+            )
+
+    def shape(self, num_experts: int) -> tuple[int, ...]:
+        """One histogram an expert."""
+        return (num_experts, self.bins)
+
+    @torch.no_grad()
+    def count(self, routes: Routes, bias: Tensor) -> Tensor:
+        """int64 [E, bins]: how many tokens need which bias. A token without a finite one is left out."""
+        scores = log_scores(wide(routes.logits), routes.scores).exp()
+        cutoff = (scores + bias).sort(dim=-1, descending=True).values[:, routes.top_k_index.shape[1]]
+        needed = cutoff.unsqueeze(-1) - scores
+        left_out = (routes.top_k_index == -1).all(-1, keepdim=True) | ~needed.isfinite().all(-1, keepdim=True)
+        low, high = _bounds(bias)
+        position = ((needed.masked_fill(left_out, 0) - low) * (self.bins / (high - low))).floor().long()
+        bins = position.clamp(0, self.bins - 1) + self.bins * torch.arange(bias.shape[0], device=bias.device)
+        counted = (~left_out).expand_as(bins).flatten().long()
+        total = torch.zeros(bias.shape[0] * self.bins, dtype=torch.int64, device=bias.device)
+        return total.scatter_add_(0, bins.flatten(), counted).view(-1, self.bins)
+
+    def next_bias(self, bias: Tensor, load: Tensor, top_k: int) -> Tensor:
+        """The quantiles; unchanged where no token was counted."""
+        low, high = _bounds(bias)
+        wanted = load.sum(-1, keepdim=True).double() * top_k / load.shape[0]
+        before = load.cumsum(-1)
+        at = (before < wanted).sum(-1, keepdim=True).clamp(max=self.bins - 1)
+        inside = load.gather(-1, at)
+        within = (wanted - (before.gather(-1, at) - inside)) / inside.clamp(min=1)
+        position = (low + (at + within) * ((high - low) / self.bins)).squeeze(-1)
+        return torch.where(load.sum() > 0, position - position.mean(), bias).to(bias.dtype)
 
 
 def balancing_step(counts: Tensor, rate: float) -> Tensor:
     """float32 [E]: what to add to the selection bias after an optimiser step: ``rate * sign(mean load - load)``.
 
-    Loss-free balancing, arxiv 2408.15664, algorithm 1. Loads are compared as whole numbers, however large they are.
+    Loads are compared as whole numbers, however large they are.
     """
     missing = counts.sum() - counts.numel() * counts
     return rate * missing.sign().to(torch.float32)
+
+
+def _bounds(bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The range of what scores between 0 and 1 can need (Kimi-K3 report, appendix D)."""
+    return bias.min() - 1, bias.max() + 1

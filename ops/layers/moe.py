@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,11 @@ from ..grouped.grouped_linear import GroupedLinear
 from ..routed.moe import Combine, Dispatch
 from ..values.activation_spec import ActivationSpec, Interleaved
 from ..values.checks import check_numbers, check_sizes
-from .balance import balance_loss, balancing_step, tokens_per_expert
-from .router import Router, Routes
+from .balance import Balance, SignBias
+from .losses import Loss, SwitchLoss
+from .route import Groups, Routes
+from .router import Router
 from .shared_expert import SharedExpert
-from .token_count import TokenCount
 
 
 @serialized_as("fusible.MoEOutput")
@@ -29,7 +31,7 @@ class MoEOutput(NamedTuple):
 
     Attributes:
         y: the output, in the shape of the input.
-        balance_loss: to be added to the loss of the model; None if the layer was built without.
+        balance_loss: the sum of the losses of the router, to be added to that of the model; None if it has none.
         tokens_per_expert: int64 [E], of this call.
     """
 
@@ -51,15 +53,18 @@ class MoE(nn.Module):
         activation: as :func:`fusible.functional.routed_experts` takes it.
         layout: see there.
         bias: whether the linears of the experts have biases.
-        scores: ``"softmax"`` or ``"sigmoid"``; see :class:`Router`, as for the next four.
-        normalize: the weights of a token add up to ``scale``.
+        scores: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``; see :class:`Router`, as for the next four.
+        normalize: the weights of a token add up to ``scale``. None: if ``top_k`` is above 1.
         scale: a factor of all weights.
-        groups: of experts; a token chooses from ``top_groups`` of them.
+        groups: of experts, a :class:`Groups`, or their number; a token chooses from ``top_groups`` of them.
         top_groups: see there.
         balance_loss: alpha of the load-balancing loss of the Switch Transformer, ``alpha * E * sum of f_i P_i``
             (arxiv 2101.03961, equation 4), which each call then returns. None: there is none.
-        bias_update_rate: how far :meth:`update_bias` moves the selection bias of an expert (arxiv 2408.15664). None:
-            there is no such bias.
+        losses: more of them; see :class:`Router`, as for the next three.
+        bias_update_rate: how far :meth:`update_bias` moves the selection bias of an expert (arxiv 2408.15664):
+            ``balance=SignBias(rate)``. None: there is no such bias.
+        balance: another way to move it.
+        router_bias: whether the logits have a bias, a parameter [E].
         shared_ffn: F of the shared experts together, which every token passes. None: there are none.
         shared_gate: the shared experts are multiplied by ``sigmoid(gate @ x)``.
         single_grouped_weight: each linear of the experts has one parameter ``weight`` [E, out, in]; else ``weight0``,
@@ -67,7 +72,7 @@ class MoE(nn.Module):
 
     Raises:
         ArgumentError: sizes that are not positive ints; factors that are no numbers; in a call, tokens that are not
-            [..., H].
+            [..., H], ``valid`` or ``ids`` that do not fit them.
         ValueError: an unknown activation, layout or scores; more choices than there are experts.
 
     >>> import torch, fusible
@@ -88,12 +93,15 @@ class MoE(nn.Module):
         layout: str | Interleaved = "concat",
         bias: bool = False,
         scores: str = "softmax",
-        normalize: bool = True,
+        normalize: bool | None = None,
         scale: float = 1.0,
-        groups: int = 1,
+        groups: Groups | int = 1,
         top_groups: int = 1,
         balance_loss: float | None = None,
+        losses: Sequence[Loss] = (),
         bias_update_rate: float | None = None,
+        balance: Balance | None = None,
+        router_bias: bool = False,
         shared_ffn: int | None = None,
         shared_gate: bool = False,
         single_grouped_weight: bool = True,
@@ -106,10 +114,15 @@ class MoE(nn.Module):
         check_numbers("MoE", **_without_none(balance_loss=balance_loss, bias_update_rate=bias_update_rate))
         if shared_gate and shared_ffn is None:
             raise ValueError("MoE: shared_gate is the gate of shared experts; give shared_ffn, their width")
+        if balance is not None and bias_update_rate is not None:
+            raise ValueError("MoE: bias_update_rate=u is balance=SignBias(u); give one of them")
         self.hidden, self.balance_loss, self.bias_update_rate = hidden, balance_loss, bias_update_rate
+        balance = balance if bias_update_rate is None else SignBias(bias_update_rate)
+        losses = [*([] if balance_loss is None else [SwitchLoss(balance_loss)]), *losses]
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         choice: dict[str, Any] = {"scores": scores, "normalize": normalize, "scale": scale}
-        choice |= {"groups": groups, "top_groups": top_groups, "selection_bias": bias_update_rate is not None}
+        choice |= {"groups": groups, "top_groups": top_groups, "balance": balance}
+        choice |= {"losses": losses, "bias": router_bias}
         spec = activation_spec(activation, layout)
         self.router = Router(hidden, experts, top_k, **choice, **factory)
         single = {"single_grouped_weight": single_grouped_weight, "single_grouped_bias": single_grouped_weight}
@@ -117,13 +130,11 @@ class MoE(nn.Module):
         self.shared: SharedExpert | None = None
         if shared_ffn is not None:
             self.shared = SharedExpert(hidden, shared_ffn, spec, gated=shared_gate, bias=bias, **factory)
-        self.token_count = None if bias_update_rate is None else TokenCount(experts, device)
 
     @property
     def load(self) -> Tensor | None:
         """int64 [E]: what :meth:`update_bias` will look at; None if there is no bias."""
-        bias, count = self.router.selection_bias, self.token_count
-        return None if bias is None or count is None else count.load_on(bias.device)
+        return self.router.load
 
     def reset_parameters(self) -> None:
         """Draws all parameters anew, and sets the buffers to 0: what a layer needs that was built on ``meta``."""
@@ -132,50 +143,70 @@ class MoE(nn.Module):
             linear.reset_parameters()
         if self.shared is not None:
             self.shared.reset_parameters()
-        if (load := self.load) is not None:
-            load.zero_()
 
-    def forward(self, x: Tensor) -> MoEOutput:
-        """The output for tokens [..., H]."""
+    def forward(
+        self,
+        x: Tensor,
+        valid: Tensor | None = None,
+        ids: Tensor | None = None,
+        sequences: Tensor | int | None = None,
+        routes: Routes | None = None,
+    ) -> MoEOutput:
+        """The output for tokens [..., H].
+
+        Args:
+            valid: bool [...], True for a real token. Others go to no expert and are in no count and no loss; shared
+                experts see them. A padding mask is ``valid=~mask``.
+            ids: whole numbers [..., k]: the experts, given, such as those of another run; see
+                :func:`fusible.functional.route`.
+            sequences: for :class:`SequenceLoss`: whole numbers [...], which sequence a token is of; or the length of
+                all.
+            routes: of these tokens [T, H], flattened, from another router; the layer's own is then not asked.
+        """
         if not isinstance(x, Tensor) or not x.dim() or x.shape[-1] != self.hidden:
             came = f"shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ArgumentError(f"MoE: x must be tokens [..., {self.hidden}], got {came}")
         tokens = x.reshape(-1, self.hidden)
-        routes = self.router(tokens)
-        counts = tokens_per_expert(routes.top_k_index, self.router.num_experts)
+        of_tokens = {"valid": valid, "ids": ids, "sequences": sequences}
+        flat = {name: self._flat(name, x, value) for name, value in of_tokens.items() if value is not None}
+        if routes is None:
+            routes = self.router(tokens, **flat)
+        elif flat:
+            raise ArgumentError(f"MoE: routes are already made, so {', '.join(flat)} cannot be given with them")
+        assert routes is not None
         y = self.experts(tokens, top_k_index=routes.top_k_index, top_k_weights=routes.top_k_weights)
         if self.shared is not None:
             y = y + self.shared(tokens)
-        if self.token_count is not None:
-            y = self.token_count(y, counts)
-        return MoEOutput(y.view(x.shape), self._loss(routes), counts)
+        y = self.router.count(y, routes)
+        return MoEOutput(y.view(x.shape), routes.loss, routes.tokens_per_expert)
 
-    def _loss(self, routes: Routes) -> Tensor | None:
-        if self.balance_loss is None:
-            return None
-        return self.balance_loss * balance_loss(routes.probabilities, routes.top_k_index)
+    def _flat(self, name: str, x: Tensor, value: Any) -> Any:
+        """By token, as the router has it."""
+        if not isinstance(value, Tensor):
+            return value
+        of_token = (self.router.top_k,) if name == "ids" else ()
+        if value.shape != (*x.shape[:-1], *of_token):
+            dims = ", ".join(map(str, ("...", *of_token)))
+            fits = f"as the tokens [..., {self.hidden}]: {[*x.shape[:-1], *of_token]}"
+            raise ArgumentError(f"MoE: {name} must be [{dims}], {fits}; got {list(value.shape)}")
+        return value.reshape(-1, *of_token)
 
     @torch.no_grad()
     def update_bias(self, group: Any = None) -> None:
         """Moves the selection bias towards an even load. Call it once per optimiser step.
 
-        It looks at ``load``, and resets it: the tokens that were trained since the last update. Those of a call in
-        training mode are counted when a backward reaches its output: once under activation checkpointing, and not at
-        all under ``no_grad`` or without a backward.
+        It looks at ``load``, the tokens since the last update, and resets it. Calls in training mode that record
+        gradients count, once each under activation checkpointing.
 
         Args:
             group: the ranks whose tokens count, as ``torch.distributed`` takes it. None: this process alone.
 
         Raises:
-            RuntimeError: the layer was built without ``bias_update_rate``.
+            RuntimeError: the layer was built without ``bias_update_rate`` or ``balance``.
         """
-        bias, load, rate = self.router.selection_bias, self.load, self.bias_update_rate
-        if bias is None or load is None or rate is None:
+        if self.router.balance is None:
             raise RuntimeError("MoE: there is no selection bias; build the layer with bias_update_rate, such as 1e-3")
-        if group is not None:
-            torch.distributed.all_reduce(load, group=group)
-        bias.add_(balancing_step(load, rate))
-        load.zero_()
+        self.router.update_bias(group)
 
     def extra_repr(self) -> str:
         options = {"balance_loss": self.balance_loss, "bias_update_rate": self.bias_update_rate}

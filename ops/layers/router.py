@@ -1,62 +1,64 @@
-"""A router: which experts each token goes to, and with which weights."""
+"""A router: a product that gives logits, and the choice of experts by them."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ...fuser.contract.torch_private import serialized_as
+from ...fuser import ArgumentError, Sequential
 from ..parameters.wide_buffers import WideBuffers
+from ..routed.choose import Choose
 from ..values.checks import check_numbers, check_sizes
-
-SCORES = ("softmax", "sigmoid")
-_TINY = 1e-20  # keeps a sum of sigmoids away from zero, as DeepSeek-V3 does
-
-
-@serialized_as("fusible.Routes")
-class Routes(NamedTuple):
-    """Where tokens go.
-
-    Attributes:
-        top_k_index: int64 [T, k], the experts of each token, the best one first.
-        top_k_weights: [T, k], float32 at least, differentiable.
-        probabilities: [T, E], the scores of each token, which add up to 1; differentiable.
-    """
-
-    top_k_index: Tensor
-    top_k_weights: Tensor
-    probabilities: Tensor
+from .balance import Balance
+from .gate import Gate
+from .losses import Loss, Tally, check_sequences
+from .record import Record
+from .route import Groups, Routes, check_choice, check_tensors, rule_of, whole
+from .token_count import TokenCount
 
 
 class Router(WideBuffers):
-    """Sends every token to the ``top_k`` experts with the highest scores. It computes in float32, also under autocast.
+    """Sends every token to the ``top_k`` experts with the highest scores, as :func:`fusible.functional.route` does.
 
-    Among equal scores the expert with the lower number is chosen. Where neither a bias nor groups decide, logits are
-    compared in place of scores, which may be equal though the logits are not: sigmoids of 30 and 31 are both 1.
+    Logits are computed in float32, also under autocast.
 
     Args:
         features: H, the width of a token.
         num_experts: E.
         top_k: how many experts each token goes to.
-        scores: ``"softmax"`` over the experts, or ``"sigmoid"`` of each (DeepSeek-V3, arxiv 2412.19437, equation 15).
-        normalize: the weights of a token are divided by their sum.
+        scores: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
+        normalize: the weights of a token are divided by their sum. None: if ``top_k`` is above 1.
         scale: a factor of every weight, applied last.
-        groups: experts lie in this many groups of neighbours. A token may choose from ``top_groups`` of them, those
-            with the highest sums of their two best scores.
+        groups: a :class:`Groups`; or the number of groups, of which ``top_groups`` are kept by their two best scores.
         top_groups: see there.
         selection_bias: whether there is a buffer ``selection_bias`` [E], zero at first. It is added to the scores when
             experts are chosen, but is not part of the weights.
+        balance: how :meth:`update_bias` moves that buffer, which is then there: :class:`SignBias` or
+            :class:`QuantileBias`.
+        losses: of each call, added up in ``Routes.loss``: :class:`SwitchLoss`, :class:`GlobalLoss`,
+            :class:`SequenceLoss`, :class:`ZLoss`.
+        bias: whether the logits have a bias, a parameter [E].
 
     Raises:
         ArgumentError: sizes that are not positive ints, a scale that is no number.
-        ValueError: other scores; more choices than experts; groups that do not divide the experts, or hold too few.
+        ValueError: other scores; more choices than experts; groups that do not divide the experts, or hold too few; a
+            balance that cannot be of this choice.
+
+    >>> import torch, fusible
+    >>> router = fusible.Router(8, 16, top_k=2, losses=(fusible.SwitchLoss(0.01), fusible.ZLoss(1e-3)))
+    >>> routes = router(torch.randn(5, 8))
+    >>> routes.top_k_index.shape, routes.loss.requires_grad
+    (torch.Size([5, 2]), True)
     """
 
     selection_bias: Tensor | None
+    bias: nn.Parameter | None
     wide_buffers = ("selection_bias",)  # in fewer bits its small steps would be lost
 
     def __init__(
@@ -66,24 +68,45 @@ class Router(WideBuffers):
         top_k: int,
         *,
         scores: str = "softmax",
-        normalize: bool = True,
+        normalize: bool | None = None,
         scale: float = 1.0,
-        groups: int = 1,
+        groups: Groups | int = 1,
         top_groups: int = 1,
         selection_bias: bool = False,
+        balance: Balance | None = None,
+        losses: Sequence[Loss] = (),
+        bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         sizes = {"features": features, "num_experts": num_experts, "top_k": top_k}
-        check_sizes("Router", dtype, **sizes, groups=groups, top_groups=top_groups)
+        check_sizes("Router", dtype, **sizes)
         check_numbers("Router", scale=scale)
-        _check_choice(num_experts, top_k, scores, groups, top_groups)
-        self.top_k, self.scores, self.normalize, self.scale = top_k, scores, normalize, scale
-        self.groups, self.top_groups = groups, top_groups
+        self.groups = groups if isinstance(groups, Groups) else _groups(groups, top_groups)
+        check_choice("Router", num_experts, top_k, scores, self.groups)
+        normalize = top_k > 1 if normalize is None else normalize
+        if normalize and top_k == 1:
+            warnings.warn(
+                "Router: normalize=True with top_k=1: the weight is 1 whatever the scores, so the router has no "
+                "gradient but that of losses",
+                stacklevel=2,
+            )
+        self.losses, self.balance = tuple(losses), balance
+        self.gate = Gate()
+        self.rule = rule_of(top_k, scores, normalize, scale, self.groups, bool(self.losses))
+        self.choice = Sequential(Choose(self.rule))
+        self.token_count: TokenCount | None = None
+        if balance is not None:
+            balance.check(num_experts, self.rule)
+            self.token_count = TokenCount(balance.shape(num_experts), device)
         self.weight = nn.Parameter(torch.empty(num_experts, features, device=device, dtype=dtype))
-        bias = torch.empty(num_experts, device=device, dtype=torch.float32) if selection_bias else None
-        self.register_buffer("selection_bias", bias)
+        self.register_parameter("bias", None)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_experts, device=device, dtype=dtype))
+        biased = selection_bias or balance is not None
+        buffer = torch.empty(num_experts, device=device, dtype=torch.float32) if biased else None
+        self.register_buffer("selection_bias", buffer)
         self.reset_parameters()
 
     @property
@@ -91,72 +114,133 @@ class Router(WideBuffers):
         """E."""
         return self.weight.shape[0]
 
+    @property
+    def top_k(self) -> int:
+        """How many experts each token goes to."""
+        return self.rule.top_k
+
+    @property
+    def load(self) -> Tensor | None:
+        """What :meth:`update_bias` will look at: for :class:`SignBias` int64 [E]; None without a balance."""
+        bias, count = self.selection_bias, self.token_count
+        return None if bias is None or count is None else count.load_on(bias.device)
+
     def reset_parameters(self) -> None:
-        """Draws the weight uniformly from ±1/sqrt(features), as ``torch.nn.Linear`` does. The selection bias is 0."""
+        """Draws the weight uniformly from ±1/sqrt(features), as ``torch.nn.Linear`` does. Biases are 0."""
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound)
-        if self.selection_bias is not None:
-            nn.init.zeros_(self.selection_bias)
+        for tensor in (self.bias, self.selection_bias, self.load):
+            if tensor is not None:
+                nn.init.zeros_(tensor)
 
-    def forward(self, x: Tensor) -> Routes:
-        """The routes of tokens [T, H]."""
-        logits = self._logits(x)
-        scores = logits.softmax(-1) if self.scores == "softmax" else logits.sigmoid()
-        index = self._choose(logits.detach(), scores.detach())
-        weights = scores.gather(-1, index)
-        if self.normalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-        if self.scale != 1.0:
-            weights = weights * self.scale
-        probabilities = scores if self.scores == "softmax" else scores / (scores.sum(-1, keepdim=True) + _TINY)
-        return Routes(index, weights, probabilities)
+    def forward(
+        self,
+        x: Tensor,
+        valid: Tensor | None = None,
+        ids: Tensor | None = None,
+        sequences: Tensor | int | None = None,
+    ) -> Routes:
+        """The routes of tokens [T, H].
 
-    def _logits(self, x: Tensor) -> Tensor:
-        """[T, E]: few numbers, on which much depends, so that they are worth their bits (arxiv 2101.03961, 2.4)."""
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        if x.device.type == "meta" or not torch.is_autocast_enabled(x.device.type):
-            return F.linear(x.to(dtype), self.weight.to(dtype))
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x.to(dtype), self.weight.to(dtype))
+        Args:
+            valid, ids: bool [T] and whole numbers [T, k], as :func:`fusible.functional.route` takes them.
+            sequences: for :class:`SequenceLoss`: the number of each token's sequence, whole numbers [T]; or the length
+                of all.
+        """
+        if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
+            raise ArgumentError(f"Router: x must be tokens [T, {self.weight.shape[1]}], got shape {list(x.shape)}")
+        logits: Tensor = self.gate(x, weight=self.weight, logit_bias=self.bias)
+        check_tensors("Router", logits, self.top_k, valid, ids)
+        check_sequences("Router", self.losses, sequences, x.shape[0])
+        keywords = {"selection_bias": self.selection_bias, "valid": valid, "ids": whole(ids)}
+        chosen = self.choice(logits, **{name: tensor for name, tensor in keywords.items() if tensor is not None})
+        weights, index, counts, *tallies = chosen
+        routes = Routes(index, weights, counts, logits, self.rule.scores)
+        if not self.losses:
+            return routes
+        slots, sums, squares = tallies
+        tally = Tally(slots, sums, squares, logits, index, self.rule.scores, sequences)
+        first, *others = [loss(tally) for loss in self.losses]
+        return routes._replace(loss=sum(others, first))
 
-    def _choose(self, logits: Tensor, scores: Tensor) -> Tensor:
-        """int64 [T, k]: the best experts, the bias counted in."""
-        if self.selection_bias is not None:
-            scores = scores + self.selection_bias
-        elif self.groups == 1:
-            return _best(logits, self.top_k)
-        return _best(self._within_groups(scores) if self.groups > 1 else scores, self.top_k)
+    def count(self, y: Tensor, routes: Routes) -> Tensor:
+        """The output ``y`` of what the routes were used in, to be used in its place: its tokens are then counted.
 
-    def _within_groups(self, scores: Tensor) -> Tensor:
-        """The scores; -inf for experts outside of the best groups of their token."""
-        by_group = scores.view(-1, self.groups, self.num_experts // self.groups)
-        of_groups = by_group.topk(min(2, by_group.shape[-1]), dim=-1).values.sum(-1)
-        best = _best(of_groups, self.top_groups)
-        outside = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, best, False)
-        return by_group.masked_fill(outside.unsqueeze(-1), -math.inf).view(scores.shape)
+        A call in training mode that records gradients counts, once under activation checkpointing.
+        """
+        if self.token_count is None or self.balance is None or not self.token_count.counts(y):
+            return y
+        assert self.selection_bias is not None
+        counted: Tensor = self.token_count(y, self.balance.count(routes, self.selection_bias))
+        return counted
+
+    @torch.no_grad()
+    def update_bias(self, group: Any = None) -> None:
+        """Moves the selection bias towards an even load, from what was counted since the last update.
+
+        Args:
+            group: the ranks whose tokens count, as ``torch.distributed`` takes it. None: this process alone.
+
+        Raises:
+            RuntimeError: the router was built without ``balance``.
+        """
+        bias, load = self.selection_bias, self.load
+        if bias is None or load is None or self.balance is None:
+            raise RuntimeError("Router: there is no bias to update; build it with balance, such as SignBias(1e-3)")
+        if group is not None:
+            torch.distributed.all_reduce(load, group=group)
+        bias.copy_(self.balance.next_bias(bias, load, self.top_k))
+        load.zero_()
+
+    @contextmanager
+    def record(self) -> Iterator[Record]:
+        """In the body, notes the experts of every call: ``record.ids``, int16 [T, k], to be given again as ``ids``."""
+        with Record([self]).recording() as record:
+            yield record
 
     def extra_repr(self) -> str:
-        groups = f", {self.top_groups} of {self.groups} groups" if self.groups > 1 else ""
-        return f"{self.weight.shape[1]}, {self.top_k} of {self.num_experts}, {self.scores}{groups}"
+        groups = "" if self.groups is None else f", {self.groups.keep} of {self.groups.count} groups"
+        return f"{self.weight.shape[1]}, {self.top_k} of {self.num_experts}, {self.rule.scores}{groups}"
 
 
-def _best(keys: Tensor, count: int) -> Tensor:
-    """int64 [T, count]: where the highest keys of each row stand, equal ones in order; ``topk`` promises no order."""
-    return keys.sort(dim=-1, descending=True, stable=True).indices[:, :count].contiguous()
+@contextmanager
+def record_routes(model: nn.Module) -> Iterator[Record]:
+    """In the body, notes the experts that every :class:`Router` of the model chooses, in the order of the modules.
+
+    ``record.ids`` is int16 [T, L, k], as engines store routes, and ``record.names`` are the L routers. Layer i is given
+    ``record.ids[:, i]`` again as ``ids``: weights are then those of its own logits, with their gradient (arxiv
+    2510.11370).
+    """
+    routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
+    with Record(list(routers.values()), list(routers)).recording() as record:
+        yield record
 
 
-def _check_choice(num_experts: int, top_k: int, scores: str, groups: int, top_groups: int) -> None:
-    if scores not in SCORES:
-        raise ValueError(f"Router: scores must be one of {', '.join(SCORES)}, got {scores!r}")
-    if top_k > num_experts:
-        raise ValueError(f"Router: top_k must be at most num_experts={num_experts}, got {top_k}")
-    if num_experts % groups or top_groups > groups:
+@torch.no_grad()
+def update_biases(model: nn.Module, group: Any = None) -> None:
+    """:meth:`Router.update_bias` of every router of the model that has a balance, with one reduction for all.
+
+    Args:
+        group: the ranks whose tokens count: data, expert and context parallel ones together. None: this process alone.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router) and module.balance is not None]
+    loads = [load for router in routers if (load := router.load) is not None]
+    if group is not None and loads:
+        total = torch.cat([load.flatten() for load in loads])
+        torch.distributed.all_reduce(total, group=group)
+        parts = torch.split(total, [load.numel() for load in loads])
+        for load, part in zip(loads, parts, strict=True):
+            load.copy_(part.view_as(load))
+    for router in routers:
+        router.update_bias()
+
+
+def _groups(count: int, keep: int) -> Groups | None:
+    """From two numbers; None where there is one group of all experts."""
+    check_sizes("Router", None, groups=count, top_groups=keep)
+    if keep > count:
         raise ValueError(
-            f"Router: groups must divide num_experts={num_experts}, and top_groups be at most groups; "
-            f"got groups={groups}, top_groups={top_groups}"
+            "Router: groups must divide the experts, and top_groups be at most groups; "
+            f"got groups={count}, top_groups={keep}"
         )
-    if top_k > num_experts // groups * top_groups:
-        raise ValueError(
-            f"Router: {top_groups} of {groups} groups hold {num_experts // groups * top_groups} experts, "
-            f"which are fewer than top_k={top_k}"
-        )
+    return None if count == 1 else Groups(count, keep)

@@ -1,4 +1,4 @@
-"""How many tokens each expert has had since the last update of the selection bias."""
+"""What has been counted of tokens that train since the last update of the selection bias."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...fuser.contract.config import constant
+from ...fuser.contract.torch_private import current_graph_task
 
 
 class _AddWhenTrained(torch.autograd.Function):
@@ -37,28 +38,39 @@ def _register_with_dynamo() -> None:
 
 
 class TokenCount(nn.Module):
-    """Counts the tokens of a layer that train: those of a call are added up when the gradient of its output passes.
+    """Counts the tokens of a layer that train, each once, however often a checkpoint runs their forward.
 
-    A checkpoint may run a forward several times, but a gradient passes once for each token. None passes in evaluation,
-    under ``no_grad``, or through a frozen layer without a gradient of its input.
+    A forward that records gradients counts at once. A forward inside a backward recomputes one: it counts when the
+    gradient of its output passes, which happens under reentrant checkpoints alone, whose first forward ran under
+    ``no_grad``. In compiled code every forward counts when the gradient passes. Evaluation, ``no_grad``, and a frozen
+    layer without a gradient of its input count nothing.
 
     Attributes:
-        load: int64 [E]. It is no buffer: DDP broadcasts buffers, FSDP casts them, and averaged models average them.
+        load: int64, of the shape of the counts. It is no buffer: DDP broadcasts buffers, FSDP casts them, and averaged
+            models average them.
     """
 
     load: Tensor
 
-    def __init__(self, num_experts: int, device: torch.device | str | None = None) -> None:
+    def __init__(self, shape: tuple[int, ...], device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.load = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self.load = torch.zeros(shape, dtype=torch.int64, device=device)
+
+    def counts(self, y: Tensor) -> bool:
+        """Whether a gradient may pass the output ``y`` of a call."""
+        return self.training and y.requires_grad
 
     def forward(self, y: Tensor, counts: Tensor) -> Tensor:
-        """The output ``y`` of a layer, to be used in its place; ``counts`` int64 [E] are those of the call."""
-        if not (self.training and y.requires_grad):
+        """The output ``y`` of a layer, to be used in its place; ``counts`` int64 are those of the call."""
+        if not self.counts(y):
             return y
+        load = self.load_on(counts.device)
         if torch.compiler.is_dynamo_compiling():
             _register_with_dynamo()
-        return _added_when_trained(y, counts, self.load_on(counts.device))
+        elif current_graph_task() == -1:
+            load.add_(counts)
+            return y
+        return _added_when_trained(y, counts, load)
 
     def load_on(self, device: torch.device) -> Tensor:
         """The load, which stays on this device; zeros if it has had no data, as it is in no state dict."""

@@ -1,1 +1,1 @@
-"""Changes of whole modules in place."""
+"""In-place changes of whole modules."""

@@ -1,4 +1,4 @@
-"""Weights that stay quantised, for inference: the bytes are the parameter, so that nothing can go stale."""
+"""Weights that stay quantised, for inference: the parameter holds the bytes, so nothing can become stale."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ..quantized.weights import operands_of
 def quantize_(module: nn.Module, recipe: Recipe) -> nn.Module:
     """Quantises the weight of each :class:`GroupedLinear` of a module, in place, and returns the module.
 
-    ``weight`` becomes a frozen parameter of e4m3 [E, N, K], and ``weight_scale_inv`` a buffer of its decode scales: of
-    ``Float8Block`` [E, ceil(N / 128), ceil(K / 128)], as checkpoints of quantised models have them, of ``Float8Row``
-    [E, N], of ``Float8Tensor`` [E], of ``MXFP8`` e8m0 [E, N, ceil(K / 32)]. Under ``MXFP4`` and ``NVFP4`` it is uint8
+    ``weight`` becomes a frozen parameter of e4m3 [E, N, K], and ``weight_scale_inv`` a buffer of its decode scales: [E,
+    ceil(N / 128), ceil(K / 128)] for ``Float8Block``, as in checkpoints of quantised models, [E, N] for ``Float8Row``,
+    [E] for ``Float8Tensor``, e8m0 [E, N, ceil(K / 32)] for ``MXFP8``. Under ``MXFP4`` and ``NVFP4`` it is uint8
     [E, N, K / 2], with scales of e8m0 [E, N, K / 32], or of e4m3 [E, N, K / 16] and a buffer ``weight_amax`` [E].
-    Weights of one parameter an expert stay so, beside one buffer. Linears multiply rows of 16 bits by them, which they
-    quantise, but under ``MXFP4``. Gradients of ``x``, the bias and
-    scales flow as before. A weight that is quantised already stays as it is.
+    With one parameter per expert, they stay separate, beside one buffer. Linears quantise 16-bit rows and multiply them
+    by the weights; ``MXFP4`` does not quantise rows. Gradients of ``x``, the bias and
+    scales flow as before. A weight that is quantised already is unchanged.
 
     Raises:
-        ArgumentError: what is no recipe; one with delayed scales; sizes that it has no blocks for.
+        ArgumentError: not a recipe, a recipe with delayed scales, or sizes that its blocks do not divide.
     """
     linears = [each for each in module.modules() if isinstance(each, GroupedLinear) and not each.is_quantized]
     for why in [_refusal(recipe, linear) for linear in linears]:
@@ -45,7 +45,7 @@ def _refusal(recipe: Recipe, linear: GroupedLinear) -> str | None:
     if not isinstance(recipe, Recipe) or isinstance(recipe, NoRecipe):
         return f"recipe must be one such as fusible.Float8Block(), got {recipe!r}"
     if is_delayed(recipe):
-        return "a weight that stays as it is has no steps before; use Float8Tensor()"
+        return "a weight that never changes has no earlier steps; use Float8Tensor()"
     for name in linear.parameter_names("weight"):
         if not stores_values(kind := type(getattr(linear, name))):
             cure = "quantise before fully_shard, which then gathers bytes"
@@ -54,7 +54,7 @@ def _refusal(recipe: Recipe, linear: GroupedLinear) -> str | None:
 
 
 def holding(weight: Tensor, scales: Tensor, recipe: Float8Block) -> GroupedLinear:
-    """A linear on bytes [E, N, K] and decode scales that somebody else owns, without a bias."""
+    """A linear without bias on bytes [E, N, K] and decode scales that the caller owns."""
     groups, rows, columns = weight.shape
     linear = GroupedLinear(groups, columns, rows, bias=False, device="meta", dtype=torch.bfloat16, recipe=recipe)
     linear.is_quantized = True

@@ -1,6 +1,8 @@
-"""Modules whose weights FSDP2 shall gather in 8 bits."""
+"""Modules whose weights FSDP2 gathers in 8 bits."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from torch import nn
 
@@ -14,15 +16,15 @@ from ..quantized.linear import refusal
 
 
 def gather_quantized(module: nn.Module) -> nn.Module:
-    """Lets FSDP2 gather the weight of each :class:`GroupedLinear` of a module in e4m3, in place; returns the module.
+    """Makes FSDP2 gather the weight of each :class:`GroupedLinear` in e4m3; changes the module in place and returns it.
 
-    To be called before ``fully_shard``. Each rank quantises its experts and sends bytes and scales, about half of what
-    16 bits take. Results and gradients have the bits of a gather in 16 bits. Parameters, their gradients and state
-    dicts stay as they are.
+    Call it before ``fully_shard``. Each rank quantises its experts and sends bytes and scales, about half as much as 16
+    bits. Results and gradients are bit-identical to a gather in 16 bits. Parameters, their gradients and state dicts do
+    not change.
 
     Raises:
         ArgumentError: a module without such linears; a linear whose recipe is not a ``Float8Block`` of its own; one
-            parameter an expert; a weight that is stored transposed, is sharded, computed or quantised already, or whose
+        parameter per expert; a weight that is stored transposed, is sharded, computed or quantised already, or whose
             gradient does not go through autograd. In the first call: shards that are not whole experts, as many on each
             rank; values of another dtype than bfloat16 or float16, after a cast by the policy.
     """
@@ -38,16 +40,17 @@ def gather_quantized(module: nn.Module) -> nn.Module:
         if not isinstance(weight, MasterWeight):
             master = nn.Parameter(MasterWeight(weight), requires_grad=weight.requires_grad)
             linear.register_parameter("weight", masters.setdefault(id(weight), master))
-        linear.gathers_bytes, linear.replayable = True, False  # a replay cannot see into the parameter
+        linear.gathers_bytes = True
+        linear.promises = replace(linear.promises, replayable=False)  # a replay cannot see into the parameter
     return module
 
 
 def _refusal(linear: GroupedLinear) -> str | None:
-    """Why the bytes of a linear's weight cannot be gathered; None: they can."""
+    """The reason why the bytes of a linear's weight cannot be gathered, or None."""
     if dispatch_disabled is None:
         return "this torch does not have torch._C._DisableTorchDispatch; gather 16 bits"
     if linear.is_quantized:
-        return "the weight has been quantised, so its bytes are gathered as they are; leave the call out"
+        return "the weight has been quantised, so its bytes are gathered already; leave the call out"
     if not isinstance(linear.recipe, Float8Block):
         return f"only blocks of whole experts are gathered; build the op with recipe=Float8Block(), not {linear.recipe}"
     if linear.per_group["weight"]:

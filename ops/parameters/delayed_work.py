@@ -1,4 +1,4 @@
-"""Work that waits for somebody to ask for it."""
+"""A queue of delayed work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class DelayedWork(Generic[T]):
-    """Functions of their owner, first in first out. Any thread may add one; one thread at a time runs them.
+    """Functions of an owner, first in first out. Any thread may add one; one thread at a time runs them.
 
     A copy starts empty.
     """
@@ -27,11 +27,14 @@ class DelayedWork(Generic[T]):
         return len(self._waiting)
 
     def add(self, function: Callable[[T], None]) -> None:
-        """Puts one behind the others."""
+        """Appends a function."""
         self._waiting.append(function)
 
     def run(self, owner: T) -> bool:
-        """Runs all for their owner; returns whether there were any. One that raises stays the first, to be mended."""
+        """Runs all functions for their owner; returns whether there were any.
+
+        One that raises stays first, for another attempt.
+        """
         ran = False
         with self._running:
             while self._waiting:

@@ -1,4 +1,4 @@
-"""Tensors of all groups that are one tensor each: as one where they lie so, and as one input of autograd."""
+"""The tensors of all groups: one stacked tensor if memory allows, and one input of autograd."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...fuser.contract.torch_private import run_when_ready
+from ...fuser.contract.torch_private import run_when_ready, tensor_guards
 from ...fuser.contract.tracing import active, has_no_data, is_traced
 from ...fuser.runtime.devices import stream_of
-from ..kernels import addresses_of, form_guards
+from ..kernels import addresses_of
 from ..kernels.problems.gemm import Matrices
 
 _MANY_FORMS = 8  # a step has three or four: recording or not, with autocast or without
 
 
 def as_one(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensors as one stacked tensor over their common storage; None if they do not lie one after the other."""
+    """One stacked tensor over the common storage of the tensors; None if they are not contiguous in it."""
     first = tensors[0]
     if first.is_meta:
         return None
@@ -39,7 +39,7 @@ def _unknown(*tensors: Tensor) -> bool:
 
 
 def _is_seen_by_torch(cls: Any) -> bool:
-    """Whether tensors of a class have no dispatch of their own, whose state torch's guards would not see."""
+    """Whether tensors of a class have no custom dispatch, whose state torch's guards would not see."""
     return cls.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
@@ -49,12 +49,12 @@ class _Values(NamedTuple):
 
 
 class _Form:
-    """What was found of tensors of one form: types, dtypes, devices, shapes, strides, gradients, modes of dispatch.
+    """Facts on tensors of one form: types, dtypes, devices, shapes, strides, gradients, modes of dispatch.
 
     Attributes:
-        is_uniform: whether all are of one shape, dtype and device.
-        matches: whether tensors have this form; :func:`_unknown` where torch cannot tell, so that nothing may be kept.
-        values: how they lie at these addresses.
+        is_uniform: whether all have the same shape, dtype and device.
+        matches: whether tensors have this form; :func:`_unknown` if torch cannot tell, so that nothing may be kept.
+        values: the values at these addresses: stacked or separate.
     """
 
     __slots__ = ("is_uniform", "matches", "values")
@@ -66,7 +66,7 @@ class _Form:
         self.values: _Values | None = None
         self.matches: Callable[..., bool] = _unknown
         if all([_is_seen_by_torch(cls) for cls in set(map(type, tensors))]):
-            self.matches = form_guards(tensors)
+            self.matches = tensor_guards(tensors)
 
 
 class _Whole(NamedTuple):
@@ -77,10 +77,12 @@ class _Whole(NamedTuple):
 
 
 class ExpertGroup:
-    """Tensors of one shape, dtype and device. What was found of them is kept for as long as they have the same form.
+    """The tensors of all groups, of the same shape, dtype and device.
+
+    Facts on them are cached while their form is unchanged.
 
     Attributes:
-        tensors: one a group. Another group object is needed where one of them is another object.
+        tensors: one per group. A tensor that is replaced by another object needs a new :class:`ExpertGroup`.
     """
 
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
@@ -89,15 +91,15 @@ class ExpertGroup:
         self._whole: _Whole | None = None
 
     def is_uniform(self) -> bool:
-        """Whether they are of one shape, dtype and device indeed."""
+        """Whether all tensors really have the same shape, dtype and device."""
         return self._form().is_uniform
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are the group's."""
+        """Whether these tensors are the group's."""
         return len(tensors) == len(self.tensors) and all(map(is_, tensors, self.tensors))
 
     def values(self) -> Matrices:
-        """One stacked tensor [E, ...] if they lie so, else the tensors; neither copies nor takes part in autograd."""
+        """One stacked tensor [E, ...] if they are contiguous, else the tensors; without a copy, outside of autograd."""
         if is_traced(self.tensors[0]) or (active() and any(map(has_no_data, self.tensors))):
             return self.tensors
         return self._values_of(self._form())
@@ -108,9 +110,9 @@ class ExpertGroup:
         return self._whole_of(form, stand_ins), self._values_of(form)
 
     def same(self, tensors: Sequence[Tensor]) -> Matrices | None:
-        """:meth:`values` of tensors that are of a known form and lie where the group's do; None if they do not."""
+        """:meth:`values` for tensors of a known form at the addresses of the group's; None if they are not."""
         addresses = addresses_of(tensors)
-        for form in reversed(self._forms):  # that of backwards is kept last
+        for form in reversed(self._forms):  # the form of backwards is kept last
             values = form.values
             if values is not None and values.addresses == addresses and form.matches(*tensors):
                 if form is not self._forms[-1]:
@@ -131,10 +133,10 @@ class ExpertGroup:
         return matrices
 
     def whole(self, stand_ins: bool) -> Tensor:
-        """A tensor that stands for all of them in autograd: its gradient, stacked, is handed to each.
+        """A tensor that represents all of them in autograd: each gets its part of the stacked gradient.
 
-        It has their shape [E, ...] and no data, and is made once: hundreds of inputs would cost autograd more than the
-        kernels cost. A stream has its own, as autograd runs its backward there.
+        It has their shape [E, ...] and no data, and is made once per stream, as autograd runs its backward there.
+        Hundreds of separate inputs would cost autograd more time than the kernels.
 
         Args:
             stand_ins: gradients are only for those that have ``grad_added_to_main_grad``.
@@ -148,14 +150,14 @@ class ExpertGroup:
         self._whole = kept = None  # before the next is made, which would share its nodes
         with torch.enable_grad():  # a call that records may come after one that does not
             whole: Tensor = _StandIns.apply(*self.tensors) if stand_ins else _stacked(self.tensors)  # type: ignore[no-untyped-call]
-        # FSDP2 takes the gradients once that of the module's input is there, by a node that is younger than a kept one
+        # FSDP2 takes the gradients after that of the module's input, in a node that is younger than a cached one
         in_time = whole.grad_fn is None or run_when_ready(whole.grad_fn)
         if in_time and type(whole) is Tensor and all(t.is_leaf for t in self.tensors) and not whole.is_inference():
             self._whole = _Whole(form, stream, stand_ins, whole)
         return whole
 
     def _form(self) -> _Form:
-        """What is known of the form that they have now: ``.data`` and in-place views change it unseen."""
+        """The facts on the current form, looked up again as ``.data`` and in-place views change it without notice."""
         for form in self._forms:
             if form.matches(*self.tensors):
                 return form
@@ -168,9 +170,9 @@ class ExpertGroup:
 
 
 class _StackedWithoutData(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Below autograd, a stack of tensors has their shape and no data; its node hands out parts of its gradient.
+    """A tensor of the stack's shape without data; its node hands out parts of its gradient.
 
-    Torch's own node does so in less time than one in Python would.
+    Torch's own node does that in less time than a Python one.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -180,7 +182,7 @@ class _StackedWithoutData(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _stacked(tensors: tuple[Tensor, ...]) -> Tensor:
-    """A tensor without data whose gradient, stacked, is handed to each."""
+    """A tensor without data whose stacked gradient is split among the tensors."""
     kind = tensors[0].device.type
     autocast = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
     with autocast, _StackedWithoutData():  # type: ignore[no-untyped-call]
@@ -192,7 +194,7 @@ def _without_data(tensors: Sequence[Tensor]) -> Tensor:
 
 
 class _StandIns(torch.autograd.Function):
-    """Like :func:`_stacked`; of the gradient, which is a sign, only those have parts that look for it."""
+    """Like :func:`_stacked`; the gradient is a marker, and only tensors that look for it get their part."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Parameters of groups: one stacked tensor, or one tensor a group, all views of one storage where possible."""
+"""Parameters of groups: one stacked tensor, or one tensor per group, all views of one storage if possible."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class ExpertParameters(Op):
     _groups: dict[str, ExpertGroup]
 
     def init_expert_parameters(self) -> None:
-        """To be called before parameters are added."""
+        """Initialises the state; call it before adding parameters."""
         self.per_group, self._groups, self._count = {}, {}, 0
 
     def add_expert_parameter(self, name: str, data: Tensor, single: bool) -> None:
-        """Registers ``data`` [E, ...] as one parameter, or as one a group."""
+        """Registers ``data`` [E, ...] as one parameter, or as one per group."""
         self.per_group[name] = not single
         self._count += 1 if single else self.num_groups
         if single:
@@ -50,7 +50,10 @@ class ExpertParameters(Op):
             self.register_parameter(full_name, nn.Parameter(part))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Assigning comes here as well. What was found of parameters would keep one alive that is replaced."""
+        """Registers a parameter; assignment ends up here too.
+
+        Drops cached facts, which would keep a replaced parameter alive.
+        """
         super().register_parameter(name, param)
         for key, group in [*self._groups.items()]:
             number = name.removeprefix(key)
@@ -61,7 +64,7 @@ class ExpertParameters(Op):
 
     @property
     def column_dims(self) -> dict[str, int | None]:
-        """The dimension of a parameter, from the end, that has the columns of the output; None: none has them."""
+        """The dimension of each parameter, from the end, that has the columns of the output; None if it has none."""
         return {"weight": -1 if self.transposed_weight else -2, "bias": -1, "lora_a": None, "lora_b": -2}
 
     def parameter_names(self, name: str) -> list[str]:
@@ -69,11 +72,11 @@ class ExpertParameters(Op):
         return list(_names(name, self.num_groups)) if self.per_group[name] else [name]
 
     def expert_parameters(self, name: str) -> list[nn.Parameter]:
-        """The parameters themselves, as they are now."""
+        """The current parameters, in group order."""
         return list(self._now(name)) if self.per_group[name] else [self.one_parameter(name)]
 
     def one_parameter(self, name: str) -> nn.Parameter:
-        """The parameter, or the first group's: all are of its shape, dtype and device."""
+        """The single parameter, or the first group's; all have its shape, dtype and device."""
         name = f"{name}0" if self.per_group[name] else name
         parameter = self._parameters.get(name)
         if parameter is None and (parameter := getattr(self, name)) is None:
@@ -81,7 +84,7 @@ class ExpertParameters(Op):
         return parameter
 
     def check_parameters(self, device: torch.device | None, **shapes: tuple[int, ...]) -> None:
-        """Of the parameters, which anybody may have replaced; the shapes are those of one group.
+        """Checks the current parameters, which a user may have replaced; shapes are those of one group.
 
         A name without a shape is not checked.
         """
@@ -99,7 +102,8 @@ class ExpertParameters(Op):
                 raise ArgumentError(misfit)
 
     def matrices(self, name: str, dtype: torch.dtype | None = None) -> Matrices:
-        """All groups' values without a copy: stacked if they lie so, else one by one. Cast if ``dtype`` differs.
+        """The values of all groups without a copy: stacked if they are contiguous, else one by one; cast if ``dtype``
+        differs.
 
         A weight is [E, N, K] however it is stored.
         """
@@ -109,9 +113,10 @@ class ExpertParameters(Op):
         return _upright(values) if name == "weight" and self.transposed_weight else values
 
     def to_save(self, name: str, values: Matrices) -> Any:
-        """What a ``Saved`` holds for :meth:`matrices` of this call: the parameters, unless the values are a copy.
+        """The form in which a ``Saved`` keeps :meth:`matrices` of this call: the parameters, unless the values are a
+        copy.
 
-        Autograd then checks the version of each, and hooks on saved tensors see parameters, not views of them.
+        Autograd then checks each version counter, and saved-tensor hooks see the parameters, not views of them.
         """
         parameters = self._now(name) if self.per_group[name] else (self.one_parameter(name),)
         sample, value = parameters[0], values if isinstance(values, Tensor) else values[0]
@@ -121,7 +126,10 @@ class ExpertParameters(Op):
         return Apart(_Parameters(self, name, turned, len(parameters), sample.shape, sample.dtype), parameters)
 
     def saved_values(self, name: str, parameters: Sequence[Tensor]) -> Matrices:
-        """The values of parameters that a forward saved, which may have been replaced since, as they lie."""
+        """The values of parameters that a forward saved, in their stored layout.
+
+        The op's parameters may have changed since.
+        """
         if not self.per_group[name]:
             return parameters[0]
         group = self._groups.get(name)
@@ -130,18 +138,20 @@ class ExpertParameters(Op):
         return self._values(name, group)
 
     def _values(self, name: str, group: ExpertGroup) -> Matrices:
-        """A group's, of one form each; what lies as one tensor has been found to be of one."""
+        """The values of a group; contiguous tensors have been found to be uniform."""
         values = group.values()
         if not isinstance(values, Tensor) and not group.is_uniform():  # one was given other memory since the check
             raise ArgumentError(f"{type(self).__name__}: {_misfit(name, group.tensors)}")
         return values
 
     def input_names(self) -> tuple[str, ...]:
-        """The groups of parameters count as one each, under their common name; what else is registered, by its own."""
+        """The names of the inputs: one common name for all groups of a parameter, and the names of other parameters."""
         return (*self.per_group, *[name for name, _ in self._others()])
 
     def input_tensors(self) -> list[Tensor]:
-        """A parameter, or the tensor that stands for those of all groups: its gradient is theirs, stacked."""
+        """The input tensors: a parameter, or the tensor that represents those of all groups, with their stacked
+        gradient.
+        """
         tensors: list[Tensor] = []
         for name, split in self.per_group.items():
             tensors.append(self._group(name).whole(self._has_stand_ins(name)) if split else self.one_parameter(name))
@@ -169,7 +179,7 @@ class ExpertParameters(Op):
         return held + [p for _, p in self._others()] if others else held
 
     def device_inputs(self) -> list[Tensor]:
-        """The parameters, stacked where they are one tensor each and lie so."""
+        """The parameters, stacked if there is one tensor per group and they are contiguous."""
         tensors: list[Tensor] = []
         for name, split in self.per_group.items():
             values = self._group(name).values() if split else self.one_parameter(name)
@@ -177,22 +187,22 @@ class ExpertParameters(Op):
         return [*tensors, *self.quantized_buffers()] if self.is_quantized else tensors
 
     def quantized_buffers(self) -> list[Tensor]:
-        """The scales of a weight that stays quantised, and the amaxes of its groups, where these have scales."""
+        """The scales of a weight that stays quantised, and the amaxes of its groups if they have scales."""
         return [buffer for name in (SCALES, AMAX) if (buffer := self._buffers.get(name)) is not None]
 
     def _has_stand_ins(self, name: str) -> bool:
-        """Whether what autograd is given is no gradient, but a sign that it lies elsewhere."""
+        """Whether autograd gets a marker instead of a gradient, because the gradient is elsewhere."""
         return False
 
     def _now(self, name: str) -> tuple[nn.Parameter, ...]:
-        """The parameters of the groups, as they are now."""
+        """The current parameters of the groups."""
         try:
             return _getter(name, self.num_groups)(self._parameters)
         except KeyError:  # not registered as such: a replica, a parametrization
             return tuple([getattr(self, n) for n in _names(name, self.num_groups)])
 
     def _group(self, name: str) -> ExpertGroup:
-        """The parameters of the groups, and what is known of them."""
+        """The current parameters of the groups, with the facts known of them."""
         groups = self._groups
         if name in groups:
             group = groups[name]
@@ -214,12 +224,12 @@ class ExpertParameters(Op):
         return bool(self._modules or replaced) or len(self._parameters) > self._count
 
     def _others(self) -> Iterable[tuple[str, Tensor]]:
-        """What is registered besides the parameters of the groups."""
+        """The parameters that do not belong to groups, by name."""
         of_groups = {n for name in self.per_group for n in self.parameter_names(name)}
         return [(name, p) for name, p in self._named() if name not in of_groups]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """``.to()`` and its kin: what they scatter is put into one storage again."""
+        """Applies ``.to()`` and the like, then gathers the parameters into one storage again."""
         self._groups.clear()
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._gather()
@@ -229,14 +239,14 @@ class ExpertParameters(Op):
         return {**self.__dict__, "_groups": {}}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """By the state, as any module is copied; a parametrization would have each attribute copied as it is."""
+        """Copies by the module's state, like any module; a parametrization would copy each attribute separately."""
         copy = memo[id(self)] = object.__new__(type(self))
         state: Any = type_before_parametrizations(self).__getstate__
         copy.__setstate__(deepcopy(state(self), memo))
         return copy
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """So are the parts of a copy or a pickle."""
+        """Restores a copy or a pickle, and gathers its parameters into one storage."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._gather()
 
@@ -264,11 +274,11 @@ class ExpertParameters(Op):
 
 
 class _Parameters(NamedTuple):
-    """Parameters of an op that autograd saves one by one.
+    """The parameters of an op, saved by autograd one by one.
 
     Attributes:
-        turned: whether the matrices are their transposed views.
-        shape: of each in the forward, as is ``dtype``.
+        turned: whether the matrices are transposed views of them.
+        shape: the shape of each in the forward; ``dtype`` likewise.
     """
 
     op: ExpertParameters
@@ -279,7 +289,7 @@ class _Parameters(NamedTuple):
     dtype: torch.dtype
 
     def tensors(self) -> Sequence[Tensor]:
-        """Those that the call has found the op to have."""
+        """The op's parameters that the call has found."""
         op, name = self.op, self.name
         if not op.per_group[name]:
             return (op.one_parameter(name),)
@@ -287,7 +297,7 @@ class _Parameters(NamedTuple):
         return (op._group(name) if group is None else group).tensors
 
     def joined(self, tensors: Sequence[Tensor]) -> Matrices:
-        """As matrices, once it is clear that they have the form that the forward read."""
+        """The saved parameters as matrices, after a check that they still have the form that the forward read."""
         groups, sample = self.op._groups, tensors[0]
         values = groups[self.name].same(tensors) if self.name in groups else None
         if values is None:
@@ -301,12 +311,12 @@ class _Parameters(NamedTuple):
 
 
 def _upright(values: Matrices) -> Matrices:
-    """The transposed views."""
+    """Undoes the transposition."""
     return values.mT if isinstance(values, Tensor) else tuple(value.mT for value in values)
 
 
 def _misfit(name: str, tensors: Sequence[Tensor]) -> str | None:
-    """What of the groups' tensors is not like the first; None if they are all."""
+    """An error text on the first tensor unlike the first group's; None if all are alike."""
     kinds = [(list(p.shape), p.dtype, p.device) for p in tensors]
     other = next((i for i, kind in enumerate(kinds) if kind != kinds[0]), None)
     if other is None:
@@ -318,18 +328,18 @@ def _misfit(name: str, tensors: Sequence[Tensor]) -> str | None:
 
 
 def _unreadable(state_dict: dict[str, Any], keys: Sequence[str]) -> list[str]:
-    """A line for what stands under a key of the other form and is no tensor; torch says so of its own keys alone."""
+    """Errors for keys of the other form that hold no tensor; torch itself only reports its own keys."""
     values = [(key, state_dict[key]) for key in keys if key in state_dict]
     return [f"{key}: expected a tensor, got a {type(v).__name__}" for key, v in values if not isinstance(v, Tensor)]
 
 
 def _is_stacked(value: Any, groups: int) -> bool:
-    """Whether it holds a tensor for each group."""
+    """Whether it holds one tensor for each group."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == groups
 
 
 def _are_alike(tensors: list[Any]) -> bool:
-    """Whether all are there, in one shape."""
+    """Whether all tensors exist and have the same shape."""
     shapes = {tensor.shape if isinstance(tensor, Tensor) else None for tensor in tensors}
     return len(shapes) == 1 and None not in shapes
 
@@ -341,6 +351,6 @@ def _names(name: str, groups: int) -> tuple[str, ...]:
 
 @cache
 def _getter(name: str, groups: int) -> Callable[[Any], tuple[nn.Parameter, ...]]:
-    """Looks all of them up in a dictionary."""
+    """A function that looks up all of them in a dictionary."""
     names = _names(name, groups)
     return itemgetter(*names) if groups > 1 else lambda parameters: (parameters[names[0]],)

@@ -1,4 +1,4 @@
-"""The ``main_grad`` of weights: read anew at every backward, judged before anything is written, never kept alive."""
+"""The ``main_grad`` of weights: read anew at every backward, checked before any write, and never kept alive."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _PROTOCOL = "get_main_grad", "main_grad", "overwrite_main_grad", "grad_added_to_
 
 
 class Destination(NamedTuple):
-    """Where gradients of weights go, and what the weights say of it; a list has an entry for each weight.
+    """The destination of weight gradients and the weights' flags; lists have one entry per weight.
 
     Attributes:
-        group: aliases of each ``main_grad``, in the shape of the weight; ``values``: theirs, as one where they lie so.
-        add: whether the gradient is added to what is there.
-        flagged: whether the weight wants to know that its gradient is there.
+        group: aliases of each ``main_grad``, in the shape of the weight; ``values``: their values, stacked if
+        contiguous.
+        add: whether the gradient is added to the existing value.
+        flagged: whether the weight has ``grad_added_to_main_grad``.
         zeros: whether a stand-in must be zero.
     """
 
@@ -40,14 +41,17 @@ class Destination(NamedTuple):
     zeros: bool
 
     def flag(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Says of the weights that want to know that their gradients are there."""
+        """Sets ``grad_added_to_main_grad`` on the weights that have it."""
         for parameter, flagged in zip(parameters, self.flagged, strict=True):
             if flagged:
                 parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
 
 class _Judged(NamedTuple):
-    """Tensors that fit, by what was looked at. ``owners`` says when one is gone; until then its id is its own."""
+    """Tensors that passed the checks, with the checked facts.
+
+    ``owners`` drop the entry with a tensor, so ids stay unique.
+    """
 
     ids: list[int]
     addresses: list[int] | bytes
@@ -58,7 +62,10 @@ class _Judged(NamedTuple):
 
 
 class MainGrads:
-    """Those of one op. What was found is kept while the tensors live that the user has set; a copy starts empty."""
+    """The ``main_grad`` tensors of one op.
+
+    Results of checks are kept while the user's tensors live; a copy starts empty.
+    """
 
     def __init__(self) -> None:
         self._judged: _Judged | None = None
@@ -67,22 +74,22 @@ class MainGrads:
         return MainGrads, ()
 
     def forget(self) -> None:
-        """Drops what was found."""
+        """Drops the cached results."""
         self._judged = None
 
     def of(
         self, op: str, names: Sequence[str], parameters: Sequence[nn.Parameter], read: Iterable[Tensor | None]
     ) -> Destination:
-        """Where the gradients of the named weights go.
+        """The destination of the gradients of the named weights.
 
         Args:
             op: the class of the op, for errors.
-            names: of the weights.
+            names: the names of the weights.
             parameters: the weights.
-            read: what the op reads besides, which must not be overwritten.
+            read: the other tensors that the op reads, which must not be overwritten.
 
         Raises:
-            RuntimeError: one is missing, or does not fit.
+            RuntimeError: a ``main_grad`` is missing, or does not fit.
         """
         fetchers, grads, overwrite, flags, zeros = _attributes(parameters)
         if any(fetchers):
@@ -101,12 +108,12 @@ class MainGrads:
 def foreseen(
     op: str, names: Sequence[str], parameters: Sequence[nn.Parameter]
 ) -> tuple[ExpertGroup, list[bool], list[str]]:
-    """For ``explain``: where gradients would go, whether they would be added, and the names of weights without one yet.
+    """For ``explain``: the destinations, whether gradients would be added, and the weights without ``main_grad`` yet.
 
-    Nothing is kept, and no ``get_main_grad`` is called. What is not there yet is taken to be float32.
+    Caches nothing and calls no ``get_main_grad``. A missing ``main_grad`` is assumed to be float32.
 
     Raises:
-        RuntimeError: one does not fit.
+        RuntimeError: a ``main_grad`` does not fit.
     """
     fetchers, grads, overwrite, *_ = _attributes(parameters)
     set_by_user = [grad if fetch is None else None for fetch, grad in zip(fetchers, grads, strict=True)]
@@ -122,7 +129,7 @@ def foreseen(
 
 
 def _attributes(parameters: Sequence[nn.Parameter]) -> list[list[Any]]:
-    """What each parameter has of the protocol, None if nothing. Of most the dictionary is read: no look-up fails."""
+    """Each parameter's ``main_grad`` attributes, or None. Reads ``__dict__``, since a failing getattr is slow."""
     parameter_type, names = nn.Parameter, _PROTOCOL
     attributes = [
         p.__dict__ if type(p) is parameter_type else {name: getattr(p, name, None) for name in names}
@@ -135,7 +142,7 @@ def _attributes(parameters: Sequence[nn.Parameter]) -> list[list[Any]]:
 def _forget(
     main_grads: weakref.ref[MainGrads], group: weakref.ref[ExpertGroup]
 ) -> Callable[[weakref.ref[Tensor]], None]:
-    """Drops the aliases of a group once one of the tensors is gone that they are aliases of."""
+    """A callback that drops the aliases of a group once one of their tensors is freed."""
 
     def forget(_: weakref.ref[Tensor]) -> None:
         holder = main_grads()
@@ -150,7 +157,7 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int] | bytes:
 
 
 def _judge(op: str, name: str, parameter: nn.Parameter, grad: Any) -> Tensor:
-    """An alias of the parameter's ``main_grad`` in the parameter's shape."""
+    """An alias of the parameter's ``main_grad`` in the parameter's shape; raises if it does not fit."""
     if not isinstance(grad, Tensor):
         raise RuntimeError(
             f"{op}: accumulate_into_main_grad needs {name}.main_grad, which is not set; "
@@ -170,13 +177,13 @@ def _judge(op: str, name: str, parameter: nn.Parameter, grad: Any) -> Tensor:
         )
     if not is_free_to_write(grad):
         raise RuntimeError(
-            f"{op}: {name}.main_grad was made under torch.inference_mode(), outside of which nothing may write it; "
+            f"{op}: {name}.main_grad was made under torch.inference_mode() and cannot be written outside of it; "
             "set it to main_grad.clone()"
         )
     if _repeats(grad):
         raise RuntimeError(
             f"{op}: {name}.main_grad, of shape {list(grad.shape)} and strides {list(grad.stride())}, has elements that "
-            "share memory, as those of an expanded tensor do; give each its own, with main_grad.contiguous()"
+            "share memory, as in an expanded tensor; give each its own memory, with main_grad.contiguous()"
         )
     try:
         return grad.detach().view(parameter.shape)
@@ -188,7 +195,7 @@ def _judge(op: str, name: str, parameter: nn.Parameter, grad: Any) -> Tensor:
 
 
 def _repeats(tensor: Tensor) -> bool:
-    """Whether two elements may have one address; False for every view that slices or permutes dense memory."""
+    """Whether two elements may share an address; False for every view that slices or permutes dense memory."""
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -199,7 +206,10 @@ def _repeats(tensor: Tensor) -> bool:
 
 
 def _refuse_overlaps(op: str, names: Sequence[str], grads: Sequence[Tensor], read: Sequence[Tensor]) -> None:
-    """Raises where one shares memory with another, or with what the op reads. Judges those that are dense."""
+    """Raises if a ``main_grad`` shares memory with another, or with a tensor that the op reads.
+
+    Only dense ones are checked.
+    """
     if has_no_data(grads[0]) or grads[0].is_meta:
         return
     spans = [(*extent(grad), name) for name, grad in zip(names, grads, strict=True) if _is_dense(grad)]
@@ -216,7 +226,7 @@ def _refuse_overlaps(op: str, names: Sequence[str], grads: Sequence[Tensor], rea
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether every byte between its first and its last is its own."""
+    """Whether the tensor owns every byte between its first and its last."""
     if not tensor.numel() or tensor.layout != torch.strided:
         return False
     first, last = extent(tensor)

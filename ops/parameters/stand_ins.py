@@ -1,4 +1,4 @@
-"""What autograd is given for gradients that lie in ``main_grad``, as hooks of data-parallel training expect it."""
+"""Stand-in gradients that autograd gets for gradients in ``main_grad``, as hooks of data-parallel training expect."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ _shared: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
 
 
 class StandIns:
-    """The memory of one op's stand-ins. It is that of all ops whose weights are of one form, and goes with the last.
+    """The memory of one op's stand-ins, shared by all ops with weights of the same form and freed with the last of
+    them.
 
-    Nobody may take its values for a gradient: the stand-ins of several parameters are one memory, to which autograd
-    adds where a parameter keeps its stand-in as ``.grad``. It starts as zeros, so that such sums stay finite. Where
-    values count, under ``zero_out_wgrad``, a stand-in is memory of its own.
+    Its values are not gradients: stand-ins of several parameters share memory, and autograd adds to it if a parameter
+    keeps its stand-in as ``.grad``. It starts as zeros, so such sums stay finite. Under ``zero_out_wgrad``, where
+    values count, a stand-in has its own memory.
 
-    A CUDA graph that captures a use keeps the address, as it does of the weights: both live as long as the op.
+    A CUDA graph that captures a use keeps the address, like that of the weights: both live as long as the op.
     """
 
     def __init__(self) -> None:
@@ -32,11 +33,11 @@ class StandIns:
         return StandIns, ()
 
     def forget(self) -> None:
-        """Lets go of the memory."""
+        """Drops the reference to the memory."""
         self._memory = None
 
     def memory(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The shared tensor, to be known to whoever records; :meth:`of` returns aliases of it."""
+        """The shared tensor, which recorders must know; :meth:`of` returns aliases of it."""
         memory = self._memory
         if memory is None or memory.shape != shape or memory.dtype != like.dtype or memory.device != like.device:
             memory = _shared_memory(like, shape)
@@ -48,7 +49,7 @@ class StandIns:
         return memory
 
     def of(self, like: Tensor, shape: tuple[int, ...], zeros: bool) -> Tensor:
-        """A stand-in of that shape, of the dtype and on the device of ``like``."""
+        """A stand-in of that shape, with the dtype and device of ``like``."""
         if zeros:
             return torch.zeros(shape, dtype=like.dtype, device=like.device)
         return self.memory(like, shape).detach()

@@ -1,7 +1,7 @@
-"""What linears understand of a state dict besides their own names, and what it says of the order of their rows.
+"""Foreign names that linears read from a state dict, and its note on the order of their rows.
 
-A linear does not know what reads its columns, so a state dict notes it beside the weight, where torch keeps the extra
-state of a module: the size of the blocks in which rows of gate and up alternate, 0 for gate before up.
+A linear does not know the op that reads its columns. The state dict therefore notes beside the weight, in the module's
+extra state, the size of the blocks in which rows of gate and up alternate; 0 for gate before up.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ SETTLED: Any = object()
 
 
 def note(block: int) -> Tensor:
-    """What a state dict has under :data:`SUFFIX` of a linear: a number on the host, whatever device is the default."""
+    """The note in a state dict under :data:`SUFFIX` of a linear: a number on the CPU, whatever the default device."""
     return torch.tensor(block, device="cpu")
 
 
 def noted(value: Any) -> int | None:
-    """The block that a note tells; None if the value is none, as the extra state of TransformerEngine's ops."""
+    """The block size in a note; None if the value is something else, such as the extra state of TransformerEngine's
+    ops.
+    """
     return int(value) if isinstance(value, Tensor) and not value.dim() else None
 
 
 def drop_note(state: dict[str, Any], prefix: str, errors: list[str]) -> None:
-    """Takes the note of a linear out of what it loads; an error if rows are interleaved, and no container knows why."""
+    """Removes the note of a linear from a state dict; adds an error if rows are interleaved but no container reads them
+    so.
+    """
     block = noted(state.pop(f"{prefix}{SUFFIX}", None))
     if block:
         errors.append(
@@ -38,7 +42,7 @@ def drop_note(state: dict[str, Any], prefix: str, errors: list[str]) -> None:
 
 
 def take_basic_ops(state: dict[str, Any], prefix: str) -> None:
-    """TransformerEngine's ``Linear`` is two ops in a list: their parameters under the names that ours have."""
+    """Renames the parameters of TransformerEngine's ``Linear``, a list of two ops, to ours."""
     if f"{prefix}weight" in state:
         return
     for key in [key for key in state if key.startswith(f"{prefix}basic_ops.")]:

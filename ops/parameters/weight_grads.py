@@ -1,4 +1,4 @@
-"""Where the gradient of a grouped linear's weight goes: to autograd or ``main_grad``, now or in ``backward_dw()``."""
+"""The destination of a grouped linear's weight gradient: autograd or ``main_grad``, now or in ``backward_dw()``."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Wgrad = Callable[..., Matrices]
 
 
 class WeightGrads(ExpertParameters):
-    """The weight-gradient half of :class:`GroupedLinear`."""
+    """The weight-gradient part of :class:`GroupedLinear`."""
 
     untraced = frozenset({"_delayed", "_hooks", "_groups", "_main_grads", "_stand_ins"})
     accumulate_into_main_grad: bool
     delay_wgrad_compute: bool
 
     def init_weight_grads(self, accumulate_into_main_grad: bool, delay_wgrad_compute: bool) -> None:
-        """Sets the protocol; to be called once the weights are registered."""
+        """Initialises the protocol; call it after registering the weights."""
         self.accumulate_into_main_grad = accumulate_into_main_grad
         self.delay_wgrad_compute = delay_wgrad_compute
         self._delayed, self._main_grads, self._stand_ins = DelayedWork[WeightGrads](), MainGrads(), StandIns()
@@ -63,12 +63,13 @@ class WeightGrads(ExpertParameters):
         rows: int = 0,
         independent: kernels.Independent | None = None,
     ) -> Grads:
-        """The gradient of the weights, by name and stacked, from ``dy`` [T, N] and ``x`` [T, K], or their copies.
+        """The gradient of the weights, by name and stacked, from ``dy`` [T, N] and ``x`` [T, K], or their quantised
+        operands.
 
         Args:
-            needs_grad: the names that autograd wants, without a role in front.
-            rows: T, which copies do not say.
-            independent: products of which this is one, unless it is delayed.
+            needs_grad: the names that autograd wants, without a role prefix.
+            rows: T, which quantised operands do not tell.
+            independent: the independent products that this one belongs to, unless it is delayed.
         """
         if x is None or dy is None:
             return {}
@@ -89,10 +90,10 @@ class WeightGrads(ExpertParameters):
         return self.delivered(wgrad if overlaps else product, (x, dy), needs_grad)
 
     def delivered(self, wgrad: Wgrad, reads: tuple[Tensor, ...], needs_grad: frozenset[str]) -> Grads:
-        """The gradient of the weights, by name, which ``wgrad`` computes from what it ``reads``.
+        """Delivers the gradient of the weights, by name, that ``wgrad`` computes from the tensors that it ``reads``.
 
         Args:
-            needs_grad: the names that autograd wants, without a role in front.
+            needs_grad: the names that autograd wants, without a role prefix.
         """
         if "weight" not in needs_grad:
             return {}
@@ -111,7 +112,7 @@ class WeightGrads(ExpertParameters):
         return {"weight": lambda: wgrad(out_dtype=dtype)}  # type: ignore[dict-item, return-value]
 
     def deliveries(self, wanted: frozenset[str], role: str = "") -> Sequence[Delivery]:
-        """The gradient of the weights, where it goes to ``main_grad`` or is delayed."""
+        """The deliveries of the weight gradient to ``main_grad``, or of delayed ones."""
         if not (self.accumulate_into_main_grad or self.delay_wgrad_compute) or f"{role}weight" not in wanted:
             return ()
         return (Delivery(f"{role}weight", partial(self._side_effects, role)),)
@@ -121,7 +122,7 @@ class WeightGrads(ExpertParameters):
         return self.delay_wgrad_compute
 
     def has_delayed_wgrad(self) -> bool:
-        """Whether weight gradients wait for :meth:`backward_dw` now."""
+        """Whether weight gradients are waiting for :meth:`backward_dw`."""
         return bool(self._delayed)
 
     def backward_dw(self) -> None:
@@ -132,8 +133,8 @@ class WeightGrads(ExpertParameters):
 
         Raises:
             RuntimeError: ``accumulate_into_main_grad`` without a fitting ``main_grad``; an ``x`` or a gradient of ``y``
-                that was modified in place meanwhile; or a weight of another shape. What could not be computed stays
-                delayed, and nothing of it has been added.
+                that was modified in place meanwhile; or a weight of another shape. A gradient that raised stays
+                delayed, and no part of it has been added.
         """
         with torch.no_grad():
             ran = self._delayed.run(self)
@@ -141,7 +142,7 @@ class WeightGrads(ExpertParameters):
             hook()
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
-        """Adds a function that :meth:`backward_dw` calls when the gradients are there."""
+        """Adds a function that :meth:`backward_dw` calls after computing the gradients."""
         self._hooks.append(hook)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -163,13 +164,13 @@ class WeightGrads(ExpertParameters):
             _mark(param)
 
     def _mark_weights(self) -> None:
-        """Tells Megatron's hooks that the gradients come later; parameters that are new here do not know."""
+        """Marks the weights so that Megatron's hooks wait for the gradients; replaced parameters lack the mark."""
         for name in self.parameter_names("weight") if self.delay_wgrad_compute else ():
             if (parameter := self._parameters.get(name)) is not None:  # else it is computed
                 _mark(parameter)
 
     def _refuse_computed(self) -> None:
-        """Raises where a weight is computed: then it has neither a .grad nor a main_grad."""
+        """Raises if a weight is computed, as it then has neither a .grad nor a main_grad."""
         for name in [name for name in self._computed if name.startswith("weight")]:
             raise RuntimeError(
                 f"{type(self).__name__}: {name} is computed by a parametrization or a hook, so its gradient must go "
@@ -180,7 +181,7 @@ class WeightGrads(ExpertParameters):
         return name == "weight" and self.accumulate_into_main_grad
 
     def _trained(self) -> tuple[str, ...]:
-        """The names of the weights that are not frozen."""
+        """The names of the weights that require gradients."""
         names = tuple(self.parameter_names("weight"))
         flags = list(map(_is_trained, self.expert_parameters("weight")))
         return names if all(flags) else tuple([name for name, flag in zip(names, flags, strict=True) if flag])
@@ -207,7 +208,7 @@ class WeightGrads(ExpertParameters):
         return SideEffects((*tensors, *shared), facts, tensors, done)
 
     def _delay(self, wgrad: Wgrad, names: tuple[str, ...], reads: tuple[Tensor, ...]) -> None:
-        """Puts a weight gradient off, which autograd's check for tensors that were overwritten does not see."""
+        """Delays a weight gradient, and checks versions later, as autograd cannot detect overwritten tensors then."""
         capture.refuse("a weight gradient is computed later")
         versions = [t._version for t in reads]
         weight = self.one_parameter("weight")
@@ -240,7 +241,7 @@ class WeightGrads(ExpertParameters):
             parameter.grad = grad
 
     def _give(self, stand_in: Tensor, names: tuple[str, ...]) -> None:
-        """Sets ``.grad`` of those that want to know of ``main_grad``, as autograd does where nothing is delayed."""
+        """Sets the stand-in as ``.grad`` of weights with ``main_grad`` flags, as autograd does without delay."""
         stand_ins = stand_in.unbind() if self.per_group["weight"] else (stand_in,)
         for name, part in zip(self.parameter_names("weight"), stand_ins, strict=True):
             parameter = getattr(self, name)
@@ -248,7 +249,7 @@ class WeightGrads(ExpertParameters):
                 parameter.grad = part.detach()
 
     def _into_main_grad(self, wgrad: Wgrad, names: tuple[str, ...]) -> Tensor | None:
-        """Adds the gradients there; returns what autograd is given for them, as Megatron's hooks expect it."""
+        """Adds the gradients to ``main_grad``; returns the stand-ins for autograd that Megatron's hooks expect."""
         parameters = self._of_names(names)
         goes = self._destination(names, parameters)
         self._write(wgrad, names, goes.group, goes.add)
@@ -262,7 +263,7 @@ class WeightGrads(ExpertParameters):
         return weight, (self.num_groups, *weight.shape) if self.per_group["weight"] else tuple(weight.shape)
 
     def _foresee(self, wgrad: Wgrad) -> None:
-        """Tells a trace of what :meth:`_delay` and :meth:`_into_main_grad` run; changes nothing, and queues nothing."""
+        """Records for a trace what :meth:`_delay` and :meth:`_into_main_grad` run; changes and queues nothing."""
         names = self._trained()
         parameters = self._of_names(names)
         if self.delay_wgrad_compute:
@@ -277,7 +278,7 @@ class WeightGrads(ExpertParameters):
         self._multiply(wgrad, names, targets, add)
 
     def _write(self, wgrad: Wgrad, names: tuple[str, ...], targets: ExpertGroup, add: list[bool]) -> None:
-        """Writes or adds the gradients of the named weights into the targets."""
+        """Writes or adds the gradients of the named weights to the targets."""
         gradient = self._multiply(wgrad, names, targets, add)
         if gradient is None:
             torch.autograd.graph.increment_version(targets.tensors)
@@ -287,7 +288,9 @@ class WeightGrads(ExpertParameters):
             target.add_(part) if adds else target.copy_(part)
 
     def _multiply(self, wgrad: Wgrad, names: tuple[str, ...], targets: ExpertGroup, add: list[bool]) -> Matrices | None:
-        """Computes the gradients, in place where one product can: None; else the gradients of all weights."""
+        """Computes the gradients in place if one product can, and returns None; else returns the gradients of all
+        weights.
+        """
         everything = names == tuple(self.parameter_names("weight"))
         if everything and len(set(add)) == 1 and targets.is_uniform():
             out = targets.values() if self.per_group["weight"] else targets.tensors[0]
@@ -299,7 +302,7 @@ class WeightGrads(ExpertParameters):
 def _refuse_replaced(
     op: str, names: Sequence[str], parameters: Sequence[nn.Parameter], shape: torch.Size, device: torch.device
 ) -> None:
-    """Raises where a weight has become another one since the backward, which the gradient does not fit."""
+    """Raises if a weight was replaced since the backward by one that the gradient does not fit."""
     for name, parameter in zip(names, parameters, strict=True):
         if parameter.shape != shape or parameter.device != device or not stores_values(type(parameter)):
             raise RuntimeError(

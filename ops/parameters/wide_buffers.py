@@ -1,4 +1,4 @@
-"""Buffers that keep their dtype when their module is cast: numbers that would be others in fewer bits."""
+"""Buffers that keep their dtype when their module is cast, as fewer bits would change their values."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 
 class WideBuffers(nn.Module):
-    """A module some of whose buffers keep their dtype, whatever casts the module or is loaded into it."""
+    """A module with buffers that keep their dtype when the module is cast or loaded."""
 
     wide_buffers: ClassVar[tuple[str, ...]] = ()
     """Their names; the module need not have them all."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """``.to()`` and its kin: of these buffers only the device changes."""
+        """Applies ``.to()`` and the like; only changes the device of these buffers."""
         before = self._wide()
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
@@ -25,7 +25,10 @@ class WideBuffers(nn.Module):
         return result
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Casts what would replace these buffers, as ``assign=True`` does. A file of fewer bits has lost its others."""
+        """Casts loaded values that would replace these buffers, as with ``assign=True``.
+
+        Bits that a file lacks stay lost.
+        """
         for name, buffer in self._wide().items():
             if isinstance(value := state_dict.get(prefix + name), Tensor):
                 state_dict[prefix + name] = value.to(buffer.dtype)

@@ -1,1 +1,1 @@
-"""Functions of one element, written by users and read as programs. Knows no op and no kernel."""
+"""User-written functions of one element, read as programs. Knows no op and no kernel."""

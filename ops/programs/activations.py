@@ -1,7 +1,7 @@
-"""The built-in activations as functions, and the programs that are read off them.
+"""The built-in activations as functions, and the programs traced from them.
 
-A function takes x, or gate and up, then the slope inside silu, the limit and the offset of up. What is written out as
-a :class:`torch.autograd.Function` has a gradient of fewer operations than autograd's, or another one at NaN.
+A function takes x, or gate and up, then the slope inside silu, the limit and the offset of up. Functions written as a
+:class:`torch.autograd.Function` have a gradient with fewer operations than autograd's, or a different one at NaN.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class _Relu2(torch.autograd.Function):
 
 
 class _Clamped(torch.autograd.Function):
-    """x clamped to the limit; if ``both``, to minus the limit too. What was clamped has gradient zero, NaN passes."""
+    """Clamps x to at most the limit; if ``both``, to at least minus the limit too.
+
+    Clamped elements have gradient zero, NaN passes.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, limit: Number, both: bool) -> Tensor:
@@ -75,20 +78,20 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigm
 
 
 class Curve(NamedTuple):
-    """What an activation's name stands for: one of :data:`CURVES`, and the slope inside silu."""
+    """The function behind an activation's name: one of :data:`CURVES`, and the slope inside silu."""
 
     name: str
     alpha: float
 
     @classmethod
     def of(cls, name: str, alpha: float) -> Curve:
-        """That of one of :data:`ACTIVATIONS`. ``alpha`` is of silu only."""
+        """The curve of one of :data:`ACTIVATIONS`. Only silu uses ``alpha``."""
         return cls(*_SLOPES.get(name, (name, alpha)))
 
 
 @lru_cache(maxsize=1024)
 def program_of(curve: Curve, is_gated: bool, limit: float | None, linear_offset: float) -> Program:
-    """The program of an activation with these numbers, times the scale of the row."""
+    """The program of an activation with these parameters, times the scale of the row."""
 
     def value(gate: Tensor, *up: Tensor) -> Tensor:
         return value_of(curve.name, gate, *up, alpha=curve.alpha, limit=limit, linear_offset=linear_offset)
@@ -97,7 +100,7 @@ def program_of(curve: Curve, is_gated: bool, limit: float | None, linear_offset:
 
 
 def program_of_curve(curve: str) -> Program:
-    """That of one of :data:`CURVES`: ``c0`` is alpha."""
+    """The program of one of :data:`CURVES`; ``c0`` is alpha."""
     return trace(CURVES[curve], ("x",), (1.25,))
 
 

@@ -16,7 +16,7 @@ _LARGEST_POWER = 8  # a chain of so many products is shorter than powf
 
 
 class Builder:
-    """Adds lines to a program. A call adds one and returns its name, or the value where it is known already.
+    """Adds lines to a program. A call adds a line and returns its name, or an existing value that is equal.
 
     It folds constants and uses identities that hold for every number, NaN and infinities among them: not ``x * 0``. The
     sign of a zero may be lost, as in ``x + 0``.
@@ -39,11 +39,11 @@ class Builder:
         return Program(self._inputs, tuple(self._lines), tuple(outputs.items())).only(outputs)
 
     def as_number(self, value: Value) -> Value:
-        """A value as a number, 1 or 0 where it is a truth value."""
+        """Converts a value to a number: a truth value to 1 or 0."""
         return self("where", value, 1.0, 0.0) if self._is_boolean(value) else value
 
     def as_boolean(self, value: Value) -> Value:
-        """A value as a truth value, of a number whether it is not 0."""
+        """Converts a value to a truth value: a number to whether it is not 0."""
         if isinstance(value, float):
             return float(bool(value))
         return value if self._is_boolean(value) else self("not", self("eq", value, 0.0))
@@ -100,10 +100,12 @@ class Builder:
         return None
 
     def _merged(self, operation: str, x: Value, c: Value, d: float) -> Value | None:
-        """``(x + c) + d`` or ``(x * c) * d`` with one constant, where that changes no more than a rounding."""
+        """``(x + c) + d`` or ``(x * c) * d`` with one constant, if that changes the result by no more than rounding;
+        else None.
+        """
         if not isinstance(c, float):
             return None
-        if operation == "add":  # of opposite signs, as in (x + 2**23) - 2**23, the rounding may be what is wanted
+        if operation == "add":  # with opposite signs, as in (x + 2**23) - 2**23, the user may want the rounding
             return self("add", x, c + d) if c * d > 0 else None
         return self("mul", x, c * d) if all(map(_is_moderate, (c, d, c * d))) else None
 
@@ -133,7 +135,7 @@ class Builder:
 
 
 def _is_moderate(c: float) -> bool:
-    """Whether neither the number nor its inverse is out of the range of float32."""
+    """Whether the number and its inverse are within the range of float32."""
     return 2.0**-100 < abs(c) < 2.0**100
 
 

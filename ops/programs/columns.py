@@ -1,4 +1,4 @@
-"""Operands of several numbers: those of columns, which are of each group of rows or of all rows, and matrices."""
+"""Tensor operands of a program: numbers of columns, per group or for all rows, and matrices."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ OperandTensors = Tensor | Sequence[Tensor | None] | None
 
 
 def tensors_of(operands: Mapping[str, tuple[str, ...]], tensors: OperandTensors, width: int) -> list[Tensor | None]:
-    """The tensor of each operand of a program, as wide as its inputs, C for each; of a stack, views.
+    """The tensor of each operand of a program, C columns for each of its inputs; views if the tensors are stacked.
 
-    Numbers of columns are [groups, C] or [1, C], matrices [rows, C]; those of gate and up have 2 C columns.
+    Numbers of columns are [groups, C] or [1, C], matrices [rows, C]; operands of gate and up have 2 C columns.
 
     Args:
-        operands: those of a kind, by name, with their inputs.
+        operands: the operands of one kind, by name, with their inputs.
         width: C.
     """
     pairs = () if tensors is None else zip(operands.items(), tensors, strict=False)
@@ -29,9 +29,10 @@ def tensors_of(operands: Mapping[str, tuple[str, ...]], tensors: OperandTensors,
 
 
 def equal_gradient(program: Program, inputs: Sequence[str]) -> str | None:
-    """The name of the gradient that an operand's is, value for value: ``dy`` or ``dx``; None: it is one of its own.
+    """The name of the gradient equal to this operand's, ``dy`` or ``dx``; None if it has its own.
 
-    That of an operand that is only added is that of what it is added to. A number of columns sums it over rows.
+    An operand that is only added has the gradient of the other term. The gradient of a number of columns sums it over
+    rows.
     """
     outputs = dict(program.outputs)
     gradients = [outputs[f"d{name}"] for name in inputs]
@@ -41,7 +42,7 @@ def equal_gradient(program: Program, inputs: Sequence[str]) -> str | None:
 
 
 def of_rows(vector: Tensor, split_sizes: Tensor | None, rows: int) -> Tensor:
-    """[rows, C]: what each row reads of ``vector`` [groups, C]; zeros past the last group."""
+    """Gathers from ``vector`` [groups, C] the values of each row: [rows, C]; zeros past the last group."""
     if split_sizes is None:
         return vector.expand(rows, -1)
     past_the_last = vector.new_zeros((1, vector.shape[1]))
@@ -49,7 +50,7 @@ def of_rows(vector: Tensor, split_sizes: Tensor | None, rows: int) -> Tensor:
 
 
 def sums(by_row: Tensor, split_sizes: Tensor | None) -> Tensor:
-    """[groups, C]: the sums of [rows, C] over the rows of each group, or over all."""
+    """Sums [rows, C] over the rows of each group, or over all rows: [groups, C]."""
     if split_sizes is None:
         return by_row.sum(0, keepdim=True)
     zeros = by_row.new_zeros((split_sizes.shape[0] + 1, by_row.shape[1]))
@@ -57,5 +58,5 @@ def sums(by_row: Tensor, split_sizes: Tensor | None) -> Tensor:
 
 
 def _group_of_rows(split_sizes: Tensor, rows: int) -> Tensor:
-    """The number of each row's group; that of groups for a row past the last one."""
+    """The group number of each row; the number of groups for rows past the last one."""
     return torch.searchsorted(split_sizes.cumsum(0), torch.arange(rows, device=split_sizes.device), right=True)

@@ -1,4 +1,4 @@
-"""Programs that follow one another as one; a program times a number of the row; whether one is linear in it."""
+"""Operations on programs: composition, multiplication by a number of the row, and tests of linearity."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .program import Line, Program, Value, part_of
 SCALE = "r0"
 _KINDS = {"r": 0, "a": 1, "b": 1, "m": 2, "c": 3}
 _OF_ARGUMENT = {"x": "g", "u": "u"}
-"""What ends the names of inputs that are of gate, or of up."""
+"""The suffix of names of inputs that belong to gate, or to up."""
 
 
 @lru_cache(maxsize=1024)
 def scaled(program: Program) -> Program:
-    """A program without numbers of a row, times one: ``y * r0``, with the gradient of ``r0``."""
+    """Multiplies a program without numbers of a row by one: ``y * r0``, with the gradient of ``r0``."""
     operands = program.columns + program.matrices + program.constants
     builder = Builder((*program.arguments, SCALE, *operands, "dy"))
     outputs = _inlined(builder, program, {"dy": builder("mul", "dy", SCALE)})
@@ -38,7 +38,7 @@ class _Stage(NamedTuple):
     """A program of a chain. Before gate and up meet, it computes both of them.
 
     Attributes:
-        names: by argument of the chain that it computes, what the chain calls the other inputs of the program.
+        names: for each argument of the chain, the chain's names of the program's other inputs.
     """
 
     program: Program
@@ -47,10 +47,10 @@ class _Stage(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def composed(programs: tuple[Program, ...]) -> Program:
-    """What programs compute one after the other, with the gradients by the chain rule; at most one has gate and up.
+    """Composes programs, with gradients by the chain rule; at most one has gate and up.
 
-    Its numbers of the row, numbers of columns, matrices and constants are those of the programs, in order. Columns and
-    matrices of a program before gate and up meet are of both.
+    Numbers of the row and of columns, matrices and constants are those of the programs, in order. Columns and matrices
+    of a program that runs before gate and up meet have parts for both.
     """
     stages = list(_stages(programs))
     arguments = tuple(stages[0].names) if len(stages[0].program.arguments) == 1 else ("x", "u")
@@ -90,7 +90,7 @@ def _stages(programs: Sequence[Program]) -> Iterator[_Stage]:
 
 
 def _forward(builder: Builder, stage: _Stage, values: Mapping[str, Value]) -> dict[str, Value]:
-    """The values behind a program, by argument of the chain."""
+    """Adds a program to the builder; returns its values by argument of the chain."""
     program = part_of(stage.program, ("y",))
     if "u" in program.inputs:
         return {"x": _inlined(builder, program, {**values, **stage.names["x"]})["y"]}
@@ -107,7 +107,7 @@ def _backward(
     grads: Mapping[str, Value],
     outputs: dict[str, Value],
 ) -> dict[str, Value]:
-    """The gradients of the inputs of a program from those behind it; those of its operands are added to outputs."""
+    """The gradients of a program's inputs from those of its outputs; adds its operands' gradients to ``outputs``."""
     before = dict[str, Value]()
     for argument, names in stage.names.items():
         arguments = inputs if "u" in stage.program.inputs else {"x": inputs[argument]}
@@ -121,14 +121,14 @@ def _backward(
 
 
 def _order(name: str) -> tuple[int, int, str]:
-    """By which operands are sorted: by kind and number, those of gate before those of up."""
+    """Sort key of operands: kind, number, gate before up."""
     digits = name[1:].rstrip("gu")
     return _KINDS[name[0]], int(digits), name[1 + len(digits) :]
 
 
 @lru_cache(maxsize=1024)
 def is_linear_in_scale(program: Program) -> bool:
-    """Whether the value is ``r0`` times what does not depend on it, which another factor of the row then joins."""
+    """Whether the value is linear in ``r0``, so that another factor of the row can be merged into it."""
     part = program.only(("y",))
     reads, linear = {SCALE}, {SCALE}
     for line in part.lines:
@@ -139,7 +139,7 @@ def is_linear_in_scale(program: Program) -> bool:
 
 
 def _is_linear(line: Line, reads: set[str], linear: set[str]) -> bool:
-    """Of a line that reads the scale."""
+    """Whether a line that reads the scale is linear in it."""
     match line:
         case (_, "neg", _) | (_, "add" | "sub", _):
             return linear.issuperset(line.arguments)

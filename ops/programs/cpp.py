@@ -1,4 +1,4 @@
-"""A program as a C++ type, which kernels take as their function."""
+"""Prints a program as a C++ type, which kernels take as their function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 from .program import OPERATIONS, Line, Program, Value, part_of
 
-_LARGEST_FACTOR = 2.0**100  # of which multiples by log2(e) are numbers
+_LARGEST_FACTOR = 2.0**100  # products of smaller numbers with log2(e) are finite
 
 
 def function_type(program: Program, name: str = "Function", *, fast: str = "true", vectors: int = 1) -> str:
@@ -47,7 +47,7 @@ def function_type(program: Program, name: str = "Function", *, fast: str = "true
 
 
 def number(x: float) -> str:
-    """A float of C++ with the value that x has in float32."""
+    """A C++ float literal with the value of x in float32."""
     x = ctypes.c_float(x).value
     if math.isnan(x):
         return "NAN"
@@ -55,7 +55,7 @@ def number(x: float) -> str:
 
 
 def _with_multiples(program: Program) -> Program:
-    """The program with a second argument for what takes a factor of its first one, which costs nothing there."""
+    """The program with a second argument for operations that absorb a factor of their first one at no cost."""
     multiples, lines = dict[Value, tuple[Value, ...]](), list[Line]()
     for line in program.lines:
         if line.operation == "mul" and (factors := _factors(program, line.arguments)):
@@ -67,7 +67,7 @@ def _with_multiples(program: Program) -> Program:
 
 
 def _factors(program: Program, arguments: tuple[Value, ...]) -> tuple[Value, ...]:
-    """A product's factors, of which the second is the same for all elements; none if neither is."""
+    """The factors of a product, the uniform one second; empty if neither is uniform."""
     first, second = arguments
     if first in program.constants:
         first, second = second, first
@@ -90,5 +90,5 @@ def _expression(value: Value, names: dict[str, str]) -> str:
 
 
 def boolean(value: bool) -> str:
-    """A truth value of C++."""
+    """A C++ truth value."""
     return "true" if value else "false"

@@ -1,4 +1,4 @@
-"""The columns of a program's input: one argument, or the halves gate and up."""
+"""Splitting of a program's input columns: one argument, or the halves gate and up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def split(columns: Tensor, count: int, block: int | None) -> tuple[Tensor, ...]:
-    """The ``count`` arguments in [..., C], as views [..., blocks, block]. Without a block there is one of each."""
+    """The ``count`` arguments in [..., C], as views [..., blocks, block]; one block each if ``block`` is None."""
     width = block or columns.shape[-1] // count
     blocks = columns.shape[-1] // max(1, count * width)
     return columns.reshape(*columns.shape[:-1], blocks, count, width).unbind(-2)

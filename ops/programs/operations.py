@@ -1,4 +1,4 @@
-"""Functions that kernels do not know: read once as operations of PyTorch, or kept where they compute outside of it."""
+"""Functions with operations that kernels do not know: recorded as graphs of PyTorch operations, or kept as Python."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class OnPyTorch(Protocol):
     """A function that PyTorch runs.
 
     Attributes:
-        eager_only: why it cannot be compiled; None: it can.
+        eager_only: the reason why it cannot be compiled, or None.
     """
 
     @property
     def eager_only(self) -> str | None: ...
 
     def value(self, arguments: Sequence[Tensor], constants: Sequence[float]) -> Tensor:
-        """[rows, C] from arguments [rows, C], or [rows, 1] for numbers of rows, all float32 or float64."""
+        """The value [rows, C] for arguments [rows, C], or [rows, 1] for numbers of rows, all float32 or float64."""
 
     def gradients(self, arguments: Sequence[Tensor], constants: Sequence[float], dy: Tensor) -> list[Tensor]:
-        """Of each argument, in its shape."""
+        """The gradient of each argument, in its shape."""
 
 
 class Operations(NamedTuple):
-    """A function as graphs, by the dtype of its arguments: nothing that it has read outside can change any more."""
+    """A function as graphs, one per dtype of its arguments; values that it read elsewhere are frozen in them."""
 
     values: dict[torch.dtype, GraphModule]
     derivatives: dict[torch.dtype, GraphModule]
@@ -52,7 +52,7 @@ class Operations(NamedTuple):
 
 
 class KeptFunction(NamedTuple):
-    """A function that is called each time, with autograd in the backward. It is pickled as it is, if it can be."""
+    """A function that is called each time, with autograd in the backward. Pickling it pickles the function."""
 
     function: Function
     why: str
@@ -70,11 +70,11 @@ class KeptFunction(NamedTuple):
 
 
 def on_pytorch(function: Function, inputs: tuple[str, ...], constants: int) -> OnPyTorch:
-    """What PyTorch runs of a function: graphs, for numbers of rows and columns that are any, or the function itself.
+    """The form in which PyTorch runs a function: graphs for any number of rows and columns, or the function itself.
 
     Args:
-        function, inputs: as of :func:`.tracing.trace`.
-        constants: how many numbers it takes behind its inputs.
+        function, inputs: as for :func:`.tracing.trace`.
+        constants: the number of constants after its inputs.
     """
     return outside_of_modes(_read, function, inputs, constants)
 
@@ -103,7 +103,7 @@ def _read(function: Function, inputs: tuple[str, ...], constants: int) -> OnPyTo
 
 
 def _gradients(function: Function, arguments: Sequence[Tensor], constants: Sequence[Any], dy: Tensor) -> list[Tensor]:
-    """By autograd; zeros of what the function does not depend on."""
+    """Gradients by autograd; zeros for arguments that the function does not depend on."""
     leaves = [argument.detach().clone().requires_grad_() for argument in arguments]
     with torch.enable_grad():
         y = function(*[leaf * 1.0 for leaf in leaves], *constants)  # not the leaves themselves: it may write in place
@@ -112,7 +112,7 @@ def _gradients(function: Function, arguments: Sequence[Tensor], constants: Seque
 
 
 def _graph(function: Callable[..., Any], examples: Sequence[Tensor]) -> GraphModule:
-    """A graph that takes a device behind its tensors, and holds none."""
+    """Traces a graph that takes a device after its tensors, and is bound to none."""
     module = symbolic_graph(function, examples)
     graph, first = module.graph, next(node for node in module.graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
@@ -129,10 +129,10 @@ def _graph(function: Callable[..., Any], examples: Sequence[Tensor]) -> GraphMod
 
 
 def _number(graph: Any, tensor: Tensor, device: Any) -> Any:
-    """The node of a tensor that the function has read outside, as it is now."""
+    """The node of a one-element tensor that the function reads from outside, with its current value."""
     if tensor.numel() != 1:
         raise NotPointwiseError(
-            f"reads a tensor of shape {list(tensor.shape)} that is none of its arguments; make it an argument"
+            f"reads a tensor of shape {list(tensor.shape)} that is not one of its arguments; make it an argument"
         )
     full = torch.ops.aten.full.default
     options = {"dtype": tensor.dtype, "device": device}

@@ -1,4 +1,4 @@
-"""Reads functions of packed columns, gate and up in one tensor, as programs. Where the halves lie is found out."""
+"""Reads functions of packed columns, with gate and up in one tensor, as programs, and detects their layout."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ _BLOCKS = (None, 1)
 
 
 class PackedProgram(NamedTuple):
-    """A program of gate and up, and how they lie: columns of gate before as many of up; None for one block of each."""
+    """A program of gate and up, and the block size in which their columns alternate; None for one block each."""
 
     program: Program
     block: int | None
 
 
 def trace_packed(function: Function) -> PackedProgram:
-    """What a function computes of rows [T, 2 F], in which it finds two halves itself.
+    """Traces a function of rows [T, 2 F] that splits the columns into two halves itself.
 
     Raises:
         UnknownFunctionError: an operation that kernels do not know.
-        NotPointwiseError: an element depends on more than one number of each half; or the halves do not lie as those
-            of any layout.
+        NotPointwiseError: an element depends on more than one number of each half, or the halves fit no layout.
     """
     packed = _Packed(function)
     program = trace(packed, ("x", "u"))
@@ -42,7 +41,7 @@ def trace_packed(function: Function) -> PackedProgram:
 
 
 class _Packed:
-    """The function, of two halves. ``blocks``: the layouts that it has taken the halves in."""
+    """The function in terms of two halves. ``blocks``: the layouts in which it has split them."""
 
     def __init__(self, function: Function) -> None:
         self.__wrapped__, self.__name__, self.blocks = function, name_of(function), set[int | None]()
@@ -54,7 +53,7 @@ class _Packed:
 
 
 class _GateAndUp(NamedTuple):
-    """What views of the columns turn out to be. ``numbers``: those of the elements, all columns of them."""
+    """How a view splits columns into gate and up. ``numbers``: the element numbers of all columns."""
 
     packed: _Packed
     numbers: Tensor
@@ -62,7 +61,7 @@ class _GateAndUp(NamedTuple):
     up: Tensor
 
     def of(self, view: Any) -> Any:
-        """The half that a view shows, or the view."""
+        """The half that a view shows, or the view itself."""
         if not isinstance(view, Tensor):
             return self.gate.dtype if isinstance(view, torch.dtype) else view
         if view.shape == self.gate.shape:
@@ -76,7 +75,7 @@ class _GateAndUp(NamedTuple):
 
 
 class _Columns(Tensor):
-    """Stands for the columns while the function takes them apart: holds the numbers of the elements."""
+    """A stand-in for the columns while the function splits them; it holds the numbers of the elements."""
 
     gate_and_up: _GateAndUp
 

@@ -1,4 +1,4 @@
-"""What the parameters of a user's function stand for."""
+"""The roles of the parameters of a user's function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 class Parameters(NamedTuple):
-    """The names of a function's parameters behind its first ones: numbers of a row, of a column, and constants."""
+    """The names of a function's parameters after x, or gate and up: numbers of a row, of a column, and constants."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
@@ -31,16 +31,18 @@ class Parameters(NamedTuple):
         constants: Collection[str],
         reserved: Collection[str],
     ) -> Parameters:
-        """Those of a function. What is none of a column, no constant and has no default is a number of a row.
+        """Classifies the parameters of a function.
+
+        A parameter without a default that is neither a column nor a constant is a number of a row.
 
         Args:
-            skipped: how many come first: x, or gate and up.
-            reserved: names that none may have.
+            skipped: the number of leading parameters: x, or gate and up.
+            reserved: forbidden names.
 
         Raises:
-            TypeError: it cannot be called.
-            ValueError: it is a module with parameters of its own; a column or a constant is no parameter of the
-                function, or both; a name is reserved; or the function does not take by position what it must.
+            TypeError: the function is not callable.
+            ValueError: it is a module with parameters; a column or a constant is not a parameter of the function; a
+            name is both; a name is reserved; or an argument cannot be passed by position.
         """
         _check_callable(function)
         parameters = _parameters(function)
@@ -61,8 +63,7 @@ class Parameters(NamedTuple):
 
 
 class InOrder:
-    """A function that takes its arguments by position, in the order of a program: constants may stand anywhere in its
-    own signature."""
+    """A function that takes its arguments by position in the program's order, whatever the order of its signature."""
 
     def __init__(self, function: Function, first: int, names: tuple[str, ...]) -> None:
         self.__wrapped__, self.__name__, self._first, self._names = function, name_of(function), first, names
@@ -88,14 +89,14 @@ def _parameters(function: Function) -> list[inspect.Parameter]:
     called = function.forward if isinstance(function, torch.nn.Module) else function
     try:
         return list(inspect.signature(called).parameters.values())
-    except ValueError:  # a builtin without a signature takes what it is a function of
+    except ValueError:  # a builtin without a signature takes x, or gate and up
         return [inspect.Parameter("arguments", inspect.Parameter.VAR_POSITIONAL)]
 
 
 def _check_positions(
     function: Function, parameters: list[inspect.Parameter], first: int, by_name: Collection[str]
 ) -> None:
-    """That the first arguments can be given by position, and so all others but those that are given by name."""
+    """Checks that all arguments can be passed by position, except those passed by name."""
     positional = [p for p in parameters if p.kind in _POSITIONAL]
     takes_any = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     if len(positional) < first and not takes_any:
@@ -110,6 +111,6 @@ def _check_positions(
 
 
 def definition_of(function: Any) -> str:
-    """The line where a function is defined, if there is one."""
+    """The line where a function is defined, as an error text; empty if unknown."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "" if code is None else f", {code.co_filename}:{code.co_firstlineno}"

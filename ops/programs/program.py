@@ -1,4 +1,4 @@
-"""A pointwise function as straight-line code, one operation a line, which PyTorch runs and kernels compile."""
+"""A pointwise function as straight-line code with one operation per line; PyTorch runs it and kernels compile it."""
 
 from __future__ import annotations
 
@@ -84,15 +84,15 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Straight-line code. Two programs of one text compute the same, so the text is a key.
+    """Straight-line code. Programs of equal text compute the same, so the text is a key.
 
     Attributes:
-        inputs: the names of what it reads: ``x`` and for a gated function ``u`` (gate and up), ``r0``, ``r1``, …
-            (numbers of a row), ``b0``, … (numbers of a column, of each group its own; of all rows where there are no
-            groups), ``a0``, … (numbers of a column, the same for all rows), ``m0``, … (matrices, a number an element),
-            ``c0``, … (constants), ``dy`` (the gradient of ``y``). Columns and matrices of gate and up are two inputs,
+        inputs: the names of its inputs: ``x`` and for a gated function ``u`` (gate and up), ``r0``, ``r1``, … (numbers
+        of a row), ``b0``, … (numbers of a column, separate for each group, if there are groups), ``a0``, … (numbers of
+        a column, the same for all rows), ``m0``, … (matrices, one number per element), ``c0``, … (constants), ``dy``
+        (the gradient of ``y``). Columns and matrices of gate and up are two inputs,
             ``b0g`` and ``b0u``.
-        lines: in an order in which they can be computed.
+        lines: in an order of computation.
         outputs: ``y`` and the gradients ``dx``, ``du``, ``dr0``, …, ``db0``, …, by name.
     """
 
@@ -122,17 +122,17 @@ class Program:
 
     @cached_property
     def column_operands(self) -> Mapping[str, tuple[str, ...]]:
-        """The operands with numbers of a column, and which inputs each is: one, or those of gate and of up."""
+        """The operands with numbers of a column, each with its inputs: one, or two for gate and up."""
         return _operands(self.columns)
 
     @cached_property
     def matrix_operands(self) -> Mapping[str, tuple[str, ...]]:
-        """The operands that are matrices, and which inputs each is."""
+        """The operands that are matrices, each with its inputs."""
         return _operands(self.matrices)
 
     @cached_property
     def tensor_operands(self) -> Mapping[str, tuple[str, ...]]:
-        """Both, in that order."""
+        """Column operands, then matrix operands."""
         return {**self.column_operands, **self.matrix_operands}
 
     @cached_property
@@ -141,7 +141,7 @@ class Program:
         return tuple([name for name in self.inputs if name[0] == "c"])
 
     def only(self, names: Iterable[str]) -> Program:
-        """What these outputs need and no more, with the lines renumbered. The inputs stay."""
+        """The program of these outputs alone, with unneeded lines removed and the rest renumbered. All inputs stay."""
         names = frozenset(names)
         outputs = [(name, value) for name, value in self.outputs if name in names]
         needed, kept = {value for _, value in outputs}, list[Line]()
@@ -161,7 +161,10 @@ class Program:
         return frozenset(self.inputs) & (values | {value for _, value in self.outputs})
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Every output, in the dtype of the inputs, which broadcast. An output of no input has no dimension."""
+        """Computes every output in the dtype of the inputs, which broadcast.
+
+        An output that reads no input has no dimension.
+        """
         first = next(iter(inputs.values()))
         values: dict[Value, Tensor] = {name: inputs[name] for name in inputs}
 
@@ -180,14 +183,14 @@ class Program:
 
     @cached_property
     def text(self) -> str:
-        """The canonical text, which :func:`parse` reads. It has no names of the user's."""
+        """The canonical text, which :func:`parse` reads. It contains none of the user's names."""
         return "\n".join(
             [" ".join(("in", *self.inputs)), *map(str, self.lines), *(f"{n} = {v}" for n, v in self.outputs)]
         )
 
     @cached_property
     def name(self) -> str:
-        """What messages call it: six letters of a digest of the text tell functions apart."""
+        """The name of the program in messages; six letters of a digest of the text tell functions apart."""
         return f"function {sha256(self.text.encode()).hexdigest()[:6]}"
 
     def __str__(self) -> str:
@@ -225,7 +228,7 @@ def parse(text: str) -> Program:
     """The inverse of :attr:`Program.text`.
 
     Raises:
-        ValueError: a text that no program has.
+        ValueError: the text is not that of a program.
     """
     head, *rest = text.split("\n")
     keyword, *inputs = head.split(" ")
@@ -240,7 +243,7 @@ def parse(text: str) -> Program:
         if len(words) == 1:
             outputs.append((name, _value(words[0], names)))
         elif outputs or words[0] not in OPERATIONS:
-            raise ValueError(f"line {number} of a program: {words[0]!r} is no operation, or follows an output")
+            raise ValueError(f"line {number} of a program: {words[0]!r} is not an operation, or follows an output")
         else:
             lines.append(Line(name, words[0], tuple([_value(word, names) for word in words[1:]])))
             names.add(name)

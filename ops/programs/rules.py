@@ -1,6 +1,6 @@
-"""What a function of PyTorch is in lines of a program. PyTorch's decompositions take apart what has no rule here.
+"""Rules that translate functions of PyTorch to lines of a program. PyTorch's decompositions handle the others.
 
-A rule takes the builder, then what the function takes: values for tensors and numbers, anything else as it is.
+A rule takes the builder, then the arguments of the function: program values for tensors and numbers, others unchanged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads a user's function of tensors as a program, gradients included: PyTorch runs it under autograd and is observed.
 
-So gradients mean what PyTorch means by them, also at the corners of ``relu`` and ``clamp`` and in the
-``torch.autograd.Function`` of a user.
+Gradients are therefore PyTorch's, including those at the corners of ``relu`` and ``clamp`` and those of a user's
+``torch.autograd.Function``.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ R = TypeVar("R")
 _SHAPE = (5, 7)
 _TRIAL = (8, 48)
 _OF_WHOLE_NUMBERS = frozenset({"where", "full", "full_like", "zeros_like", "ones_like"})
-"""What may have an integer dtype: a choice among constants, which becomes float32 where it meets x."""
+"""Operations that may have an integer dtype: choices among constants, which become float32 where they meet x."""
 _NUMBERS_OF_PYTHON = {"_local_scalar_dense": "numbers that Python reads from a tensor or a constant"}
 
 
 class UnknownFunctionError(ValueError):
-    """The function is computed by operations that kernels do not know. PyTorch can still run it."""
+    """The function uses operations that kernels do not know. PyTorch can still run it."""
 
 
 class NotPointwiseError(ValueError):
-    """The function is none of one element of each argument."""
+    """The function does not compute each element from one element of each argument."""
 
 
 def trace(function: Function, inputs: tuple[str, ...], constants: Sequence[float] = ()) -> Program:
-    """``y`` and the gradient of each input from ``dy``, by element: whoever knows the rows sums ``dr0``, ``db0``, ….
+    """Traces ``y`` and the gradient of each input, by element; the caller sums ``dr0``, ``db0``, … over rows.
 
-    Runs in a thread of its own, so under no mode of the caller: inference, another trace, a default device. The state
-    of the user's random numbers does not change.
+    Runs in its own thread, outside of the caller's modes: inference, another trace, a default device. The state of the
+    user's random numbers does not change.
 
     Args:
         function: takes a tensor for each input, all of the same shape, then the constants.
         inputs: their names in the program: ``x``, ``u`` of a gated function, then ``r0``, … for numbers of a row and
             ``b0``, … for those of a column.
-        constants: ``c0``, … of the program. Other numbers may take their place later.
+        constants: values of ``c0``, … of the program, which can be replaced later.
 
     Raises:
-        UnknownFunctionError: an operation that kernels do not know.
+        UnknownFunctionError: it uses an operation that kernels do not know.
         NotPointwiseError: an element depends on more than its own inputs.
     """
     return outside_of_modes(_trace, function, inputs, constants)
@@ -70,7 +70,7 @@ def check_pointwise(function: Function, inputs: tuple[str, ...], constants: Sequ
 
 
 def outside_of_modes(function: Callable[..., R], *arguments: Any) -> R:
-    """Calls a function in a thread of its own: under no mode of the caller, such as inference or another trace."""
+    """Calls a function in its own thread, outside of the caller's modes such as inference or another trace."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *arguments).result()
 
@@ -96,7 +96,7 @@ def _trace(function: Function, inputs: tuple[str, ...], constants: Sequence[floa
 
 
 def _try_out(function: Function, program: Program, inputs: tuple[str, ...], constants: tuple[float, ...]) -> None:
-    """Compares the program with the function on other numbers of another shape, where a row or column has one."""
+    """Compares the program with the function on other numbers and another shape; rows and columns share values."""
     leaves = _trial_inputs(inputs)
     y = _call(function, leaves, constants)
     dy = _random(_TRIAL, torch.Generator().manual_seed(2), requires_grad=False)
@@ -135,7 +135,7 @@ def _call(function: Function, leaves: Sequence[Tensor], constants: Sequence[Tens
 
 @contextmanager
 def _named_in_errors(function: Function, leaves: Sequence[Tensor], part: str = "") -> Iterator[None]:
-    """An error of the user's code says which function, or which part of it, raised it on which tensors."""
+    """Adds to an error of the user's code which function, or which part of it, raised it on which tensors."""
     try:
         yield
     except (NotPointwiseError, UnknownFunctionError):
@@ -148,7 +148,7 @@ def _named_in_errors(function: Function, leaves: Sequence[Tensor], part: str = "
 
 
 def gradients(function: Function, y: Tensor, leaves: Sequence[Tensor], dy: Tensor) -> Sequence[Tensor | None]:
-    """Those of a function's value by autograd; None of what it does not depend on."""
+    """The gradients of a function's value by autograd; None for leaves that it does not depend on."""
     if not y.requires_grad:
         return [None] * len(leaves)
     with _named_in_errors(function, leaves, "the backward of "):
@@ -171,7 +171,7 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 
 class _Tracer(TorchDispatchMode):
-    """Adds a line for each operation. A value belongs to memory, so that writing in place and views need nothing."""
+    """Adds a line for each operation. Values are keyed by memory, so in-place writes and views need no special care."""
 
     def __init__(self, function: Function, inputs: tuple[str, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -183,7 +183,7 @@ class _Tracer(TorchDispatchMode):
         return False  # else the first call imports torch._dynamo, which takes two seconds
 
     def value(self, argument: Any) -> Any:
-        """What an argument is in the program; itself if it is neither tensor nor number."""
+        """The program's value for an argument; the argument itself if it is neither tensor nor number."""
         if isinstance(argument, bool | int | float):
             return float(argument)
         if not isinstance(argument, Tensor):
@@ -192,7 +192,7 @@ class _Tracer(TorchDispatchMode):
             return self.values[storage_id(argument)]
         if argument.numel() != 1 or argument.requires_grad:
             raise NotPointwiseError(
-                f"{name_of(self._function)}: reads a tensor of shape {list(argument.shape)} that is none of its "
+                f"{name_of(self._function)}: reads a tensor of shape {list(argument.shape)} that is not one of its "
                 f"arguments{_line_of(self._function)}; make it an argument, or a number"
             )
         return float(argument)
@@ -241,12 +241,12 @@ class _Tracer(TorchDispatchMode):
 
 @cache
 def _decompositions() -> Any:
-    """PyTorch's, for what has no rule. Reading them takes a second."""
+    """PyTorch's decompositions, for functions without a rule. Loading them takes a second."""
     return core_decompositions()
 
 
 def name_of(function: Any) -> str:
-    """What errors call a function."""
+    """The name of a function in errors."""
     return str(getattr(function, "__name__", type(function).__name__))
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...fuser import ArgumentError, RefusedError
 from ...fuser.contract import tracing as trace
-from ...fuser.contract.config import active_config
 from ...fuser.replay import capture
 from .. import kernels
 from ..formats import operands
@@ -51,6 +50,7 @@ from ..kernels.doors.scaled_activation import scaled_gemm_activation
 from ..kernels.doors.transposition import transpose_bytes
 from ..kernels.problems.gemm import nbytes, stacked
 from ..values.activation_spec import ActivationSpec
+from ..values.switches import active_switches
 from . import values as quantized_values
 
 
@@ -106,7 +106,7 @@ def check_recipe(op: str, recipe: Any) -> None:
 
 def note_few_rows(tokens: TokenCopies, groups: int, device: torch.device) -> None:
     """Tells a trace where a weight is quantised for so few rows that 16 bits may be faster."""
-    if not trace.active() or device.type == "cpu" or active_config().same_weights:
+    if not trace.active() or device.type == "cpu" or active_switches().same_weights:
         return
     rows = tokens.number // groups
     if rows < ROWS_WORTH_A_WEIGHT:
@@ -118,7 +118,7 @@ def note_few_rows(tokens: TokenCopies, groups: int, device: torch.device) -> Non
 
 def in_force(of_op: Recipe | None) -> Recipe | None:
     """The recipe of an op that has this one of its own, or else of the configuration; None: nothing is quantised."""
-    recipe: Any = active_config().recipe if of_op is None else of_op
+    recipe: Any = active_switches().recipe if of_op is None else of_op
     return None if isinstance(recipe, NoRecipe) else recipe
 
 
@@ -129,14 +129,14 @@ def applied(linear: Any, dtype: torch.dtype) -> Recipe | None:
         RefusedError: there is one that is not followed, under ``config(strict=True)``.
     """
     of_op = linear.recipe
-    recipe: Any = active_config().recipe if of_op is None else of_op  # in_force, written out
+    recipe: Any = active_switches().recipe if of_op is None else of_op  # in_force, written out
     if recipe is None or type(recipe) is NoRecipe:
         return None
     why = dtype_refusal(recipe, dtype) or refusal(linear, recipe)
     if why is None:
         followed: Recipe = recipe
         return followed
-    if active_config().strict:
+    if active_switches().strict:
         raise RefusedError(f"strict: the linear is not quantised, because {why}")
     trace.note(f"not quantised: {why}")
     return None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...fuser.contract import tracing as trace
-from ...fuser.contract.config import active_config, changed
+from ...fuser.contract.config import changed
 from ...fuser.contract.torch_private import storage_id
 from ...fuser.replay import capture
 from ..formats.copies import AMAX, SCALES, TransposedWeight, WeightOperand
@@ -28,6 +28,7 @@ from ..formats.schemes import Copy, scheme_of
 from ..kernels import Matrices
 from ..kernels.doors.quantized import quantize_weight
 from ..kernels.problems.gemm import first
+from ..values.switches import active_switches
 from .gathered_weights import GatheredWeight
 from .linear import is_power_of_two, weight_operands
 
@@ -81,7 +82,7 @@ def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
     if isinstance(weight, GatheredWeight):
         return weight.operands(both)
     one = first(weight)
-    copies = _block.copies if active_config().same_weights else None
+    copies = _block.copies if active_switches().same_weights else None
     if copies is None or trace.active() or trace.has_no_data(one):
         return _quantized(recipe, weight, both)
     capture.refuse("copies of weights are kept between calls")

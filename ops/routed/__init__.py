@@ -1,1 +1,1 @@
-"""Rows of tokens to their experts, and back."""
+"""Rows from tokens to their experts, and back."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, TensorSpec
+from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, Promises, TensorSpec
 from ..kernels.doors import routing as permutation
 from ..kernels.doors.routing import Routing
 from ..values.checks import check_floats
@@ -55,9 +55,7 @@ class Dispatch(Op):
 
     extra_outputs = ("split_sizes", "scales", *ROUTING)
     output_to_caller = dict.fromkeys(extra_outputs, False)
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     class Saved(NamedTuple):
         routing: Routing
@@ -114,18 +112,17 @@ class Dispatch(Op):
 
 
 class Combine(Op):
-    """Rows of experts [T k, H] to tokens [T, H]: the sum of each token's rows, in float32 at least, rounded once.
+    """Combines rows of experts [T k, H] to tokens [T, H]: the sum of each token's rows, in at least float32, rounded
+    once.
 
     Each sum is in the order of the slots, so the same input gives the same bits. The permutation comes from the
     :class:`Dispatch` before it. It does not apply the routing weights; put ``Scale()`` in front of it for that.
 
     Raises:
-        ArgumentError: in a call, rows that are not those of the :class:`Dispatch`.
+        ArgumentError: in a call, the rows do not fit the :class:`Dispatch`.
     """
 
-    checks_values = False
-    values_checked_on_host = frozenset()
-    replayable = True
+    promises = Promises(replayable=True, values_checked=frozenset())
 
     class Saved(NamedTuple):
         routing: Routing
@@ -148,7 +145,7 @@ class Combine(Op):
 
 
 def check_choices(top_k_index: Any, top_k_weights: Any, x: TensorSpec) -> None:
-    """The experts of each token, and as many weights, apart from one another."""
+    """Checks the experts and weights of each token, except for their values."""
     _check_slots("top_k_index", top_k_index, x, "int32 or int64", (torch.int32, torch.int64).__contains__)
     _check_slots("top_k_weights", top_k_weights, x, "floating-point, of at least 16 bits", _is_weight)
 

@@ -40,13 +40,13 @@ def routed_experts(
     """``y[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``.
 
     An expert e is ``w_down[e] @ act(w_up[e] @ x + up_bias[e]) + down_bias[e]``. N is 2 F if the activation has a gate,
-    else F. No weight is copied, and all but the ids are differentiable: gradients flow into the tensors that were
-    given, parameters or not. The order of every sum is fixed, so that the same input gives the same bits.
+    else F. No weight is copied, and all but the ids are differentiable: gradients flow into the given tensors,
+    parameters or not. The order of every sum is fixed, so the same input gives the same bits.
 
     Args:
         x: [T, H], the tokens.
-        top_k_index: int32 or int64 [T, k], the experts of each token, k at least 1. An id below 0, or of E or more, is
-            of no expert and adds nothing. So a rank of expert parallelism may pass the ids of others.
+        top_k_index: int32 or int64 [T, k], the experts of each token, k at least 1. An id below 0, or of E or more,
+        belongs to no expert and adds nothing, so a rank of expert parallelism may pass ids of other ranks.
         top_k_weights: floating-point [T, k].
         w_up: [E, N, H], in the dtype of ``x`` unless autocast is on.
         w_down: [E, H, F].
@@ -54,14 +54,14 @@ def routed_experts(
         down_bias: [E, H].
         activation: ``"swiglu"``, ``"geglu"``, ``"geglu_tanh"``, ``"qgeglu"``, ``"reglu"``, ``"sreglu"``,
             ``"clamped_swiglu"``, a name that :class:`Activation` takes, or an op such as ``ClampedSwiGLU(limit=5.0)``.
-        layout: how the N rows of gate and up lie in ``w_up``: ``"concat"``, gate first, or :func:`interleaved`.
-        transposed: the weights are stored as [E, H, N] and [E, F, H], and are read there as they lie.
+        layout: the order of the N rows of gate and up in ``w_up``: ``"concat"``, gate first, or :func:`interleaved`.
+        transposed: the weights are stored as [E, H, N] and [E, F, H], and are read in that layout.
 
     Returns:
         [T, H], in the dtype of ``x``, or that of autocast.
 
     Raises:
-        ArgumentError: tensors that do not fit one another.
+        ArgumentError: the tensors do not fit one another.
         ValueError: an unknown activation or layout.
 
     >>> import torch, fusible
@@ -75,7 +75,7 @@ def routed_experts(
         return _traced(spec, transposed, x, top_k_index, top_k_weights, *experts)
     _check(x, experts, spec, transposed)
     key = _PoolKey.of(experts, spec, transposed)
-    if has_no_data(x):  # what is traced must not stay in a pool
+    if has_no_data(x):  # traced tensors must not stay in a pool
         return _Container(key).run(experts, x, top_k_index, top_k_weights)
     container = _pool.take(key)
     try:
@@ -94,7 +94,7 @@ class _Experts(NamedTuple):
 
 
 class _PoolKey(NamedTuple):
-    """What a container is built for."""
+    """The form of weights and activation that a container is built for."""
 
     up: torch.Size
     down: torch.Size
@@ -112,21 +112,21 @@ class _PoolKey(NamedTuple):
 class LentLinear(GroupedLinear):
     """A grouped linear on tensors that a call lends it. Between calls it has parameters without data."""
 
-    replayable = True
+    promises = GroupedLinear.promises
 
     def reset_parameters(self) -> None:
-        """Does nothing, as there are no data."""
+        """Does nothing, as there is no data."""
         self._forms = dict(self._parameters)
 
     def lend(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Puts the tensors in the place of the parameters. They need not be parameters themselves."""
+        """Puts tensors in the place of the parameters; they need not be ``nn.Parameter``."""
         parameters: dict[str, Any] = self._parameters
         parameters["weight"] = weight
         if bias is not None:
             parameters["bias"] = bias
 
     def let_go(self) -> None:
-        """Forgets the tensors. What a backward asks of parameters is their dtype, which stays."""
+        """Drops the tensors. The backward only asks parameters for their dtype, which stays."""
         self._parameters.update(self._forms)
 
 
@@ -148,7 +148,7 @@ class _Container:
         )
 
     def run(self, experts: _Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[T, H]; holds the tensors for as long as it runs."""
+        """Runs the layer; returns [T, H]. Holds the tensors only while it runs."""
         try:
             self.up.lend(experts.w_up, experts.up_bias)
             self.down.lend(experts.w_down, experts.down_bias)
@@ -168,21 +168,21 @@ def _linear(shape: torch.Size, bias: bool, key: _PoolKey) -> LentLinear:
 
 
 class _Pool:
-    """Containers that no call uses, by what they are built for."""
+    """Idle containers, by the form that they are built for."""
 
     def __init__(self, size: int) -> None:
         self._idle: dict[_PoolKey, list[_Container]] = {}
         self._size = size
 
     def take(self, key: _PoolKey) -> _Container:
-        """One that nobody else has until it is given back."""
+        """A container for exclusive use until it is given back."""
         try:
             return self._idle[key].pop()
         except LookupError:
             return _Container(key)
 
     def give_back(self, key: _PoolKey, container: _Container) -> None:
-        """Keeps it for the next call. Once there are too many forms, all that wait are dropped."""
+        """Keeps a container for the next call. If there are too many forms, all idle ones are dropped."""
         if len(self._idle) >= self._size and key not in self._idle:
             self._idle.clear()
         self._idle.setdefault(key, []).append(container)
@@ -192,7 +192,7 @@ _pool = _Pool(64)
 
 
 def _check(x: Tensor, experts: _Experts, spec: ActivationSpec, transposed: bool) -> None:
-    """What the ops know under other names. They check the rest."""
+    """Checks the arguments that the ops know by other names; the ops check the rest."""
     for name, tensor in (("x", x), *experts._asdict().items()):
         if not isinstance(tensor, Tensor) and (tensor is not None or name in ("x", "w_up", "w_down")):
             raise ArgumentError(f"routed_experts: {name} must be a tensor, got a {type(tensor).__name__}")
@@ -218,7 +218,7 @@ def _check_form(name: str, tensor: Tensor | None, shape: tuple[int, ...], up: Te
 
 
 def _traced(spec: ActivationSpec, transposed: bool, *tensors: Tensor | None) -> Tensor:
-    """What Dynamo traces: a part of the graph, with the switches of now."""
+    """The call under Dynamo: a node of the graph, with the current switches."""
     from ...fuser.dynamo.frontend import active_flags, constant_value
 
     _register_with_dynamo()
@@ -228,7 +228,7 @@ def _traced(spec: ActivationSpec, transposed: bool, *tensors: Tensor | None) -> 
 
 
 def _in_graph(spec: tuple[Any, ...], transposed: bool, flags: tuple[tuple[str, Any], ...], *tensors: Any) -> Tensor:
-    """:func:`routed_experts` on what graphs can hold; AOTAutograd traces through it, down to custom ops."""
+    """:func:`routed_experts` on values that graphs can store; AOTAutograd traces through it, down to custom ops."""
     x, top_k_index, top_k_weights, *weights = tensors
     experts, activation = _Experts(*weights), ActivationSpec(*spec)
     values = {name: frozenset(value) if isinstance(value, tuple) else value for name, value in flags}
@@ -240,5 +240,5 @@ def _in_graph(spec: tuple[Any, ...], transposed: bool, flags: tuple[tuple[str, A
 
 @constant
 def _register_with_dynamo() -> None:
-    """Tells Dynamo what to do with a call, at the first that it traces: its decorator imports the compiler."""
+    """Registers the call with Dynamo when it is first traced, as its decorator imports the compiler."""
     torch.compiler.allow_in_graph(_in_graph)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What an activation is, gated or not: a value that ops, patterns and kernels share. Defines no op and no kernel."""
+"""An activation as a value that ops, patterns and kernels share. Defines no op and no kernel."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Interleaved:
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """``act(gate) * (up + linear_offset)`` if gated, ``act(x)`` if not; or a function that a user has written.
+    """``act(gate) * (up + linear_offset)`` if gated, ``act(x)`` if not; or a user's function.
 
     Attributes:
-        name: one of :data:`ACTIVATIONS`; of a user's function what it is called.
+        name: one of :data:`ACTIVATIONS`; or the name of a user's function.
         gated: whether the input is a gate and an up half.
         limit: gate is clamped to at most this, up to within plus and minus this; None for no limit.
         alpha: the slope inside silu: ``g * sigmoid(alpha * g)``.
         linear_offset: added to up.
-        block: columns of gate before as many of up; None for one block each ("concat").
+        block: the block size in which columns of gate and up alternate; None for one block each ("concat").
         program: the user's function of gate, up and the scale of the row (``r0``); None for a name of
             :data:`ACTIVATIONS`, whose value is multiplied by the scale.
 
@@ -58,28 +58,28 @@ class ActivationSpec:
             raise ValueError(f"block must be at least 1 or None; got {self.block}")
 
     def out_features(self, in_features: int) -> int:
-        """Columns of the output."""
+        """The number of output columns."""
         return in_features // 2 if self.gated else in_features
 
     @property
     def curve(self) -> Curve:
-        """Of a name of :data:`ACTIVATIONS`."""
+        """The curve of a name of :data:`ACTIVATIONS`."""
         return Curve.of(self.name, self.alpha)
 
     @property
     def function(self) -> Program:
-        """What is computed, gradients included, of gate, up and the scale of the row: of every activation."""
+        """The program of the activation, gradients included, in gate, up and the scale of the row."""
         return self.program or program_of(self.curve, self.gated, self.limit, self.linear_offset)
 
     @property
     def is_linear_in_scale(self) -> bool:
-        """Whether the value is the scale of the row times what does not depend on it."""
+        """Whether the value is linear in the scale of the row."""
         return self.program is None or is_linear_in_scale(self.program)
 
 
 @lru_cache(maxsize=1024)
 def spec_of_program(program: Program, block: int | None) -> ActivationSpec:
-    """The activation that computes a program, and its value times the scale where it has no number of the row."""
+    """The activation of a program; a program without a number of the row is multiplied by the scale."""
     with_scale = program if program.rows else scaled(program)
     gated = len(program.arguments) == 2
     return ActivationSpec(with_scale.name, gated=gated, block=block, program=with_scale)
@@ -89,7 +89,7 @@ def activation(name: str) -> ActivationSpec:
     """The ungated activation of that name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the name is unknown.
     """
     return ActivationSpec(name)
 
@@ -97,11 +97,11 @@ def activation(name: str) -> ActivationSpec:
 def gated(
     name: str, limit: float | None, alpha: float, linear_offset: float, layout: str | Interleaved
 ) -> ActivationSpec:
-    """The GLU with that activation on its gate.
+    """The spec of a GLU with this activation on its gate.
 
     Raises:
-        ValueError: an unknown activation or layout, a limit that is not positive, an alpha of 0 or without a silu, what
-            is no finite number.
+        ValueError: an unknown activation or layout, a limit that is not positive, an alpha of 0 or without silu, or a
+        number that is not finite.
     """
     limit = limit if limit is None else _number("limit", limit)
     alpha, linear_offset = _number("alpha", alpha), _number("linear_offset", linear_offset)

@@ -1,10 +1,8 @@
-"""Checks of arguments, shared by ops: what was expected, what came, and the fix."""
+"""Argument checks that ops share; errors say what was expected, what came, and the fix."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import prod
 from numbers import Real
 from typing import Any, SupportsIndex
 
@@ -22,7 +20,7 @@ _TEXT = (str, bytes, bytearray)  # sequences, the last two of ints
 
 
 def check_sizes(op: str, dtype: torch.dtype | None, **sizes: Any) -> None:
-    """What an op is built with: sizes from 1 on, and a dtype that its parameters can be of; None is the default."""
+    """Checks arguments of a constructor: sizes from 1 on, and a floating-point dtype of at least 16 bits or None."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, SupportsIndex):
             raise ArgumentError(f"{op}: {name} must be an int, got {size!r}")
@@ -34,16 +32,16 @@ def check_sizes(op: str, dtype: torch.dtype | None, **sizes: Any) -> None:
 
 
 def check_numbers(op: str, **numbers: Any) -> None:
-    """Factors that an op is built with."""
+    """Checks factors in a constructor: finite numbers."""
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, Real):
             raise ArgumentError(f"{op}: {name} must be a number, got {number!r}")
 
 
 def check_split_sizes(split_sizes: Any, groups: int, x: TensorSpec | None) -> None:
-    """int32 or int64 [groups], on the device of ``x`` or on the host; values are checked where that costs no sync.
+    """Checks sizes: int32 or int64 [groups], on the device of ``x`` or the host; values only if that needs no sync.
 
-    Without an ``x``, which decides how many rows there are, all but that is checked.
+    Without ``x``, the number of rows is not checked.
     """
     if isinstance(split_sizes, Tensor):
         _check_split_tensor(split_sizes, groups, x)
@@ -59,24 +57,8 @@ def check_split_sizes(split_sizes: Any, groups: int, x: TensorSpec | None) -> No
         )
 
 
-@dataclass(frozen=True)
-class SplitSizesFit:
-    """What :func:`check_split_sizes` asks of the values of a tensor on the host."""
-
-    rows: int
-
-    def __call__(self, split_sizes: Tensor) -> bool:
-        sizes = split_sizes.tolist()
-        return sum(sizes) <= self.rows and (not sizes or min(sizes) >= 0)
-
-    @classmethod
-    def of(cls, x: TensorSpec) -> SplitSizesFit:
-        """Of the rows of ``x``."""
-        return cls(prod(x.shape[:-1]))
-
-
 def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """A tensor of the caller to write into: exactly the shape, dtype and device, contiguous, without grad."""
+    """Checks a buffer of the caller: exact shape, dtype and device, contiguous, without grad."""
     _check_is_tensor(name, buffer)
     if tuple(buffer.shape) != shape:
         raise ArgumentError(f"{name}: expected shape {list(shape)}, got {list(buffer.shape)}")
@@ -88,7 +70,7 @@ def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dt
 
 
 def check_buffer_columns(name: str, buffer: Any, columns: int) -> None:
-    """:func:`check_buffer` where the rows, the dtype and the device are not known yet."""
+    """:func:`check_buffer` while rows, dtype and device are still unknown."""
     _check_is_tensor(name, buffer)
     if not buffer.dim() or buffer.shape[-1] != columns:
         raise ArgumentError(f"{name}: expected {columns} columns, got shape {list(buffer.shape)}")
@@ -105,19 +87,19 @@ def _check_is_tensor(name: str, buffer: Any) -> None:
 
 
 def _check_is_writable(name: str, buffer: Tensor) -> None:
-    """By a kernel, which knows no strides, no autograd and no inference mode."""
+    """Checks that a kernel may write the buffer: contiguous, without autograd, not made in inference mode."""
     if not buffer.is_contiguous():
         raise ArgumentError(f"{name}: expected a contiguous buffer, got strides {list(buffer.stride())}")
     if buffer.requires_grad:
         raise ArgumentError(f"{name}: requires grad; give buffer.detach(), which is the same memory")
     if not is_free_to_write(buffer):
         raise ArgumentError(
-            f"{name}: was made under torch.inference_mode(), outside of which nothing may write it; give buffer.clone()"
+            f"{name}: was made under torch.inference_mode(), and cannot be written outside of it; give buffer.clone()"
         )
 
 
 def check_rows(name: str, column: Any, x: TensorSpec | None) -> None:
-    """A floating-point number, of more than 8 bits, for every row of ``x``, as far as that is known."""
+    """Checks for a floating-point number of at least 16 bits for every row of ``x``, as far as its shape is known."""
     is_tensor = isinstance(column, Tensor)
     if is_tensor and not is_dense(column):
         raise not_dense(name, layout_of(column))
@@ -133,14 +115,14 @@ def check_rows(name: str, column: Any, x: TensorSpec | None) -> None:
 
 
 def check_halves(x: TensorSpec, block: int | None) -> None:
-    """The columns of ``x`` are as many of gate as of up, in blocks of so many if they alternate."""
+    """Checks that the columns of ``x`` are half gate and half up, in blocks of ``block`` if they alternate."""
     if x.shape[-1] % (2 * (block or 1)):
         form = f" blocks of {block} columns" if block else " halves"
         raise ArgumentError(f"x: expected gate and up{form} in the last dimension, got shape {list(x.shape)}")
 
 
 def check_floats(x: TensorSpec) -> None:
-    """``x`` holds rows of floating-point numbers; what is rounded to whole ones would go unseen."""
+    """Checks that ``x`` holds rows of floating-point numbers; silent rounding to integers must not happen."""
     if not x.dtype.is_floating_point:
         raise ArgumentError(f"x: expected a floating-point tensor, got {x.dtype}")
     if x.dtype.itemsize == 1:
@@ -150,7 +132,7 @@ def check_floats(x: TensorSpec) -> None:
 
 
 def check_features(x: TensorSpec, features: int) -> None:
-    """``x`` has that many columns."""
+    """Checks that ``x`` has that many columns."""
     if not x.shape or x.shape[-1] != features:
         raise ArgumentError(f"x: expected {features} features in the last dimension, got shape {list(x.shape)}")
 
@@ -158,11 +140,11 @@ def check_features(x: TensorSpec, features: int) -> None:
 def check_parameter(
     name: str, parameter: Tensor, shape: tuple[int, ...], device: torch.device | None, is_quantized: bool = False
 ) -> None:
-    """Of a parameter, which anybody may have replaced: all that makes its address safe to read.
+    """Checks everything that makes a parameter's address safe to read, as a user may have replaced it.
 
-    ``device`` is that of ``x``; None where that is not known yet. One that ``is_quantized`` has elements of 8 bits.
+    ``device`` is that of ``x``, or None while unknown. A parameter that ``is_quantized`` has 8-bit elements.
 
-    It runs at every call on a host, so it reads attributes and calls nothing.
+    It runs on the host at every call, so it reads attributes and calls nothing.
     """
     if type(parameter) is not nn.Parameter:  # as most are
         check_parameter_stores_values(name, parameter)
@@ -193,7 +175,7 @@ def check_parameter(
 def check_matrix_input(
     x: TensorSpec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None, *, dims: int = 2
 ) -> torch.dtype:
-    """``x`` fits the weight and has at least ``dims`` dimensions; returns the dtype in which they are multiplied."""
+    """Checks that ``x`` fits the weight and has at least ``dims`` dimensions; returns the dtype of the product."""
     if len(x.shape) < dims == 2:
         raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
     check_features(x, features)
@@ -214,7 +196,7 @@ def check_matrix_input(
 def check_quantized_input(
     x: TensorSpec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """As :func:`check_matrix_input`, of a weight that is quantised, by which rows of 16 bits are multiplied."""
+    """:func:`check_matrix_input` for a quantised weight, which is multiplied with 16-bit rows."""
     if len(x.shape) < 2:
         raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
     check_features(x, features)
@@ -227,24 +209,24 @@ def check_quantized_input(
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether it has one address for all its values: it is neither sparse nor nested, nor in a library's own format."""
+    """Whether all values have one address: the tensor is not sparse, nested or in a library's own format."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_free_to_read(tensor: Tensor) -> bool:
-    """Whether its values can be checked: they lie on the host, or ``config(debug=True)`` allows to wait for them."""
+    """Whether values can be checked: they are on the host, or ``config(debug=True)`` allows to wait for them."""
     if tensor.is_meta or has_no_data(tensor):
         return False
     return tensor.device.type == "cpu" or active_config().debug
 
 
 def is_free_to_write(tensor: Tensor) -> bool:
-    """Whether it may be written here: what was made under ``torch.inference_mode()`` may be written there alone."""
+    """Whether the tensor may be written here; a tensor made in inference mode may only be written there."""
     return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
 
 def is_narrow_float(dtype: torch.dtype) -> bool:
-    """Whether it has 8 bits, which only quantised products read: torch itself does not add such numbers."""
+    """Whether elements have 8 bits, which only quantised products read; torch itself cannot add them."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
@@ -260,7 +242,7 @@ def _are_ints(sizes: Sequence[Any]) -> bool:
 
 
 def _listed(sizes: Any) -> str:
-    """What came, and of a list the first element that is no int."""
+    """Describes the argument that came, and the first element of a list that is not an int."""
     if not isinstance(sizes, Sequence) or type(sizes) in _TEXT:
         return _kind(sizes) + ("; give torch.as_tensor(sizes)" if hasattr(sizes, "__array__") else "")
     wrong = next(type(size) for size in sizes if type(size) is not int)

@@ -1,4 +1,4 @@
-"""E matrices in one tensor, of one shape or ragged in rows, in columns, or in both."""
+"""E matrices in one tensor, of one shape or ragged in rows, columns or both."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class GroupedTensor:
 
     @property
     def num_groups(self) -> int:
-        """E."""
+        """The number of groups, E."""
         dims = self.first_dims if self.first_dims is not None else self.last_dims
         return int(self.data.shape[0] if dims is None else dims.shape[0])
 
@@ -83,32 +83,32 @@ class GroupedTensor:
 
     @property
     def rows(self) -> Tensor | int:
-        """Rows of each group, [E], or of all."""
+        """Rows of each group [E], or the common number."""
         if self.first_dims is not None:
             return self.first_dims
         return int(self.data.shape[1]) if self.last_dims is None else self._rows or 0
 
     @property
     def columns(self) -> Tensor | int:
-        """Columns of each group, [E], or of all."""
+        """Columns of each group [E], or the common number."""
         return int(self.data.shape[-1]) if self.last_dims is None else self.last_dims
 
     @property
     def offsets(self) -> Tensor:
-        """int64 [E + 1], on the device: the element at which each group starts, and the end of the last."""
+        """int64 [E + 1] on the device: the first element of each group, and the end of the last."""
         rows = torch.as_tensor(self.rows, device=self.device, dtype=torch.int64)
         sizes = (rows * self.columns).expand(self.num_groups)
         return torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
 
     def shapes(self) -> list[tuple[int, int]]:
-        """The shape of every group, on the host: waits for the device where the dims are there."""
+        """The shape of every group, on the host; waits for the device if the dims are there."""
         rows, columns = (
             d.tolist() if isinstance(d, Tensor) else [d] * self.num_groups for d in (self.rows, self.columns)
         )
         return list(zip(rows, columns, strict=True))
 
     def split(self) -> list[Tensor]:
-        """The matrices, as views. Waits for the device where the dims are there."""
+        """The matrices, as views. Waits for the device if the dims are there."""
         flat, start, parts = self.data.reshape(-1), 0, []
         for rows, columns in self.shapes():
             parts.append(flat[start : start + rows * columns].view(rows, columns))
@@ -152,7 +152,7 @@ def _check(data: Tensor, first_dims: Tensor | None, last_dims: Tensor | None, ro
 
 
 def _check_values(data: Tensor, first_dims: Tensor | None, last_dims: Tensor | None, rows: int | None) -> None:
-    """The groups fit into the data; checked where that costs no sync."""
+    """Checks that the groups fit into the data, if that needs no synchronisation."""
     named = {"first_dims": first_dims, "last_dims": last_dims}
     ragged = {name: sizes for name, sizes in named.items() if sizes is not None}
     if not ragged or not all(is_free_to_read(sizes) for sizes in ragged.values()):

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
         Op,
         OpGraph,
         Pattern,
+        Promises,
         RefusedError,
         Sequential,
         TensorSpec,
-        config,
         explain,
         optional,
         register_fusion,
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
         GroupedMLP,
         GroupedTensor,
         Identity,
+        IdentityExperts,
         Linear,
         MakeExtraOutput,
         NoRecipe,
@@ -76,13 +77,29 @@ if TYPE_CHECKING:
         SReGLU,
         SwiGLU,
         check_device_errors,
+        config,
         gather_quantized,
         grouped_gemm,
         interleaved,
         quantize_,
         same_weights,
     )
-    from .ops.layers import MoE, MoEOutput, Router, Routes
+    from .ops.layers import (
+        GlobalLoss,
+        Groups,
+        MoE,
+        MoEOutput,
+        QuantileBias,
+        Record,
+        Router,
+        Routes,
+        SequenceLoss,
+        SignBias,
+        SwitchLoss,
+        ZLoss,
+        record_routes,
+        update_biases,
+    )
 
 __version__ = "0.1.0"
 
@@ -113,6 +130,7 @@ __all__ = [
     "Float8Tensor",
     "FusedOp",
     "GLUScale",
+    "GlobalLoss",
     "Grads",
     "GroupedLinear",
     "GroupedLinearChain",
@@ -121,7 +139,9 @@ __all__ = [
     "GroupedLoRA",
     "GroupedMLP",
     "GroupedTensor",
+    "Groups",
     "Identity",
+    "IdentityExperts",
     "Keyword",
     "Linear",
     "MakeExtraOutput",
@@ -135,8 +155,11 @@ __all__ = [
     "Pattern",
     "Pointwise",
     "PointwiseChain",
+    "Promises",
+    "QuantileBias",
     "QuantizedGroupedTensor",
     "ReGLU",
+    "Record",
     "RefusedError",
     "RoutedLoRA",
     "RoutedMLP",
@@ -147,9 +170,13 @@ __all__ = [
     "ScaledActivation",
     "ScaledClampedSwiGLU",
     "ScaledSwiGLU",
+    "SequenceLoss",
     "Sequential",
+    "SignBias",
     "SwiGLU",
+    "SwitchLoss",
     "TensorSpec",
+    "ZLoss",
     "__version__",
     "check_device_errors",
     "config",
@@ -162,25 +189,27 @@ __all__ = [
     "interleaved",
     "optional",
     "quantize_",
+    "record_routes",
     "register_fusion",
     "same_weights",
     "testing",
     "unregister",
+    "update_biases",
 ]
 
 _PACKAGES = ("fuser", "ops", "ops.layers")  # where the other names are
 _MODULES = frozenset(("ep", "functional", "fuser", "jax", "ops", "testing"))
-after_import(f"{__name__}.fuser", f"{__name__}.ops")  # whoever has the compiler has the fusions
+after_import(f"{__name__}.fuser", f"{__name__}.ops")  # importing the compiler brings the fusions
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for, so that ``import fusible.jax`` imports no torch."""
+    """Imports a public name on first access, so ``import fusible.jax`` does not import torch."""
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     packages = [import_module(f"{__name__}.{package}") for package in _PACKAGES]
-    value = next(vars(package)[name] for package in packages if name in vars(package))
+    value = next(vars(package)[name] for package in packages if name in package.__all__)
     return globals().setdefault(name, value)
 
 

@@ -13,13 +13,15 @@ from .examples import moe_lm
 
 
 def bench(argv: Sequence[str]) -> None:
-    """Times what the first argument says: experts in PyTorch (``mlp``, the default) or jax, products, whole blocks."""
+    """Times the benchmark that the first argument names: experts in PyTorch (``mlp``, the default) or jax, products,
+    whole blocks.
+    """
     named = bool(argv) and not argv[0].startswith("-")
     parser = argparse.ArgumentParser(prog="fusible bench", description=bench.__doc__)
     parser.add_argument("benchmark", choices=BENCHMARKS)
     which = parser.parse_args(argv[:1]).benchmark if named else "mlp"
     if not named and {"-h", "--help"} & {*argv}:
-        print(f"benchmarks: {', '.join(BENCHMARKS)}; each has its --help, this is that of {which}\n")
+        print(f"benchmarks: {', '.join(BENCHMARKS)}; each has its own --help; the one of {which} follows\n")
     BENCHMARKS[which](argv[named:])
 
 
@@ -45,7 +47,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the command that the first argument names; without one, says which there are."""
+    """Runs the command that the first argument names; without one, lists the commands."""
     parser = argparse.ArgumentParser(prog="fusible", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.epilog = "\n".join(f"{name:10}{text}" for name, (_, text) in COMMANDS.items())
     parser.add_argument("--version", action="version", version=f"fusible {__version__}")

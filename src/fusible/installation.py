@@ -1,4 +1,4 @@
-"""What is installed here: where the package was imported from, and whether it has CUDA kernels, or why not."""
+"""The installation: where the package was imported from, and whether it has CUDA kernels, or why not."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def left_out_reason(folder: Path = FOLDER) -> str:
 
 
 def missing_kernels(folder: Path = FOLDER) -> str | None:
-    """Why the package in this folder has no kernels; None: it has them, and they load."""
+    """The reason why the package in this folder has no working kernels, or None."""
     if find_spec("fusible.ops._C") is None:
         return f"not built ({left_out_reason(folder)})"
     try:

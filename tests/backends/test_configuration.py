@@ -1,4 +1,4 @@
-"""What is chosen for a kernel, as ``explain`` says it and as the emulated extension answers."""
+"""The configuration of a kernel, as ``explain`` shows it and as the emulated extension reports it."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_sums_of_16_bits_are_rounded_once(variant: int) -> None:
 
 
 def test_backward_whose_product_is_a_kernel_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of deep products of short groups, against float64; the gradients of the scales of a tail are zero."""
+    """Deep products of short groups against float64; the gradients of the scales of a tail are zero."""
     rows, depth, hidden, tail = (170, 0, 330), 4096, 24, 3
     generator, tokens = torch.Generator().manual_seed(0), sum(rows)
     dy, weight, preact = (
@@ -234,7 +234,7 @@ def test_nothing(layout: Layout, tail: int) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_order_of_threads(emulation: harness.Emulation, layout: Layout, seed: int) -> None:
-    """What a thread does must not depend on who runs before it."""
+    """The result of a thread must not depend on the order in which threads run."""
     with emulation.shuffled(seed):
         for variant in VARIANTS[layout]:
             check(layout, n=392, bias=torch.float32, variant=variant)

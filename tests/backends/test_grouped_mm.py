@@ -55,7 +55,7 @@ def copied(out):
 
 
 def both(p):
-    """What the two backends write into the same memory."""
+    """The results that the two backends write into the same memory."""
     before, results = copied(p.out), []
     for backend in (grouped_mm, loop):
         for target, start in zip(p.out, before, strict=True):

@@ -34,7 +34,7 @@ def problem(layout="NT", dtype=torch.float32, sizes=(15, 0, 20), **options):
 
 
 def by_both(p, *others):
-    """What each backend makes of ``out`` and the others, without the tail of rows."""
+    """The results of each backend in ``out`` and the others, without the tail of rows."""
     end, results = loop.group_sizes(p.split_sizes, p.rows), []
     for backend in (grouped_mm_cpu, loop):
         assert backend.refusal(p) is None

@@ -107,6 +107,22 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "pointwise with a constant": (OPS.pointwise, (WIDE, "in x c0 dy\nt0 = minimum x c0\ny = t0", *[None] * 4, [0.5])),
     "row dots": (OPS.row_dots, (WIDE, [BIAS], SIZES, torch.float32)),
+    "choose experts": (
+        OPS.choose_experts,
+        (X, 2, "sigmoid", True, 1.5, 4, 2, 2, True, BIAS[0, :8], torch.arange(ROWS) > 2, None),
+    ),
+    "choose given experts": (
+        OPS.choose_experts,
+        (HALF, 2, "softmax", False, 1.0, 1, 1, 1, False, None, None, IDS.repeat(2, 1)),
+    ),
+    "choose experts backward": (
+        OPS.choose_experts_backward,
+        (X, 2, "sqrtsoftplus", True, 1.5, 1, 1, 1, True, IDS.repeat(2, 1), WIDE[:, :2], BIAS[0, :8], SCALES[:1]),
+    ),
+    "choose experts backward, of weights alone": (
+        OPS.choose_experts_backward,
+        (HALF, 2, "softmax", False, 1.5, 1, 1, 1, False, IDS.repeat(2, 1), WIDE[:, :2], None, None),
+    ),
     "route": (OPS.route, (IDS, 3)),
     "spread rows": (OPS.spread_rows, (X[:6], PLACE, COUNTS)),
     "sum rows": (OPS.sum_rows, (X, PLACE, COUNTS)),
@@ -187,7 +203,7 @@ WITHOUT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dis
 
 
 def is_narrow(value: Any) -> bool:
-    """Of 8 bits, which torch does not compare: whether an op changes such an argument, opcheck cannot say."""
+    """Whether values have 8 bits, which torch does not compare: opcheck cannot tell whether an op changes them."""
     return isinstance(value, Tensor) and value.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu)
 
 
@@ -223,6 +239,7 @@ ALPHA, BETA = "float? alpha, Tensor? alphas", "float? beta, Tensor? betas"
 SECOND = "Tensor? second_a=None, Tensor? second_b=None"
 EPILOGUE = f"Tensor[]? bias, Tensor? bias_scale, Tensor? row_scale, str switches, {SECOND}"
 ACTIVATION = "str name, bool gated, float? limit, float alpha, float linear_offset, int? block, str? program"
+RULE = "int top_k, str scores, bool normalize, float scale, int groups, int keep, int best, bool tallied"
 SCHEMAS = {  # exported programs name the arguments
     "grouped_gemm": f"({GEMM}, ScalarType? out_dtype, {ALPHA}, {EPILOGUE}) -> Tensor",
     "grouped_gemm_out": f"({GEMM}, Tensor(a!)[] out, {ALPHA}, {BETA}, {EPILOGUE}) -> ()",
@@ -231,6 +248,10 @@ SCHEMAS = {  # exported programs name the arguments
     f"Tensor? vectors=None, {SECOND}, Tensor? matrices=None) -> (Tensor, Tensor)",
     "activate": f"(Tensor pre, {ACTIVATION}, Tensor? scales, Tensor? vectors=None, Tensor? split_sizes=None) -> Tensor",
     "row_dots": "(Tensor tokens, Tensor[] vectors, Tensor split_sizes, ScalarType dtype) -> Tensor",
+    "choose_experts": f"(Tensor logits, {RULE}, Tensor? bias, Tensor? valid, Tensor? fixed_ids) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "choose_experts_backward": f"(Tensor logits, {RULE}, Tensor ids, Tensor? d_weights, Tensor? d_sums, "
+    "Tensor? d_squares) -> Tensor",
     "route": "(Tensor top_k_index, int num_experts) -> (Tensor, Tensor, Tensor)",
     "spread_rows": "(Tensor x, Tensor place, Tensor counts) -> Tensor",
     "sum_rows": "(Tensor rows, Tensor place, Tensor counts) -> Tensor",

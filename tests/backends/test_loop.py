@@ -1,4 +1,4 @@
-"""What the loop over groups, and the door on its behalf, leave out: it would change no result, and costs time."""
+"""Work that the loop over groups, and the door on its behalf, skip: it would cost time and change no result."""
 
 from __future__ import annotations
 

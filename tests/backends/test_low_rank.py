@@ -104,7 +104,7 @@ def test_refusals(options: dict[str, object], why: str) -> None:
 
 @pytest.fixture
 def kinds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Those of the passes that one kernel has made, which makes all that there are."""
+    """The kinds of passes that one kernel has made; it makes all there are."""
     made: list[str] = []
     run = kernel.run
     monkeypatch.setattr(passes, "PASSES", passes.ALL_PASSES)

@@ -52,7 +52,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def form_of(op: Act, backward: bool, scales: bool = True) -> epilogue.EpilogueForm:
-    """Of hidden rows of 512 columns in bf16, as a fused layer asks for it."""
+    """The form for hidden rows of 512 columns in bf16, as in a fused layer."""
     assert op.link is not None
     spec = op.link.forward_spec
     assert spec is not None
@@ -85,7 +85,7 @@ FUNCTIONS = {
 
 
 def quantising_forms(op: Act, scales: bool) -> list[quantized.QuantizingForm]:
-    """Of hidden rows of 512 columns in bf16: as the epilogue of a product of e4m3, and over rows in both directions."""
+    """The forms for hidden rows of 512 columns in bf16: as the epilogue of an e4m3 product, and over rows both ways."""
     spec, vectors = op.spec, vectors_of(op) or ()
     assert spec is not None
     assert spec.program is not None
@@ -118,7 +118,7 @@ class Compilation(NamedTuple):
 
 @pytest.fixture
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Compilation]:
-    """What is compiled from now on; nothing is loaded."""
+    """The compilations from now on; nothing is loaded."""
     noted, compile_source = list[Compilation](), Nvrtc.compile
 
     def note(self: Nvrtc, source: str, *rest: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""What is asked of hundreds of tensors at once: the extension says what each tensor says by itself."""
+"""Queries on hundreds of tensors at once: the extension agrees with each tensor."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fusible import GroupedLinear
 from fusible.fuser.contract import torch_private
 from fusible.ops.kernels import tensor_lists
+from fusible.ops.parameters.group import ExpertGroup
 
 NAMES = ("weight0", "weight1", "weight2")
 
@@ -136,42 +137,19 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.usefixtures("asked")
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("change", CHANGES)
-def test_guards_see_every_change_of_form(change: str, place: int) -> None:
+def test_a_group_sees_every_change_of_form(change: str, place: int) -> None:
     tensors = tuple([nn.Parameter(part) for part in torch.randn(3, 4, 4)])
-    guards = tensor_lists.form_guards(tensors)
-    assert guards(*tensors)
+    form = ExpertGroup(tensors)._form()
     with torch.no_grad():
         tensors[place].add_(1)
-    assert guards(*tensors)  # values are no form
+    assert form.matches(*tensors)  # values are no form
 
     with torch.no_grad():
         CHANGES[change](tensors[place])
 
-    assert not guards(*tensors)
-
-
-@pytest.mark.usefixtures("asked")
-def test_guards_of_tensors_that_are_not_alike() -> None:
-    tensors = torch.ones(2, 3), torch.ones(3, 2), nn.Parameter(torch.ones(2, 3))
-    guards = tensor_lists.form_guards(tensors)
-
-    assert guards(*tensors)
-    assert not guards(tensors[0], tensors[0].clone(), tensors[2])
-
-
-@pytest.mark.usefixtures("asked")
-def test_guards_see_what_counts_for_all_tensors() -> None:
-    tensors = tuple(torch.randn(3, 4, 4))
-    guards = tensor_lists.form_guards(tensors)
-
-    with torch.inference_mode():
-        assert not guards(*tensors)
-    with torch.autocast("cpu"):
-        assert not guards(*tensors)
-    assert guards(*tensors)
+    assert not form.matches(*tensors)
 
 
 @pytest.mark.usefixtures("asked")

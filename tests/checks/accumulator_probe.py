@@ -1,4 +1,4 @@
-"""What the tensor cores make of an accumulator and a few products of e4m3: which bits they keep."""
+"""The bits that tensor cores keep of an accumulator and a few products of e4m3."""
 
 from __future__ import annotations
 

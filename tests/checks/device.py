@@ -1,4 +1,4 @@
-"""What differs between a GPU and the CPU that emulates it."""
+"""The differences between a GPU and the CPU that emulates it."""
 
 from __future__ import annotations
 

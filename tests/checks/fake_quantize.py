@@ -152,7 +152,7 @@ def check_gathered_rows(device: str, format: PackedFormat, tokens: int, top_k: i
 
 
 def check_every_amax(device: str, format: PackedFormat, dtype: torch.dtype, part: slice) -> None:
-    """Of blocks under MXFP8, and of groups of one row under NVFP4."""
+    """Checks every amax: of blocks under MXFP8, and of groups of one row under NVFP4."""
     x = every_amax(dtype)[part, : 32 if format is PackedFormat.MXFP8 else 16].contiguous()
     sizes = [x.shape[0]] if format is PackedFormat.MXFP8 else [1] * x.shape[0]
     check_rows(device, format, sizes, x.shape[1], dtype, x=x, want="rows", tail=0, finite=False)

@@ -78,7 +78,7 @@ class Case:
 
     @property
     def operands(self) -> list[tuple[int, int, torch.dtype]]:
-        """What the function reads of columns: for how many groups, how many numbers, and in which type."""
+        """The column operands of the function: number of groups, number of columns, dtype."""
         operands = {} if self.spec.program is None else self.spec.program.column_operands
         return [
             (len(self.sizes) if name[0] == "b" else 1, len(inputs) * self.columns, (self.vectors, self.dtype)[i % 2])
@@ -183,14 +183,14 @@ class Tensors:
 
     @property
     def exact(self) -> ActivationKernels:
-        """What gives the truth in float64, of the valid rows."""
+        """The kernels that give the truth in float64, for the valid rows."""
         if self.case.function is None:
             return pointwise
         elements = [matrix[: self.valid].double() for matrix in self.matrices or ()]
         return ByAutograd(self.case.function, [self.of_rows(vector) for vector in self.vectors or ()] + elements)
 
     def of_rows(self, vector: Tensor) -> Tensor:
-        """What each valid row reads of it, in float64."""
+        """The value of a vector for each valid row, in float64."""
         if vector.shape[0] == 1:
             return vector.double().expand(self.valid, -1)
         return vector.double().repeat_interleave(self.sizes, dim=0, output_size=self.valid)

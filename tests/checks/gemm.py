@@ -125,12 +125,12 @@ class Problem:
         return betas
 
     def beta_of_groups(self) -> torch.Tensor:
-        """What stands in the result counts this much: [E]."""
+        """The factor of the old result for each group, [E]."""
         number = self.case.beta if isinstance(self.case.beta, float) else 1.0
         return torch.full((len(self.case.sizes),), number, device=self.device) if self.betas is None else self.betas
 
     def result(self) -> torch.Tensor:
-        """What was written; where the matrices are separate, put together."""
+        """The written result; separate matrices are stacked."""
         return torch.stack(self.given_out) if isinstance(self.given_out, list) else self.given_out
 
     @property

@@ -127,10 +127,10 @@ def check_experts(model: Sequential, device: str, sizes: tuple[int, ...], featur
 def check_chains(
     device: str, sizes: tuple[int, ...], k: int, n: int, repeats: int, captured: Callable[[Any], Any] = lambda run: run
 ) -> None:
-    """What comes behind the last of the products reads what the first two write, and nothing else waits for them.
+    """Work after the last product reads the results of the first two, and nothing else waits for them.
 
     Args:
-        captured: gives what stands for calls of a function, such as the replay of a graph.
+        captured: returns a replacement for calls of a function, such as the replay of a graph.
     """
     backward = Backward(device, sizes, k, n, dtype=torch.bfloat16)
 

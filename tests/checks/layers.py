@@ -12,7 +12,7 @@ from .moe import Layer, step_names
 
 
 def of_function(layer: Layer) -> list[Tensor]:
-    """What the function gives on the parameters of a layer: the output and all gradients."""
+    """The output and all gradients of the function on the parameters of a layer."""
     fc1, act, fc2, problem = *layer.model[1:4], layer.problem
     biases = {"up_bias": fc1.bias, "down_bias": fc2.bias} if fc1.has_bias else {}
     tokens = problem.x, problem.ids, problem.weights
@@ -21,7 +21,7 @@ def of_function(layer: Layer) -> list[Tensor]:
 
 
 def check_function_gives_the_bits_of_the_layer(device: str, name: str) -> None:
-    """Of two layers in turns, whose weights one container is lent, also where calls may be replayed."""
+    """Two layers in turns, whose weights are lent to one container, also if calls may be replayed."""
     layers = [Layer(device, name), Layer(device, name)]
     with torch.no_grad():
         layers[1].model[1].weight.mul_(0.5)

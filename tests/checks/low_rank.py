@@ -114,7 +114,7 @@ def _check_close(result: Tensor, true: Tensor | None, depth: int) -> None:
 
 
 def check_same_bits(device: str, case: Case) -> None:
-    """Of two runs."""
+    """Two runs give the same bits."""
     for first, second in zip(check(device, case), check(device, case), strict=True):
         assert first is None or torch.equal(first.nan_to_num(), second.nan_to_num())
 

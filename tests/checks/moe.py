@@ -164,7 +164,7 @@ def check_sliced_gradients_are_the_same(device: str, name: str, monkeypatch: pyt
 
 
 def check_frozen_parts_change_nothing_else(device: str, frozen: int) -> None:
-    """What is not wanted is None, what is has the same bits; the last freezes all parameters."""
+    """Unwanted gradients are None, wanted ones have the same bits; the last case freezes all parameters."""
     layer = Layer(device, "gpt-oss")
     leaves = layer.leaves
     everything = dict(zip(map(id, leaves), layer.results()[1:], strict=True))

@@ -169,9 +169,9 @@ _EVERY = {PackedFormat.MXFP8: _every_mx, PackedFormat.MXFP4: _every_mxfp4, Packe
 
 
 def check_experts(kernels: Kernels, recipe: Recipe, backend: str) -> None:
-    """Those that stay quantised give for few rows what another backend gives, which dequantises their weights.
+    """Experts that stay quantised agree for few rows with another backend, which dequantises their weights.
 
-    A pre-activation that is rounded otherwise makes another byte of the activation now and then.
+    Another rounding of a pre-activation occasionally changes a byte of the activation.
     """
     torch.manual_seed(0)
     options: dict[str, Any] = {"bias": False, "dtype": torch.bfloat16, "device": kernels.device}

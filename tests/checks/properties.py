@@ -38,7 +38,7 @@ FUSIONS = frozenset({"GroupedMLP", "GroupedLinearGLU", "GLUScale"})
 
 
 class Setting(NamedTuple):
-    """What a check chooses."""
+    """The settings of a check."""
 
     sizes: tuple[int, ...] = SIZES
     rows: int = ROWS
@@ -354,7 +354,7 @@ class Property(NamedTuple):
 
 
 def has_all_parts(subject: Subject) -> bool:
-    """Of the experts, those with scales at both places stand for the others where a check takes long."""
+    """Whether the subject has scales in both places; such experts represent the others in slow checks."""
     return subject.grouped and (subject.ops == BOTH or "fc2" not in subject.ops)
 
 

@@ -70,7 +70,7 @@ POISON = 0xA5
 
 
 def spec_of(name: str) -> ActivationSpec:
-    """Of :data:`SPECS` or :data:`FUNCTIONS`."""
+    """The spec of a name in :data:`SPECS` or :data:`FUNCTIONS`."""
     spec = SPECS[name] if name in SPECS else FUNCTIONS[name].spec
     assert spec is not None
     return spec
@@ -271,7 +271,7 @@ def check_weight(
 
 
 class Activated(NamedTuple):
-    """What a forward and a backward of an activation read; rows past the last group are NaN."""
+    """The inputs of an activation's forward and backward; rows past the last group are NaN."""
 
     preact: Tensor
     dpostact: Tensor

@@ -45,7 +45,7 @@ FUSIONS = {"GroupedMLP", "GroupedLinearGLU", "RoutedMLP", "PointwiseChain"}
 
 
 def swiglu(g: Tensor, u: Tensor) -> Tensor:
-    """What the built-in one computes, as a user would write it."""
+    """The built-in SwiGLU, as a user would write it."""
     return F.silu(g) * u
 
 

@@ -65,7 +65,7 @@ class Layers(NamedTuple):
         return GroupedLinear(self.groups, self.features, self.hidden, dtype=torch.bfloat16, recipe=recipe, **options)
 
     def experts(self, recipe: Recipe, **options: Any) -> fusible.Sequential:
-        """Of SwiGLU."""
+        """Experts with SwiGLU."""
         torch.manual_seed(1)
         options = {"bias": False, "dtype": torch.bfloat16, "recipe": recipe, **options}
         first = GroupedLinear(self.groups, self.features, 2 * self.hidden, **options)
@@ -131,7 +131,7 @@ def run(model: nn.Module, device: str, x: Tensor, dy: Tensor, **keywords: Tensor
 
 
 def outcomes(kernels: Kernels, model: nn.Module, *arguments: Tensor, **keywords: Tensor) -> tuple[Results, Results]:
-    """Of the kernels, and of the definition on the host."""
+    """The results of the kernels, and of the definition on the host."""
     expected = run(model, "cpu", *arguments, **keywords)
     with kernels.installed():
         return run(model, kernels.device, *arguments, **keywords), expected
@@ -178,7 +178,7 @@ def check_strict(kernels: Kernels, layers: Layers, name: str) -> None:
 
 
 def check_refused(kernels: Kernels, layers: Layers, name: str) -> None:
-    """What is not computed in its format says so, and is an error under ``strict``."""
+    """Operations that are not computed in their format say so, and are an error under ``strict``."""
     with kernels.installed():
         model = layers.linear(DEQUANTISED[name]).to(kernels.device)
         x, dy, sizes = layers.call(kernels.device, layers.hidden)

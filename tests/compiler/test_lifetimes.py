@@ -1,4 +1,4 @@
-"""What a call keeps is freed with its owner, by reference counting: memory of a device does not wait for a sweep."""
+"""State of calls is freed with its owner, by reference counting: memory of a device does not wait for a sweep."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def fc2(**how: Any) -> GroupedLinear:
 
 
 def watched(module: nn.Module) -> list[Any]:
-    """Of its parameters."""
+    """Weak references to the module's parameters."""
     return [weakref.ref(p) for p in module.parameters()]
 
 
@@ -92,7 +92,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.fixture(params=MODELS)
 def model(request: pytest.FixtureRequest) -> list[nn.Module]:
-    """In a list, out of which the test takes it: nobody else has it then."""
+    """A model in a list, from which the test takes it, so that nothing else holds it."""
     return [MODELS[request.param]()]
 
 

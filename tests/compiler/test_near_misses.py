@@ -1,4 +1,4 @@
-"""What ``explain`` says of fusions that would fit but for one op, and of those that nobody misses."""
+"""Near misses in ``explain``: fusions that would fit but for one op, and those that are not reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,12 @@ def test_an_activation_that_is_no_op_of_ours() -> None:
     model = Sequential(fc1(), nn.SiLU(), fc2())
 
     assert missed(model, **CALL) == [
-        ("GroupedMLP", (0, 1, 2), False, "would fit, but op 1 (SiLU) is no Activated or Pointwise, as act must be")
+        (
+            "GroupedMLP",
+            (0, 1, 2),
+            False,
+            "would fit, but op 1 (SiLU) is not of type Activated or Pointwise, as act must be",
+        )
     ]
     assert "missed" in str(model.explain(X, **CALL))
     assert "op 1 (SiLU)" in str(model.explain(X, **CALL))
@@ -67,7 +72,7 @@ def test_only_the_longest_is_named() -> None:
             "RoutedMLP",
             (0, 1, 2, 3, 4, 5),
             False,
-            "would fit, but op 2 (SiLU) is no Activated or Pointwise, as act must be",
+            "would fit, but op 2 (SiLU) is not of type Activated or Pointwise, as act must be",
         )
     ]
 

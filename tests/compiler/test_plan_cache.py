@@ -1,4 +1,4 @@
-"""The plans that a container keeps: not those that nobody can use again, not too many, and never one of other calls."""
+"""The plan cache of a container: no plan that cannot be used again, not too many, never one of other calls."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Experts:
         return [y.detach(), *[t.grad for t in leaves if t.grad is not None]]
 
     def anew(self) -> list[Tensor]:
-        """What :meth:`step` gives for the same values in a copy, which knows nothing of earlier calls."""
+        """The results of :meth:`step` for the same values in a copy, which has no state of earlier calls."""
         other = copy(self)
         other.model = deepcopy(self.model)
         for own, parameter in zip(self.model.parameters(), other.model.parameters(), strict=True):
@@ -140,7 +140,7 @@ DECLARED = ROOT / "ops" / "_C.pyi"
 
 
 def declared_fields() -> dict[str, dict[str, bool]]:
-    """Of every launch in the stub its fields, and whether each must be there."""
+    """The fields of every launch in the stub, and whether each is required."""
     body = ast.parse(DECLARED.read_text()).body
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
 

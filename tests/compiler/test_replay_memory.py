@@ -25,7 +25,7 @@ BF16 = torch.bfloat16
 
 
 class Experts:
-    """What is called, with rows that are larger than the weights."""
+    """The experts under test, with rows that are larger than the weights."""
 
     def __init__(self, emulation: harness.Emulation, frozen: int | None = None) -> None:
         torch.manual_seed(0)

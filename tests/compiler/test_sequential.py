@@ -29,7 +29,6 @@ from fusible import (
     config,
     register_fusion,
 )
-from fusible.fuser import registry
 
 SIZES = torch.tensor([2, 1])
 
@@ -648,18 +647,17 @@ class TripledBackward(FusedOp):
 def test_a_fusion_over_a_residual_returns_what_the_ops_return(output_to_caller, fused):
     pattern = Pattern.path(make=MakeExtraOutput, scale=ConstantScale, add=AddExtraInput).edge("make", "add", "r")
     returned = output_to_caller is True
-    with registry.restored():
-        register_fusion(pattern)(fused)
-        model = residual(output_to_caller)
-        for _ in range(3):
-            x, result = x_and_y(model)
-            results = result if isinstance(result, tuple) else (result,)
-            sum(r.sum() for r in results).backward()
+    register_fusion(pattern)(fused)
+    model = residual(output_to_caller)
+    for _ in range(3):
+        x, result = x_and_y(model)
+        results = result if isinstance(result, tuple) else (result,)
+        sum(r.sum() for r in results).backward()
 
-            assert len(results) == 1 + returned
-            torch.testing.assert_close(results[0], 3 * x)
-            torch.testing.assert_close(x.grad, torch.full((3, 4), 3.0 + returned))
-        assert (steps(model) == [fused.__name__]) == (fused is not Tripled or not returned)
+        assert len(results) == 1 + returned
+        torch.testing.assert_close(results[0], 3 * x)
+        torch.testing.assert_close(x.grad, torch.full((3, 4), 3.0 + returned))
+    assert (steps(model) == [fused.__name__]) == (fused is not Tripled or not returned)
 
 
 def test_a_change_of_what_is_returned_is_seen():
@@ -752,7 +750,7 @@ def test_a_replica_runs_its_own_ops():
 
 
 def replica_of(model):
-    """What ``nn.DataParallel`` makes on another device, and its parameters by the original's."""
+    """A replica as ``nn.DataParallel`` makes it on another device, and its parameters by the original's."""
     modules, values = [*model.modules()], {p: p.detach().clone().requires_grad_() for p in model.parameters()}
     replicas = {module: module._replicate_for_data_parallel() for module in modules}
     for module, replica in replicas.items():

@@ -1,4 +1,4 @@
-"""An op that is called by itself: as a container of one, of which nobody sees anything."""
+"""An op called by itself is a container of one that stays invisible."""
 
 from __future__ import annotations
 

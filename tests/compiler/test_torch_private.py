@@ -1,4 +1,4 @@
-"""What is done on a torch that lacks a private name: the module is loaded again without it."""
+"""The behaviour on a torch that lacks a private name: the module is loaded again without it."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_functions_are_kept_where_torch_makes_no_graphs(without, monkeypatch):
     with pytest.raises(RuntimeError, match=r"does not have torch\.fx\.experimental\.proxy_tensor\.make_fx"):
         module.symbolic_graph(torch.relu, [torch.ones(2)])
     monkeypatch.setattr(operations, "symbolic_graph", module.symbolic_graph)
-    assert "does not have" in Pointwise(torch.special.i0).eager_only
+    assert "does not have" in Pointwise(torch.special.i0).promises.eager_only
 
 
 def test_memory_is_not_shared_where_torch_has_no_functions_for_it(without):
@@ -234,18 +234,6 @@ def test_an_outline_is_found_in_lists_of_arguments():
 def test_addresses_are_asked_in_python_where_torch_has_no_function_for_it(without):
     assert torch_private.address_function
     assert without("torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr").address_function == 0
-
-
-def test_forms_are_told_by_functions_of_torch(monkeypatch):
-    offset, *functions = torch_private.form_functions
-
-    assert offset > 0
-    assert all(functions)
-    monkeypatch.setattr(torch_private.ctypes, "CDLL", lambda path: object())
-    assert torch_private._form_functions() == ()
-    assert "aoti_torch_get_sizes" in torch_private.missing
-    for name in torch_private._FORM_FUNCTIONS:
-        del torch_private.missing[name]
 
 
 def test_a_node_that_cannot_run_when_it_is_ready_is_of_one_forward(monkeypatch):

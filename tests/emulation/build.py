@@ -93,7 +93,7 @@ def copy_sources(csrc: Path, to: Path) -> list[Path]:
 
 
 def digest(paths: list[Path], seed: str = "") -> str:
-    """Of names and contents."""
+    """A digest of names and contents."""
     total = hashlib.sha256(seed.encode())
     for path in paths:
         total.update(path.name.encode() + path.read_bytes())

@@ -66,6 +66,21 @@ inline unsigned __match_any_sync(unsigned mask, int value) {
   return peers;
 }
 
+template <class Better>
+unsigned emulate_reduction(unsigned mask, unsigned value, Better better) {
+  emulate_full_warp(mask);
+  const uint64_t* all = emulation::exchange(value, "a reduction");
+  for (int lane = 0; lane < 32; ++lane)
+    if (better(static_cast<unsigned>(all[lane]), value)) value = static_cast<unsigned>(all[lane]);
+  return value;
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+  return emulate_reduction(mask, value, [](unsigned a, unsigned b) { return a > b; });
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned value) {
+  return emulate_reduction(mask, value, [](unsigned a, unsigned b) { return a < b; });
+}
+
 template <class T, class U>
 T atomicAdd(T* to, U value) {
   const T before = *to;

@@ -23,7 +23,7 @@ from fusible.ops.kernels.jit import epilogue, quantized
 
 
 class Emulation:
-    """What `fusible.ops._C` is, on the CPU.
+    """`fusible.ops._C` on the CPU.
 
     Bulk copies may touch the storages of all tensors that live when a call is made.
     """
@@ -61,7 +61,7 @@ class Emulation:
         return self.functions[text]
 
     def library(self, text: str) -> ctypes.CDLL:
-        """What g++ makes of a source that the extension would compile when the program runs."""
+        """A source that the extension would compile at run time, compiled by g++."""
         return ctypes.CDLL(str(build.build_function(text, self._path)))
 
     def kernel_function(self, form: KernelForm, device: int) -> int:
@@ -150,7 +150,7 @@ class _Capture:
 
 
 def freeze() -> None:
-    """What lives now is not visited by the garbage collector again: among all tests, each visit takes a second."""
+    """Excludes living objects from garbage collection: among all tests, each collection takes a second."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be 
 
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What both say of the cases."""
+    """The messages of both ranks on the cases."""
     build.build()  # once, not by every rank
     folder, only = tmp_path_factory.mktemp("ranks"), ep_world.selected(request)
     return ep_world.start("ep_arriving_cases", 2, folder, transport="symmetric", only=only)

@@ -22,7 +22,7 @@ from fusible.ops.ep.overlap import multiprocessors_beside
 
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What four ranks say of the cases; two run in the tests of the symmetric transport."""
+    """The messages of four ranks on the cases; two run in the tests of the symmetric transport."""
     return ep_world.start("ep_cases", 4, tmp_path_factory.mktemp("ranks"), only=ep_world.selected(request))
 
 
@@ -47,7 +47,7 @@ def test_a_rank_that_does_not_come(case: str, said_of_failures: dict[str, list[s
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
 def said_of_sharding(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Of four ranks, two share the experts and FSDP2 shards them over two."""
+    """The messages of four ranks: pairs share the experts, and FSDP2 shards them over two."""
     folder, only = tmp_path_factory.mktemp("sharded"), ep_world.selected(request)
     return ep_world.start("ep_sharded_cases", request.param, folder, only=only)
 
@@ -124,7 +124,7 @@ def test_the_benchmark_refuses_experts_that_are_no_multiple(capsys: pytest.Captu
     with pytest.raises(SystemExit):
         expert_parallel.main(["--device", "cpu", "--preset", "small", "--ranks", "3"])
 
-    assert "8 experts of small are no multiple of 3" in capsys.readouterr().err
+    assert "8 experts of small do not divide into 3 ranks" in capsys.readouterr().err
 
 
 def test_the_demo_runs_on_two_processes(capfd: pytest.CaptureFixture[str]) -> None:

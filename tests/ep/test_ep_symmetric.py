@@ -26,7 +26,7 @@ FEW = ("no_fault_no_error", "tokens_say_where_they_come_from", "a_signal_before_
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the ranks say of the cases."""
+    """The messages of the ranks on the cases."""
     build.build()  # once, not by every rank
     folder, ranks = tmp_path_factory.mktemp("ranks"), request.param
     left_out = {*CASES} - {*FEW} if ranks > (os.cpu_count() or 1) else set()

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.cuda
 
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the ranks say of the cases."""
+    """The messages of the ranks on the cases."""
     folder, only = tmp_path_factory.mktemp("ranks"), ep_world.selected(request)
     return ep_world.start("ep_gpu_cases", min(GPUS, 4), folder, 200, "symmetric", "cuda", only)
 
@@ -39,7 +39,7 @@ def test_on_all_ranks(case: str, said: dict[str, list[str]]) -> None:
 
 @pytest.fixture(scope="module")
 def said_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What one rank says."""
+    """The messages of a single rank."""
     folder, only = tmp_path_factory.mktemp("alone"), ep_world.selected(request)
     return ep_world.start("ep_gpu_cases", 1, folder, 80, "symmetric", "cuda", only)
 

@@ -68,7 +68,7 @@ def test_random_functions(seed):
 
 @pytest.fixture
 def one_tile(monkeypatch):
-    """Of each direction the kernel of the first tile alone is compiled, which is most of what a test takes."""
+    """Compiles only the kernel of the first tile for each direction, as compilation takes most of the time."""
     variants = epilogue.variants
     monkeypatch.setattr(epilogue, "variants", lambda form: variants(form)[:1])
     epilogue.handles.cache_clear()

@@ -57,7 +57,7 @@ def test_the_backward_of_experts(main_grad: bool, large: int, monkeypatch: pytes
 
 
 def test_the_backward_of_experts_in_a_graph() -> None:
-    """Whose bits are those of a backward that waits; the forward is in the graph too."""
+    """The bits equal those of a backward that waits; the forward is in the graph too."""
     model = mlp(len(SHORT), 512, 384, bias=False, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(sum(SHORT), 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     scales, sizes, dy = torch.rand(x.shape[0], device="cuda"), torch.tensor(SHORT, device="cuda"), torch.randn_like(x)

@@ -127,7 +127,7 @@ def test_many_groups(layout: Layout, variant: int) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("sizes", [(700, 90, 1300), (131, 0, 77, 1)])
 def test_sums_of_long_and_short_groups(sizes: tuple[int, ...], wide: bool) -> None:
-    """What stands in an fp32 weight gradient is added in the cache, or fetched, depending on the tokens a group has."""
+    """Old values of an fp32 weight gradient are added in the cache or fetched, depending on the tokens of a group."""
     case = Case(Layout.TN, sizes, k=264, n=520, out_dtype=torch.float32 if wide else None, accumulate=True)
     for variant in variants(Layout.TN, wide):
         check("cuda", case, variant=variant)

@@ -1,4 +1,4 @@
-"""What the experts keep and take on a GPU, as its allocator counts it."""
+"""Memory that the experts keep and use on a GPU, as counted by its allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every op, every fusion and every backend, on a GPU. Run with ``-m cuda``."""
+"""Properties of every op, fusion and backend, on a GPU. Run with ``-m cuda``."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_shapes() -> None:
 
 
 def test_consumers_without_rows() -> None:
-    """Of a depth of more blocks than there are stages."""
+    """The depth has more blocks than there are stages."""
     check_gemm("cuda", Case((30, 300, 0, 129, 200, 4), k=2048, n=1544))
 
 
@@ -112,7 +112,7 @@ def test_sums_of_equal_signs_keep_their_bits(whole_rows: bool) -> None:
 
 
 def test_accumulators_keep_13_fraction_bits() -> None:
-    """What the emulation's model of them says."""
+    """The hardware agrees with the emulation's model."""
     first = [(448.0, 448.0)]
     found = [accumulated("cuda", first, [(x, y)]) for x, y in [(8, 1), (2, 8), (-8, 1)]]
     assert found == [200704.0, 200720.0, 200704.0]

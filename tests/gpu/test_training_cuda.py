@@ -20,7 +20,7 @@ Forward = Callable[..., Tensor]  # of rows, sizes, weight=, bias=
 
 
 class Batch(NamedTuple):
-    """What one step is given; all of it exact in bfloat16."""
+    """The inputs of one step, exact in bfloat16."""
 
     x: Tensor
     sizes: list[int]
@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What training gives; one gradient of x a step."""
+    """The results of a training; one gradient of x per step."""
 
     losses: Tensor
     input_grads: list[Tensor]

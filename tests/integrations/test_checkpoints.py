@@ -157,7 +157,7 @@ def test_missing_part_is_named() -> None:
 def test_files_of_one_tensor_an_expert_are_refused(name: str) -> None:
     state = {"lm_head.weight": torch.zeros(2, 2), f"model.layers.1.{name}.weight": torch.zeros(F, K)}
 
-    with pytest.raises(ValueError, match=rf"^model\.layers\.1\.{name}\.weight is of one expert.* stacks them when it"):
+    with pytest.raises(ValueError, match=rf"^model\.layers\.1\.{name}\.weight holds one expert.* stacks them when it"):
         checkpoints.from_hugging_face(state, NAMES)
 
 

@@ -51,7 +51,7 @@ def with_op_fuser() -> Path:
 
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the ranks say of the cases."""
+    """The messages of the ranks on the cases."""
     paths = os.pathsep.join([str(with_op_fuser()), os.environ.get("PYTHONPATH", "")])
     with patch.dict(os.environ, PYTHONPATH=paths):
         return ep_world.start(MODULE, 2, tmp_path_factory.mktemp("ranks"), only=ep_world.selected(request))
@@ -123,7 +123,7 @@ def test_ops_of_these_names_fuse_and_may_be_replayed() -> None:
     call(model)
 
     assert steps(model) == ["GroupedMLP"]
-    assert model[0].replayable
+    assert model[0].promises.replayable
     assert model._compiled.last.plan.steps[0].replay_refusal is None
 
 

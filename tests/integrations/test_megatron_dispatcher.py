@@ -24,7 +24,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the ranks say of the cases of a file."""
+    """The messages of the ranks on the cases of a file."""
     transport = MODULES[request.param]
     if transport == "symmetric" and build.missing() is not None:
         pytest.skip(f"cannot be built: {build.missing()}")

@@ -19,7 +19,7 @@ except ImportError as error:
 
 @pytest.fixture(scope="module")
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the ranks say of the cases."""
+    """The messages of the ranks on the cases."""
     return ep_world.start("ep_torchtitan_cases", 2, tmp_path_factory.mktemp("ranks"), only=ep_world.selected(request))
 
 
@@ -30,7 +30,7 @@ def test_on_all_ranks(case: str, said: dict[str, list[str]]) -> None:
 
 @pytest.fixture(scope="module")
 def said_of_graphs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What the ranks say, on GPUs."""
+    """The messages of the ranks, on GPUs."""
     ranks, folder = min(torch.cuda.device_count(), 2), tmp_path_factory.mktemp("graphs")
     return ep_world.start("ep_torchtitan_graph_cases", ranks, folder, transport="symmetric", device="cuda")
 

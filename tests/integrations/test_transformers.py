@@ -552,7 +552,7 @@ def test_class_that_nobody_has_heard_of_fuses() -> None:
 
 
 def test_activation_with_children_fuses() -> None:
-    """Of gate and up, which children of it bound."""
+    """Children of the activation bound gate and up."""
     try:
         experts = custom("inkling2", "Inkling2Experts", **SIZES, mlp_gate_softcap=2.0, mlp_up_softcap=3.0)
     except ModuleNotFoundError:
@@ -704,7 +704,7 @@ def test_explain_says_what_routes(gate: str) -> None:
 
 
 class _Adapter(nn.Module):
-    """What PEFT adds to a target parameter: two thin matrices for each expert."""
+    """PEFT's addition to a target parameter: two thin matrices for each expert."""
 
     def __init__(self, like: Tensor) -> None:
         super().__init__()

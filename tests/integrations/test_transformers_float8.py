@@ -24,7 +24,7 @@ def dequantised(weight, scales):
 
 
 def linear(rows, weight, scales, *_):
-    """What ``fp8_linear`` promises, whose kernels need a GPU: rows in blocks of 128 times the weight."""
+    """The promise of ``fp8_linear``, whose kernels need a GPU: rows in blocks of 128 times the weight."""
     is_power_of_two = scales.dtype != torch.float32
     rows = reference.dequantize_rows(reference.quantize_rows(rows, is_power_of_two))
     return (rows @ dequantised(weight[None], scales[None])[0].mT).bfloat16()
@@ -166,7 +166,7 @@ def test_tensors_that_are_missing_are_named(name):
     module = experts()
     setattr(module, name, None)
 
-    with pytest.raises(fusible.ArgumentError, match=f"^FP8Experts: {name} is None; bytes are no values"):
+    with pytest.raises(fusible.ArgumentError, match=f"^FP8Experts: {name} is None; bytes have no meaning"):
         forward()(module, *inputs())
 
 

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(code: str) -> str:
-    """What a fresh interpreter prints."""
+    """The output of a fresh interpreter."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
@@ -127,7 +127,7 @@ def test_handlers_that_jax_refuses_to_register_do_not_break_it(monkeypatch: pyte
 @pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 @pytest.mark.slow
 def test_handlers_check_what_they_are_given() -> None:
-    """What has passed the checks in Python fits; a program of another origin gets an error, not a fault."""
+    """Arguments that pass the checks in Python fit; a program from elsewhere gets an error, not a fault."""
     lhs, rhs, sizes = operands()
     empty, target = jnp.zeros((0,), jnp.float32), emulated().target("row_dots")
     call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((4,), np.float32))
@@ -281,7 +281,7 @@ SECOND: dict[str, Callable[[Callable[[Any], Any]], Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("derivative", SECOND)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_second_derivatives_of_experts_say_what_has_them(derivative: str, dtype: Any) -> None:
-    """Those of products are in test_jax.py."""
+    """Second derivatives of products are in test_jax.py."""
     lhs, rhs, sizes = (value.astype(dtype) if value.ndim > 1 else value for value in operands())
 
     def loss(x):
@@ -304,7 +304,7 @@ def test_explicit_axes_are_for_shard_map() -> None:
         counts = jax.device_put(jnp.array([1, 0] * 4, jnp.int32), rows)
         with pytest.raises(fusible.jax.ArgumentError, match="the explicit axes x, for which there is no sharding rule"):
             jax.jit(fusible.jax.ragged_dot)(spread, rhs, sizes)
-        with pytest.raises(fusible.jax.ArgumentError, match="grouped_mlp: an operand lies on a mesh"):
+        with pytest.raises(fusible.jax.ArgumentError, match="grouped_mlp: an operand is on a mesh"):
             fusible.jax.grouped_mlp(spread, rhs, jnp.ones((2, 4, 8), jnp.bfloat16), sizes)
         local = jax.shard_map(
             fusible.jax.ragged_dot, in_specs=(rows, jax.sharding.PartitionSpec(), rows), out_specs=rows

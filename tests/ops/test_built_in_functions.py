@@ -45,7 +45,7 @@ def gates(name: str, *shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def run_program(spec: ActivationSpec, x: Tensor, scales: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """What kernels and the op compute, by the lines of the program."""
+    """The outputs of the program's lines, which kernels and the op compute."""
     program, block = spec.function, spec.block
     arguments = zip(program.arguments, split(x, len(program.arguments), block), strict=True)
     inputs = {"r0": scales[:, None, None], "dy": split(dy, 1, block)[0], **dict(arguments)}

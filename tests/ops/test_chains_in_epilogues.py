@@ -241,7 +241,7 @@ def test_what_becomes_one_op_behind_a_linear(names, expected):
 
 @pytest.mark.parametrize("names", [["bias", "scale"], ["residual", "scale"], ["scale", "residual"]], ids=str)
 def test_rows_past_the_last_group_are_as_without_the_fusion(names):
-    """Where somebody may read them; not where all that follows is a linear of the same groups."""
+    """Unless all later ops are linears of the same groups, as other ops may read these rows."""
     experts = Experts(names, ends=False)
     experts.run()
     refused = {f.reason for f in experts.model.explain().fusions if f.name.startswith("GroupedLinear") and not f.taken}

@@ -1,4 +1,4 @@
-"""What an op asks of every tensor that a kernel will read by its address: device, dtype, layout."""
+"""Checks of every tensor that a kernel reads by its address: device, dtype, layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One parameter an expert is one input of autograd, kept between calls: nobody must notice."""
+"""One parameter per expert is one input of autograd, kept between calls without visible effects."""
 
 from __future__ import annotations
 

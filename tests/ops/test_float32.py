@@ -1,4 +1,4 @@
-"""What is said of float32 on a GPU."""
+"""Warnings about float32 on a GPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _as_in_a_new_process():
 
 
 def said(dtype=torch.float32):
-    """What two products warn of."""
+    """The warnings of two products."""
     x, weight, out = (torch.zeros(shape, dtype=dtype) for shape in ((T, K), (E, N, K), (T, N)))
     problem = GroupedGemm(Layout.NT, x, weight, SIZES, out, fresh=True)
     with warnings.catch_warnings(record=True) as caught:

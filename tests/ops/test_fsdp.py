@@ -225,7 +225,7 @@ def test_bytes_are_gathered_of_weights_that_stay_quantised(mesh: DeviceMesh, rec
 
 @pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 def test_sharded_experts_train_on_our_kernels(mesh: DeviceMesh) -> None:
-    """Those of a GPU, emulated."""
+    """The kernels of a GPU are emulated."""
     with harness.installed(harness.Emulation(build.build())):
         plain = mlp(2, 8, 8, dtype=torch.bfloat16)
         sharded, x = fully_shard(copy.deepcopy(plain), mesh=mesh), torch.randn(5, 8, dtype=torch.bfloat16)

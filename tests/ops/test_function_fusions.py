@@ -66,7 +66,7 @@ JUMPS = {"straight through", "rounding trick", "piecewise"}
 
 
 def rows_of(function):
-    """What the numbers of the row are called: all parameters that are neither a gate, an up, nor an x."""
+    """The names of the row's numbers: all parameters except gate, up and x."""
     return list(Pointwise(function[0], halves="concat" if function[1] == 2 else None).keywords)
 
 

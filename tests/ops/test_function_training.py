@@ -29,7 +29,7 @@ def experts(device: str, dtype: torch.dtype) -> Sequential:
 
 
 def losses(device: str, dtype: torch.dtype, fused: bool) -> Tensor:
-    """Of each step, by momentum on master copies in float32 or wider."""
+    """The losses of each step, with momentum on master copies in float32 or wider."""
     model, wide = experts(device, dtype), torch.promote_types(dtype, torch.float32)
     x, target = torch.randn(2, T, K).bfloat16().to(device, dtype)
     scales, sizes = torch.rand(T).to(device, wide), torch.tensor(SIZES, device=device)

@@ -37,7 +37,6 @@ from fusible import (
 )
 from fusible.fuser.contract import tracing
 from fusible.ops import kernels
-from fusible.ops.fused import short_call
 
 E, K, F, N, T = 3, 16, 32, 24, 80
 SIZES = [31, 0, 43]
@@ -45,14 +44,6 @@ VALID = sum(SIZES)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 PLACES = ["none", "before", "after", "both"]
 FUSIONS = {"GroupedMLP", "GroupedLinearGLU", "GLUScale"}
-
-
-@pytest.fixture(params=["short", "kernels"], autouse=True)
-def way(request, monkeypatch):
-    """In one go, as few rows on a CPU are run where that can be, or one kernel after the other."""
-    if request.param == "kernels":
-        monkeypatch.setattr(short_call, "of_rows", lambda *args: None)
-    return request.param
 
 
 class Case:
@@ -198,10 +189,8 @@ def test_scaled_biases(place, scaled):
         ({"scaled": (True, False)}, None),
     ],
 )
-def test_the_first_bias_comes_with_the_gradient_of_the_pre_activation(case, asked, way, monkeypatch):
+def test_the_first_bias_comes_with_the_gradient_of_the_pre_activation(case, asked, monkeypatch):
     """Where it is the plain sum of that, and wanted; the sums of rows that are left are then of the second linear."""
-    if way == "short" and case.get("single", True) and "scaled" not in case:
-        pytest.skip("a short call asks no kernel")
     given, backward, summed, sums = [], kernels.grouped_linear_activation_backward, [], kernels.column_sums
 
     def note(seen, value):

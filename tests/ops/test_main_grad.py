@@ -58,7 +58,7 @@ def expected_grads(model, x):
 
 
 def plain_grads(model, x, dtype):
-    """Those of plain torch in a dtype."""
+    """The gradients of plain torch in a dtype."""
     tensors = leaves({"x": x, **dict(model.named_parameters())}, dtype)
     names = {"w1": "0.weight", "b1": "0.bias", "w2": "2.weight", "b2": "2.bias"}
     how = {short: tensors[name] for short, name in names.items()}

@@ -237,7 +237,7 @@ def test_what_is_no_function_of_an_element_is_refused(function, words):
 def test_a_tensor_that_is_no_argument_is_refused():
     table = torch.randn(7)
     with pytest.raises(
-        ValueError, match=r"reads a tensor of shape \[7\] that is none of its arguments.*test_pointwise"
+        ValueError, match=r"reads a tensor of shape \[7\] that is not one of its arguments.*test_pointwise"
     ):
         Pointwise(lambda x: x * table)
 
@@ -489,7 +489,7 @@ SIZES = torch.tensor([3, 0, 4])
 
 
 def by_groups(tensor, rows):
-    """What each row reads of [E, C] or [C]; zeros past the last group."""
+    """The values of [E, C] or [C] for each row; zeros past the last group."""
     if tensor.dim() == 1:
         return tensor.expand(rows, -1)
     spread = tensor.repeat_interleave(SIZES, 0)

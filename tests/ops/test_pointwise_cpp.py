@@ -77,7 +77,7 @@ def operands(inputs):
 
 
 def evaluate(library, name, fast, values):
-    """What the C++ computes: the value of either half, and the gradients."""
+    """The results of the C++ program: the value of either half, and the gradients."""
     rows = [values[row] for row in values if row[0] == "r"]
     results = [torch.full((COUNT,), -1.0) for _ in range(4 + len(rows))]
     up = values.get("u", torch.ones(COUNT))

@@ -252,7 +252,7 @@ class Several:
         return [y.detach(), *torch.autograd.grad(y, wanted, dy)]
 
     def numbers(self, rows: int) -> dict[str, Tensor]:
-        """What a call passes besides x and the split sizes."""
+        """The arguments of a call besides x and the split sizes."""
         shapes = {"s": (rows,), "t": (rows,), "h": (rows, 16), "k": (rows, 8)}
         numbers = {name: torch.rand(shapes[name]) for name in keywords_of(self.model) - {"split_sizes"}}
         return {name: each.to(BF16 if name in "th" else FP32).requires_grad_() for name, each in numbers.items()}

@@ -195,7 +195,7 @@ def prepare_gradients(e: Experts) -> dict[str, Tensor]:
 
 
 def gradients(e: Experts, given: Mapping[str, Tensor], valid: int, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of the arguments and the parameters, by the names of :func:`reference.mlp`."""
+    """The gradients of arguments and parameters, by the names of :func:`reference.mlp`."""
     found = {name: t.grad[:valid] for name, t in given.items() if t.grad is not None}
     for key, linear, name, parts in e.named():
         if key in before and linear.weight.requires_grad:

@@ -1,4 +1,4 @@
-"""What autograd, and Megatron's hooks, are given for gradients that lie in ``main_grad``."""
+"""Stand-ins that autograd and Megatron's hooks get for gradients in ``main_grad``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def memory_of(tensor):
 
 
 def megatron_hook(parameter, ready):
-    """What its data-parallel wrapper does once a gradient is there."""
+    """The hook of Megatron's data-parallel wrapper, which runs when a gradient is ready."""
 
     def hook(*unused):
         assert parameter.grad is not None

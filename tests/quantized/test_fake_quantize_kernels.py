@@ -37,7 +37,7 @@ def test_rows_of_nvfp4(sizes: list[int], dtype: torch.dtype, rounding: dict[str,
 @by_format
 @pytest.mark.parametrize("want", ["rows", "columns"])
 def test_one_copy(format: PackedFormat, want: str) -> None:
-    """Of rows with a pitch, and groups whose sizes are int32."""
+    """Rows with a pitch, and int32 group sizes."""
     options: dict[str, Any] = {"want": want, "pitch": 8, "index": torch.int32}
     checks.check_rows("cpu", format, checks.SIZES[0], 400, **options)
 

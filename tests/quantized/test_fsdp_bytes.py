@@ -65,7 +65,7 @@ def mesh() -> Iterator[DeviceMesh]:
 
 
 def experts(dtype: torch.dtype = torch.bfloat16, **options: Any) -> Sequential:
-    """Whose blocks have different scales."""
+    """Experts whose blocks have different scales."""
     torch.manual_seed(0)
     options = {"dtype": dtype, "recipe": Float8Block(), **options}
     first, second = GroupedLinear(E, K, 2 * N, **options), GroupedLinear(E, N, K, **options)
@@ -318,7 +318,7 @@ UNFUSED = frozenset({"GroupedMLP", "GroupedLinearGLU", "GroupedLinearChain", "GL
 
 
 def blocks() -> list[Any]:
-    """What calls are made in."""
+    """The contexts in which calls are made."""
     settings: tuple[dict[str, Any], ...] = ({}, {"recompute": True}, {"disable_fusions": UNFUSED})
     return [same_weights, *(partial(config, **setting) for setting in settings)]
 
@@ -365,7 +365,7 @@ def test_routed_experts(mesh: DeviceMesh) -> None:
 
 @pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 def test_kernels_read_gathered_bytes(mesh: DeviceMesh) -> None:
-    """Those of a GPU, emulated."""
+    """The kernels of a GPU are emulated."""
     with harness.installed(harness.Emulation(build.build())), replay.simulated("cpu"):
         both, split_sizes = pair(mesh), SIZES.clone()  # the emulation knows what is younger than it
         for _ in range(4):
@@ -517,7 +517,7 @@ def linear(**options: Any) -> GroupedLinear:
         (lambda: linear(transposed_weight=True), "build the op with transposed_weight=False"),
         (lambda: linear(accumulate_into_main_grad=True), "build the op without main_grad and delay_wgrad_compute"),
         (lambda: linear(delay_wgrad_compute=True), "build the op without main_grad and delay_wgrad_compute"),
-        (lambda: quantize_(linear(), Float8Block()), "has been quantised, so its bytes are gathered as they are"),
+        (lambda: quantize_(linear(), Float8Block()), "has been quantised, so its bytes are gathered already"),
         (lambda: parametrized(linear()), "computed by a parametrization"),
         (lambda: SwiGLU(), "expected a module with a GroupedLinear, got a SwiGLU"),
     ],

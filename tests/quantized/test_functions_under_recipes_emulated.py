@@ -44,7 +44,7 @@ def test_a_chain_with_numbers_of_all_rows_and_of_groups() -> None:
 
 
 def test_experts_with_a_bias() -> None:
-    """Of which the backward is two passes."""
+    """The backward takes two passes."""
     checks.check_against_ops(checks.Experts("cpu", "glu of a column", "Float8Block", bias=True, **checks.WIDE), "train")
 
 

@@ -36,7 +36,7 @@ def test_rows(sizes: list[int], power_of_two: bool) -> None:
 @pytest.mark.parametrize("want", ["rows", "columns"])
 @pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
 def test_one_copy(dtype: torch.dtype, want: str) -> None:
-    """Of rows with a pitch, and groups whose sizes are int32."""
+    """Rows with a pitch, and int32 group sizes."""
     checks.check_rows("cpu", checks.SIZES[0], 400, dtype, want=want, pitch=8, index=torch.int32)
 
 
@@ -255,7 +255,7 @@ def test_whole_rows(sizes: list[int], scaling: Scaling, power_of_two: bool) -> N
 @pytest.mark.parametrize("want", ["rows", "columns"])
 @pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
 def test_one_whole_copy(dtype: torch.dtype, scaling: Scaling, want: str) -> None:
-    """Of rows with a pitch, and groups whose sizes are int32."""
+    """Rows with a pitch, and int32 group sizes."""
     whole.check_rows("cpu", checks.SIZES[0], 400, scaling, dtype, want=want, pitch=8, index=torch.int32)
 
 

@@ -26,7 +26,7 @@ def _seed() -> None:
 
 
 def rows() -> Tensor:
-    """Of different magnitudes by row and by column."""
+    """Rows whose magnitudes differ by row and by column."""
     magnitudes = torch.randn(TOKENS, 1).exp() * torch.randn(K).exp()
     return (torch.randn(TOKENS, K) * magnitudes).bfloat16()
 

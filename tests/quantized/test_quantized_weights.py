@@ -213,7 +213,7 @@ def test_a_state_dict_of_either_kind_is_loaded():
 @pytest.mark.parametrize(
     ("recipe", "options", "why"),
     [
-        (fusible.Float8Tensor(delayed=fusible.Delayed()), {}, "has no steps before; use Float8Tensor()"),
+        (fusible.Float8Tensor(delayed=fusible.Delayed()), {}, "has no earlier steps; use Float8Tensor()"),
         (fusible.NoRecipe(), {}, r"recipe must be one such as fusible.Float8Block\(\)"),
         ("float8", {}, r"recipe must be one such as fusible.Float8Block\(\)"),
     ],

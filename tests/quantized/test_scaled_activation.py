@@ -49,7 +49,7 @@ def test_blocks_of_gate_and_up(name: str, n: int) -> None:
 
 @pytest.mark.parametrize(("name", "n"), [("sigmoid", 400), ("gelu_tanh", 144)])
 def test_no_gate(name: str, n: int) -> None:
-    """What does not exist counts as nothing, though sigmoid makes a half of it."""
+    """Absent elements count as zero, although their sigmoid is a half."""
     check(name, n=n)
 
 

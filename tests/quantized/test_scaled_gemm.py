@@ -43,7 +43,7 @@ def test_shapes() -> None:
 
 
 def test_consumers_without_rows() -> None:
-    """Of a depth of more blocks than there are stages."""
+    """The depth has more blocks than there are stages."""
     check((30, 300, 0, 129, 200), k=784, n=136)
 
 

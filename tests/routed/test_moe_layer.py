@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fusible import ArgumentError, MoE, Router, interleaved
-from fusible.ops.layers.balance import balance_loss, balancing_step
+from fusible.ops.layers.balance import balancing_step
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 HIDDEN, FFN, E, K = 6, 4, 8, 3
@@ -248,7 +248,7 @@ def test_a_layer_in_bf16_trains_as_one_in_float64() -> None:
 
 
 def test_the_bias_and_the_router_keep_their_bits() -> None:
-    """What decides is computed in float32, whatever the experts are."""
+    """The choice of experts is computed in float32, whatever the dtype of the experts."""
     moe = layer(torch.bfloat16, **LAYERS["DeepSeek-V3"])
     routes = moe.router(tokens(4, HIDDEN, dtype=torch.bfloat16))
 
@@ -325,20 +325,6 @@ def test_autocast_routes_as_without() -> None:
     assert all(t.dtype == torch.float32 for n, t in found.items() if n not in ("y", "loss"))
 
 
-def test_balance_loss_is_the_formula_of_the_switch_transformer() -> None:
-    """Arxiv 2101.03961, equations 4 to 6, with one choice for each token."""
-    probabilities = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.3, 0.2], [0.1, 0.2, 0.7], [0.6, 0.3, 0.1]], dtype=D)
-    expected = 3 * (3 / 4 * 1.9 / 4 + 0 * 1.0 / 4 + 1 / 4 * 1.1 / 4)
-    found = balance_loss(probabilities, probabilities.argmax(-1, keepdim=True))
-    torch.testing.assert_close(found, torch.tensor(expected, dtype=D))
-
-
-def test_balance_loss_is_one_at_an_even_load() -> None:
-    even = balance_loss(torch.full((4, E), 1 / E), torch.arange(2 * E).view(4, -1) % E)
-
-    torch.testing.assert_close(even, torch.tensor(1.0))
-
-
 def test_balance_loss_trains_towards_an_even_load() -> None:
     moe, x = layer(balance_loss=1.0), tokens(256, HIDDEN).detach() + 1
     optimizer = torch.optim.SGD(moe.router.parameters(), lr=0.3)
@@ -390,10 +376,9 @@ def test_the_bias_chooses_and_does_not_weigh() -> None:
 def test_updates_see_all_calls_of_training_since_the_last() -> None:
     moe, x = layer(bias_update_rate=0.1), tokens()
     counts = moe(x).tokens_per_expert
-    for _ in range(2):
-        moe(x).y.sum().backward()
+    moe(x)
     moe.eval()
-    moe(x).y.sum().backward()
+    moe(x)
     before = moe.router.selection_bias.clone()
     assert torch.equal(moe.load, 2 * counts)
     moe.update_bias()
@@ -427,7 +412,7 @@ def test_without_a_bias_there_is_none_to_update() -> None:
         ({"balance_loss": True}, "MoE: balance_loss must be a number, got True"),
         ({"bias_update_rate": "1e-3"}, "MoE: bias_update_rate must be a number, got '1e-3'"),
         ({"scale": None}, "Router: scale must be a number, got None"),
-        ({"scores": "relu"}, "Router: scores must be one of softmax, sigmoid, got 'relu'"),
+        ({"scores": "relu"}, "Router: scores must be one of softmax, sigmoid, sqrtsoftplus, got 'relu'"),
         ({"groups": 3}, "groups must divide num_experts=8"),
         ({"groups": 4, "top_groups": 5}, "top_groups be at most groups; got groups=4, top_groups=5"),
         ({"groups": 4}, "1 of 4 groups hold 2 experts, which are fewer than top_k=3"),

@@ -1,4 +1,4 @@
-"""What a RoutedMLP keeps between its halves, and that its backward lets go of each tensor after the last reader."""
+"""The memory that a RoutedMLP keeps for its backward, which frees each tensor after the last reader."""
 
 from __future__ import annotations
 

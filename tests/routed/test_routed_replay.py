@@ -53,7 +53,7 @@ class Layer:
         return [y.detach(), *[leaf.grad for leaf in leaves if leaf.grad is not None]]
 
     def anew(self) -> list[Tensor]:
-        """What :meth:`step` gives in a copy, which knows nothing of earlier calls."""
+        """The results of :meth:`step` in a copy, which has no state of earlier calls."""
         return self.step(deepcopy(self.model))
 
     def warm(self) -> None:

@@ -86,7 +86,7 @@ class Exchange(NamedTuple):
         return F.pad(rows, (0, 0, 0, self.capacity - kept))
 
     def lane(self) -> tuple[peers.LaneLaunch, list[Tensor]]:
-        """Of the second rank, with buffers in which all ranks have their tokens."""
+        """The lane of the second rank, with buffers that hold the tokens of all ranks."""
         on = self.x.device
         buffers = [part.contiguous().view(torch.uint8) for part in self.x.chunk(RANKS)]
         state = torch.zeros(peers.STATE_BYTES, dtype=torch.uint8, device=on)
@@ -110,7 +110,7 @@ class Exchange(NamedTuple):
 
 
 def weights_of(problem: Exchange, hidden: int = HIDDEN) -> Tensor:
-    """Of gate and up, [experts, 2 hidden, columns]."""
+    """Weights of gate and up, [experts, 2 hidden, columns]."""
     shape = problem.sizes.shape[0], 2 * hidden, problem.x.shape[1]
     weights = torch.randn(shape, generator=torch.Generator().manual_seed(1)) / shape[2] ** 0.5
     return weights.to(problem.x.device, BF16)
@@ -229,7 +229,7 @@ def rows_behind_the_last_are_not_touched(world: World) -> None:
 
 
 class Shared(NamedTuple):
-    """What both processes see: rows that are NaN at first, and counters that are zero."""
+    """Memory that both processes see: rows that are NaN at first, and counters that are zero."""
 
     rows: Tensor
     arrived: Tensor

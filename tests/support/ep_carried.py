@@ -20,7 +20,7 @@ VALUES = 31  # of a row: their sums over eight slots are whole numbers that bflo
 
 
 class Sources(NamedTuple):
-    """Of some rows: their rank, token and slot, int64 [n]; and which of the rows there are."""
+    """The rank, token and slot of some rows, int64 [n], and which of the rows exist."""
 
     rank: Tensor
     token: Tensor
@@ -29,14 +29,14 @@ class Sources(NamedTuple):
 
 
 def drawn_ids(group: ep.Group, number: int, tokens: int) -> Tensor:
-    """Of the tokens of all ranks, [R, T, k], the same on every rank; a few are of no expert."""
+    """Ids for the tokens of all ranks, [R, T, k], the same on every rank; a few have no expert."""
     s, device = group.settings, torch.get_default_device()
     draw = torch.Generator(device).manual_seed(number)
     return torch.rand(group.size, tokens, s.num_experts + 1, generator=draw).topk(s.top_k).indices
 
 
 def sources_of(ids: Tensor, ends: Tensor, rows: int) -> Sources:
-    """Of so many rows of the experts between two ``ends``: by expert, then rank, token and slot."""
+    """The sources of the rows of the experts between two ``ends``: by expert, then rank, token and slot."""
     experts, order = ids.flatten().sort(stable=True)
     first, end = torch.searchsorted(experts, ends)
     number = first + torch.arange(rows)
@@ -102,7 +102,7 @@ class Carried(NamedTuple):
         return torch.stack((wrong_words, (y != (each * valid).sum(1)).sum()))
 
     def _results(self, number: int, sources: Sources, rows: Tensor) -> Tensor:
-        """What the experts give: in the group's buffer, if it has one, at every other exchange; NaN in the tail."""
+        """The experts' results: in the group's buffer, if it has one, at every other exchange; NaN in the tail."""
         values = values_of(number, sources.rank, sources.token, sources.slot, rows.shape[1]).to(rows.dtype)
         results = torch.where(sources.there.unsqueeze(1), values, torch.nan)
         buffer = self.group.row_buffer() if number % 2 else None

@@ -1,4 +1,4 @@
-"""What every rank of an expert-parallel group does in the tests; see ``ep_world``."""
+"""Test cases that every rank of an expert-parallel group runs; see ``ep_world``."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def tokens_of_8_bits_are_the_rows_of_their_recipe(world: World) -> None:
 
 @contextmanager
 def bytes_that_travel() -> Iterator[list[int]]:
-    """Of a row or number, by exchange."""
+    """The bytes of each row or number that is sent, by exchange."""
     sizes: list[int] = []
     exchange = CollectiveTransport._exchange
 
@@ -396,7 +396,7 @@ def sums_by_rank_are_those_that_reduced_promises(world: World) -> None:
 
 
 def reduced(group: ep.Group, batch: Batch) -> Tensor:
-    """Of this rank: each rank's rows of a token summed and rounded, then the sums of all ranks."""
+    """The sums of this rank: rows of a token are summed and rounded on each rank, then over all ranks."""
     layer, owned, parts = whole(group), group.num_local_experts, []
     for rank in range(group.size):
         theirs = torch.where(batch.ids // owned == rank, batch.ids, group.settings.num_experts)
@@ -445,7 +445,7 @@ def any_problem_gives_the_bits_of_one_process(world: World) -> None:
 
 @case
 def any_sequence_of_calls_gives_the_bits_of_one_process(world: World) -> None:
-    """Of two groups: regions are used again and again, by calls that leave out one meeting or another."""
+    """Two groups: regions are reused by calls that leave out one meeting or another."""
     groups = [world.group(lanes=2, overlap_combine=overlap) for overlap in (False, True)]
     group = groups[0]
     batches = [batch_for(group, counts_of(world), seed) for seed in (0, 1)]
@@ -502,7 +502,7 @@ def train_experts(layer: Sequential, mine: Batch, expected: Results) -> None:
 
 
 def train_inputs(layer: Sequential, mine: Batch, expected: Results) -> None:
-    """That of the routing weights alone travels."""
+    """Only the gradient of the routing weights is sent."""
     weights = mine.weights.clone().requires_grad_()
     y = layer(mine.x, top_k_index=mine.ids, top_k_weights=weights)
     (dweights,) = torch.autograd.grad(y, [weights], mine.dy)
@@ -721,7 +721,7 @@ def a_checkpoint_of_other_sizes_is_an_error_on_all_ranks(world: World) -> None:
 
 @case
 def a_checkpoint_of_half_an_exchange_is_an_error(world: World) -> None:
-    """Of the dispatch alone, the recomputation opens an exchange that nothing ends; of the combine, it finds none."""
+    """A checkpoint of the dispatch alone opens an exchange that nothing ends; one of the combine finds none."""
     group = world.group()
     mine = at_home(world, group)
     x, ids = mine.x.requires_grad_(), {"top_k_index": mine.ids, "top_k_weights": mine.weights}
@@ -795,7 +795,7 @@ def frozen_parts_get_no_gradients_and_the_rest_keeps_its_bits(world: World) -> N
 
 
 def follow(world: World, layer: Sequential, group: ep.Group) -> list[bool]:
-    """Of a step, for each sum of rows: whether it is told that products follow."""
+    """For each sum of rows in a step, whether it is told that products follow."""
     told: list[bool] = []
     start_sum = group.mover.start_sum
 
@@ -947,7 +947,7 @@ def by_hand_as_by_ops(world: World) -> None:
 
 
 def sent_by_rank(rows: Tensor, out: Tensor, sizes: Tensor, arrived: Tensor, group_name: str) -> None:
-    """What torch says that ``all_to_all_vdev_2d`` does, for two experts a rank or more."""
+    """The documented behaviour of ``all_to_all_vdev_2d``, for two or more experts per rank."""
     counts = sizes.view(dist.get_world_size(), -1)
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts)

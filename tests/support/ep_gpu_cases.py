@@ -1,4 +1,4 @@
-"""What several GPUs must prove of expert parallelism, a rank each; see ``ep_world`` and ``ep_proof``.
+"""Test cases of expert parallelism on several GPUs, one rank each; see ``ep_world`` and ``ep_proof``.
 
 On CPUs the same cases run in a small extent, but for those that need a GPU's queues. ``ep_long_cases`` has more of two.
 """
@@ -65,7 +65,7 @@ def case_for_gpus(function: Callable[[World], None]) -> Callable[[World], None]:
 
 
 def sleep(milliseconds: float) -> None:
-    """Of the device, on which the host goes ahead."""
+    """Sleeps on the device, while the host goes ahead."""
     if HERE.device == "cuda":
         torch.cuda._sleep(int(milliseconds * 1e6))
     else:

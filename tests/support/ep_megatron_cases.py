@@ -37,7 +37,7 @@ def case(function: Callable[[World], None]) -> Callable[[World], None]:
 
 
 class Step(NamedTuple):
-    """What a training step gives."""
+    """The results of a training step."""
 
     y: Tensor
     dx: Tensor

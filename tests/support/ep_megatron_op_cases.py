@@ -242,7 +242,7 @@ def experts_of_transformer_engine_are_still_padded(world: World) -> None:
 
 
 def outputs(mlp: Any, context: Any) -> list[Tensor]:
-    """Of a forward in the context, and a backward behind it."""
+    """The outputs of a forward in the context, and of a backward after it."""
     x, sizes, probs = inputs(torch.bfloat16)
     with context:
         y, _ = mlp(x, sizes, probs)

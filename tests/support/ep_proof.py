@@ -26,7 +26,7 @@ LONG = tuple(case.__name__ for case in ep_long_cases.CASES)
 
 
 class Run(NamedTuple):
-    """What all parts share."""
+    """The common settings of all parts."""
 
     ranks: int
     device: str
@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """What came of a case or a measurement: ``fault`` is empty where nothing was wrong."""
+    """The outcome of a case or measurement; ``fault`` is empty if nothing was wrong."""
 
     name: str
     fault: str
@@ -91,7 +91,7 @@ def of_measurement(run: Run, name: str, arguments: str, seconds: float) -> Findi
 
 
 def findings(run: Run) -> Iterator[Finding]:
-    """Of all parts."""
+    """The findings of all parts."""
     for part in parts_of_cases(run):
         yield from of_cases(run, *part)
     for measurement in measurements(run):

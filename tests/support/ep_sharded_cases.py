@@ -48,7 +48,7 @@ def page() -> dict[str, Any]:
 
 
 def of_group(process_group: dist.ProcessGroup | None, ranks: int) -> ep.Group:
-    """Of ranks that share eight experts."""
+    """A group of ranks that share eight experts."""
     return ep.Group(
         process_group, num_experts=2 * ranks, max_tokens=TOKENS, top_k=2, hidden=H, dtype=torch.float32,
         capacity="worst", timeout=TIMEOUT,

@@ -384,7 +384,7 @@ def caught(world: World) -> Iterator[None]:
 
 
 def check_sums(group: ep.Group, batch: Batch) -> None:
-    """Of a forward."""
+    """Checks the sums of a forward."""
     expected = trained(whole(group), batch).of(batch.counts, group)
     y = forward(group, batch.of(group.rank))
     group.check()
@@ -393,7 +393,7 @@ def check_sums(group: ep.Group, batch: Batch) -> None:
 
 @case
 def no_fault_no_error(world: World) -> None:
-    """What the planted faults are seen by says nothing without one."""
+    """The checks that detect planted faults pass without one."""
     group = world.group()
     check_sums(group, batch_for(group, counts_of(world)))
 

@@ -53,7 +53,7 @@ def case(function: Callable[[World], None]) -> Callable[[World], None]:
 
 
 class Step(NamedTuple):
-    """What a training step gives: the sums, and the gradients of tokens, scores and weights."""
+    """The results of a training step: the sums, and the gradients of tokens, scores and weights."""
 
     y: Tensor
     dx: Tensor
@@ -66,7 +66,7 @@ def draw(tensor: Tensor) -> None:
 
 
 def configuration(experts: int, overrides: list[Any]) -> RoutedExperts.Config:
-    """Of a layer with a dispatcher of the kind that the overrides replace, once they are applied."""
+    """The configuration of a layer with the kind of dispatcher that the overrides replace, after they are applied."""
     kind, how = AllToAllTokenDispatcher, {}
     if any(SYMMETRIC in entry for entry in overrides):
         kind, how = HybridEPTokenDispatcher, {"non_blocking_capacity_factor": 1.0, "num_max_tokens_per_rank": TOKENS}

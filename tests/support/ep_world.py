@@ -43,7 +43,7 @@ class World(NamedTuple):
     transport: str = "collective"
 
     def group(self, **settings: Any) -> ep.Group:
-        """Of all ranks, with settings that most cases share."""
+        """A group of all ranks, with settings that most cases share."""
         common = {"num_experts": 4 * self.size, "max_tokens": 13, "top_k": 3, "hidden": H, "dtype": torch.float32}
         common |= {"timeout": TIMEOUT, "capacity": "worst", "transport": self.transport}
         if self.transport == "symmetric" and settings.get("capacity") == "exact":
@@ -73,13 +73,13 @@ class Batch(NamedTuple):
         return cls(tuple(counts), *(each.to(torch.get_default_device()) for each in (x, ids, weights, dy)))
 
     def of(self, rank: int) -> Batch:
-        """Those of one rank."""
+        """The part of one rank."""
         own = slice(sum(self.counts[:rank]), sum(self.counts[: rank + 1]))
         return Batch((self.counts[rank],), *(t[own].clone() for t in self[1:]))
 
 
 class Results(NamedTuple):
-    """What a training step gives."""
+    """The results of a training step."""
 
     y: Tensor
     dx: Tensor
@@ -87,7 +87,7 @@ class Results(NamedTuple):
     parameters: tuple[Tensor, ...]
 
     def of(self, counts: Sequence[int], group: ep.Group) -> Results:
-        """What one rank has of those of all."""
+        """The part of one rank."""
         own = slice(sum(counts[: group.rank]), sum(counts[: group.rank + 1]))
         parts = tuple(grad[group.local_experts] for grad in self.parameters)
         return Results(self.y[own], self.dx[own], self.dweights[own], parts)
@@ -157,7 +157,7 @@ def assert_passed(case: str, said: dict[str, list[str]]) -> None:
 
 
 def environment(device: str) -> dict[str, str]:
-    """Of processes that run the tests' modules on a kind of device."""
+    """The environment of processes that run the tests' modules on a kind of device."""
     paths = [str(ROOT / "src"), str(ROOT / "tests"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     theirs = {**os.environ, **NO_MULTICAST, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
     return theirs | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
@@ -172,7 +172,7 @@ def start(
     device: str = "cpu",
     only: Sequence[str] = (),
 ) -> dict[str, list[str]]:
-    """What every rank says of every case of a module: "" where nothing went wrong. An empty list: it never said.
+    """The message of every rank on every case of a module: "" if it passed. An empty list: no message arrived.
 
     Args:
         wait: seconds, after which the ranks are killed.
@@ -236,7 +236,9 @@ def run_cases(module: str, world: World, report: Path, only: Sequence[str] = ())
 
 @contextmanager
 def memory_for(transport: str, device: str) -> Iterator[None]:
-    """What the transport needs on a CPU: for the symmetric one, our kernels, and memory that processes share."""
+    """The requirements of the transport on a CPU: for the symmetric one, our kernels, and memory that
+    processes share.
+    """
     with ExitStack() as stack:
         if transport == "symmetric" and device == "cpu":
             from ep_shared_memory import on_this_machine

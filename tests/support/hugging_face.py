@@ -131,7 +131,7 @@ def inputs(experts: Any, tokens: int, top_k: int = 2, hidden: int = 32) -> tuple
 
 
 def assert_same(experts: Any, arguments: tuple[Tensor, Tensor, Tensor], tolerance: float = 1e-12) -> dict[str, Tensor]:
-    """What eager gives, after a comparison with what ours does."""
+    """The results of eager, after a comparison with ours."""
     eager, ours = results(experts, "eager", *arguments), results(experts, "fusible", *arguments)
     assert {n for n, t in eager.items() if relative(ours[n], t) > tolerance} == set()
     assert all(ours[n].shape == t.shape and ours[n].dtype == t.dtype for n, t in eager.items())

@@ -127,7 +127,7 @@ class Experts:
         return torch.cat([*rows, torch.zeros(self.tail, self.features, dtype=torch.float64)])
 
     def activate(self, preact: Tensor) -> Tensor:
-        """Of rows [T, C] the hidden rows [T, F], without probabilities."""
+        """The hidden rows [T, F] of rows [T, C], without probabilities."""
         k = self.keywords
         name, alpha = k.get("activation", "silu"), k.get("alpha", 1.0)
         curves = {

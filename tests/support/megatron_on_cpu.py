@@ -55,7 +55,7 @@ class _Stream:
 
 
 def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What Megatron's copy to the host gives where the tensor is on a GPU."""
+    """Megatron's copy to the host, for tensors on a GPU."""
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 

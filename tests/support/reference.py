@@ -147,7 +147,7 @@ def unit(*shape: int, dtype: torch.dtype = torch.float64, grad: bool = True) -> 
 
 
 def named_grads(module: torch.nn.Module) -> dict[str, Tensor | None]:
-    """What stands in ``.grad``."""
+    """The ``.grad`` of each parameter."""
     return {name: p.grad for name, p in module.named_parameters()}
 
 

@@ -57,7 +57,7 @@ def float32(value: float) -> float:
 
 
 def scales_of(amax: float, power_of_two: bool, dtype: torch.dtype, most: float = 448.0) -> tuple[float, float]:
-    """What a block is multiplied by, and the scale that is stored."""
+    """The factor of a block, and the scale that is stored."""
     if not isfinite(amax):
         return 1.0, nan
     encode = 1.0 if amax == 0 else float32(most / amax)

@@ -1,7 +1,7 @@
-"""What stands in for other libraries where they cannot run: the same modules, names and arguments, computed by PyTorch.
+"""Stand-ins for other libraries where they cannot run: the same modules, names and arguments, computed by PyTorch.
 
 Signatures are those of quack-kernels 0.6.5, sonic-moe 0.1.2.post1, DeepGEMM 2.6.1, ScatterMoE 0.3.0 and
-TransformerEngine 2.20. What their kernels demand of shapes, strides and dtypes is asserted here.
+TransformerEngine 2.20. The requirements of their kernels on shapes, strides and dtypes are asserted here.
 """
 
 from __future__ import annotations
@@ -329,7 +329,7 @@ def deepgemm_float8_columns(
 
 
 def decoded_columns(operand: tuple[Tensor, Tensor], features: int, ks_cpu: list[int]) -> Iterator[Tensor]:
-    """Of each group its features in rows of its tokens; all bytes are in one dimension, group after group."""
+    """The features of each group in rows of its tokens; all bytes are in one dimension, group after group."""
     data, scales = operand
     assert data.shape == (features * sum(ks_cpu),)
     assert scales.shape == (features, sum(ks_cpu) // 128)

@@ -235,7 +235,7 @@ class CustomRecipe(Recipe):
 
 
 class FP8GlobalStateManager:
-    """What ``fp8_autocast`` has switched on."""
+    """The state of ``fp8_autocast``."""
 
     recipe: Recipe | None = None
 

@@ -28,7 +28,7 @@ NAMES = ["plain", "a b", "price$HOME", "it's;touch pwned;y", "a:b", "$in", "$(to
 
 @pytest.fixture
 def checkout(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """What a build reads, and nvcc in a folder beside it; both folders have the name that is asked for."""
+    """The files that a build reads, and nvcc in a folder beside them; both folders have the requested name."""
     for package in ("ninja", "pybind11", "setuptools"):
         if find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
@@ -82,7 +82,7 @@ def pretend(tree: Path, capabilities: str) -> str:
 
 
 def note_in(tree: Path) -> str:
-    """What the package says about kernels that it does not have."""
+    """The package's note on kernels that it does not have."""
     return (tree / "src" / "fusible" / "ops" / "left_out.txt").read_text()
 
 

@@ -57,7 +57,8 @@ def test_demo_trains_explains_and_compares(capsys: pytest.CaptureFixture[str]) -
 
     assert re.search(r"\[#+\] 100% +step +3 +loss \d", printed)
     assert re.search(r"RoutedMLP +0 1 2 3 4 5 +taken", printed)
-    assert "Look at the memory: fused experts keep 10.5 MB for the backward, unfused ones" in printed
+    assert re.search(r"Fused experts are .* x as fast as loop\. They keep \d\d% of the memory", printed)
+    assert printed.splitlines()[-1] == moe_lm.ON_A_GPU
     for name in ("fused", "unfused", "loop"):
         assert re.search(rf"\| {name} +\| +\d+\.\d+ \| +\d+\.\d \| +\d+\.\d \| +\d\.\de", printed)
 
@@ -140,12 +141,31 @@ def test_the_problem_of_the_experts_has_the_dtype_of_the_setting(dtype: torch.dt
     assert problem.x.shape[0] == int(problem.split_sizes.sum()) == 2 * moe_lm.CONTEXT * 2
 
 
-def test_the_verdict_says_what_to_look_at() -> None:
-    assert moe_lm.verdict(FOUND, "cpu").startswith("Look at the memory: fused experts keep 1.0 MB")
-    assert moe_lm.verdict(FOUND, "cuda") == (
-        "The speed of the fused experts is 1.50 x that of unfused, 3.00 x that of loop; "
-        "they keep 0.25 of the bytes that unfused ones keep for the backward."
+def test_the_verdict_says_what_is_faster() -> None:
+    said = (
+        "Fused experts are 1.50 x as fast as unfused, 3.00 x as fast as loop. "
+        "They keep 25% of the memory that unfused ones keep for the backward."
     )
+
+    assert moe_lm.verdict(FOUND, "cuda") == said
+    assert moe_lm.verdict(FOUND, "cpu") == f"{said}\n{moe_lm.ON_A_GPU}"
+
+
+def test_what_a_gpu_would_show_was_measured() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "measured.md").read_text()
+    section = page.split("\n## The demo\n")[1].split("\n## ")[0]
+    said = re.findall(r"([\d.]+) x as fast", moe_lm.ON_A_GPU)
+
+    assert re.findall(r"([\d.]+) ×", section) == said
+    assert len(said) == 3
+
+
+def test_experts_of_a_cpu_are_many_and_small() -> None:
+    """A loop over few large experts is as fast as anything on a CPU."""
+    size, large = moe_lm.SMALL, moe_lm.LARGE
+
+    assert size.experts >= large.experts
+    assert size.batch * moe_lm.CONTEXT * size.top_k // size.experts <= 128
 
 
 def test_the_plot_shows_parts_of_what_unfused_experts_take() -> None:
@@ -177,4 +197,4 @@ def test_demo_compares_grouped_mm_too_on_cuda(capsys: pytest.CaptureFixture[str]
 
     assert "bfloat16" in printed
     assert "| grouped_mm " in printed
-    assert "The speed of the fused experts is " in printed
+    assert "Fused experts are " in printed

@@ -19,12 +19,12 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def arguments() -> dict[str, str]:
-    """Those of a build, with their defaults."""
+    """The arguments of a build, with their defaults."""
     return dict(rest.split("=", 1) for name, rest in instructions() if name == "ARG")
 
 
 def context() -> set[str]:
-    """What of the root is sent to a build."""
+    """The files of the root that are sent to a build."""
     lines = (ROOT / ".dockerignore").read_text().split("\n")
     assert "*" in lines
     return {line[1:] for line in lines if line.startswith("!")}
@@ -51,7 +51,7 @@ def test_stages_that_are_read_come_before() -> None:
 
 
 def test_versions_are_those_that_ran_on_a_gpu() -> None:
-    """Of CUDA with all numbers: an index of PyTorch has two of them."""
+    """CUDA versions have all their numbers; an index of PyTorch has two of them."""
     support = (ROOT / "docs" / "support.md").read_text()
     tested = re.search(r"PyTorch ([\d.]+) with CUDA ([\d.]+) and Python ([\d.]+) on an H200", support)
     assert tested is not None

@@ -1,4 +1,4 @@
-"""What the documentation shows, runs: code blocks, drawings, examples, docstrings, and links."""
+"""Everything that the documentation shows runs: code blocks, drawings, examples, docstrings, and links."""
 
 from __future__ import annotations
 
@@ -24,21 +24,30 @@ import fusible
 from fusible.benchmarks import measured_plot
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
+REFERENCE = ROOT / "docs" / "api"  # made from docstrings
+PAGES = [
+    "README.md",
+    *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")) if p.parent != REFERENCE),
+]
+LAB = "docs/lab/"  # holds what older commits did
 WITHOUT_CODE = {
-    f"docs/{name}.md"
-    for name in (
-        "benchmarks",
-        "design",
-        "exchange",
-        "experiments",
-        "glossary",
-        "index",
-        "kernels",
-        "measured",
-        "roadmap",
-        "support",
-    )
+    *(page for page in PAGES if re.match(r"docs/(decisions|lab)/", page)),
+    *(
+        f"docs/{name}.md"
+        for name in (
+            "adding",
+            "architecture",
+            "benchmarks",
+            "exchange",
+            "glossary",
+            "index",
+            "install",
+            "kernels",
+            "measured",
+            "roadmap",
+            "support",
+        )
+    ),
 }
 FRAMEWORKS = ("transformers", "peft", "torchtitan", "megatron", "jax")  # which may be missing
 EXAMPLES = ["moe_layer", "custom_fusion", "torchtitan_experts", "megatron_experts"]
@@ -72,7 +81,7 @@ def builds_from_ops() -> bool:
 
 
 def missing(block: str) -> list[str]:
-    """What a block imports, or its calls import, and is not there."""
+    """The modules that a block imports, or that its calls import, and that are not installed."""
     found = {name: rf"^ *(import|from) (fusible\.integrations(\.| import ))?{name}(_\w+)?\b" for name in absent()}
     imported = [name for name, pattern in found.items() if re.search(pattern, block, re.M)]
     unbuilt = "transformer_engine.install(" in block and not builds_from_ops()
@@ -123,7 +132,7 @@ def test_code_of_page_runs(page: str, capsys: pytest.CaptureFixture[str], monkey
 
 
 def test_quickstart_prints_the_fused_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    names = run_page("README.md")
+    names = run_page("docs/moe.md")
     printed = capsys.readouterr().out
 
     assert re.search(r"GroupedMLP +0 1 2 3 +taken", printed)
@@ -131,24 +140,23 @@ def test_quickstart_prints_the_fused_plan(capsys: pytest.CaptureFixture[str]) ->
     assert names["probabilities"].grad is not None
 
 
-def test_drawing_in_readme_is_what_explain_draws(capsys: pytest.CaptureFixture[str]) -> None:
-    names = run_page("README.md")
-    call = {"split_sizes": names["split_sizes"], "scales": names["probabilities"]}
+def test_drawing_in_the_docs_is_what_explain_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_page("docs/debugging.md")
+    drawn = names["layer"].explain(names["x"].detach(), **names["call"]).to_mermaid()
 
-    assert blocks("README.md", "mermaid") == [names["model"].explain(names["x"], **call).to_mermaid() + "\n"]
+    assert blocks("docs/debugging.md", "mermaid") == [drawn + "\n"]
 
 
 def test_readme_shows_the_commands_that_there_are() -> None:
     readme, makefile = ((ROOT / name).read_text() for name in ("README.md", "Makefile"))
     targets = re.findall(r"^    make ([a-z-]+) +# ", readme, re.MULTILINE)
 
-    assert targets == ["demo", "test", "test-all"]
+    assert targets == ["demo", "test"]
     for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
 
 
 COMMAND = r"(?:python -m fusible[.\w]*|fusible(?= [a-z]))"
-OF_THE_PAST = "docs/experiments.md"  # its commands are those of older commits
 PLACEHOLDERS = {"--preset …": "--preset qwen3", "--tokens …": "--tokens 8", "--device cuda": "--device cpu"}
 
 
@@ -180,7 +188,7 @@ def only_parsing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("only_parsing")
-@pytest.mark.parametrize("page", [page for page in PAGES if page != OF_THE_PAST and commands(page)])
+@pytest.mark.parametrize("page", [p for p in PAGES if not p.startswith(LAB) and commands(p)])
 def test_commands_of_a_page_are_understood(page: str) -> None:
     for words in commands(page):
         name, arguments = ("fusible", words[1:]) if words[0] == "fusible" else (words[2], words[3:])
@@ -192,10 +200,10 @@ def test_commands_of_a_page_are_understood(page: str) -> None:
                 module.main(arguments)
 
 
-def test_ci_runs_the_tests_by_the_command_of_the_readme() -> None:
-    readme, ci = ((ROOT / name).read_text() for name in ("README.md", ".ci/run"))
+def test_ci_runs_the_tests_by_the_command_for_contributors() -> None:
+    page, ci = ((ROOT / name).read_text() for name in ("CONTRIBUTING.md", ".ci/run"))
 
-    assert "make test-all    # all tests that need no GPU; CI runs an eighth" in readme
+    assert re.search(r"make test-all +# all tests that need no GPU; CI runs an eighth", page)
     assert re.search(r"^make test-all ", ci, re.MULTILINE)
 
 
@@ -265,6 +273,49 @@ def test_links_lead_somewhere(page: str) -> None:
     broken = [link for link in links if "://" not in link and not ((ROOT / page).parent / link).exists()]
 
     assert broken == []
+
+
+def slug(heading: str) -> str:
+    """The anchor that Python-Markdown gives a heading."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading)).strip().lower())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_anchors_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\(([^):]*\.md)?#([^)]+)\)", (ROOT / page).read_text())
+    broken = []
+    for target, anchor in links:
+        text = ((ROOT / page).parent / target if target else ROOT / page).read_text()
+        if anchor not in {slug(heading) for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}:
+            broken.append(f"{target}#{anchor}")
+
+    assert broken == []
+
+
+GUIDES = re.findall(r"^ {2,6}- .+: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text().split("- API:")[0], re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}" for name in GUIDES)])
+def test_guides_are_short_and_their_code_is_narrow(page: str) -> None:
+    """The site shows 80 columns of a block of code without a scroll bar."""
+    code = re.findall(r"^```(?:python|bash|toml)\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+
+    assert len((ROOT / page).read_text().splitlines()) <= 150
+    assert [line for block in code for line in block.splitlines() if len(line) > 80] == []
+
+
+def test_the_docs_are_read_in_an_afternoon() -> None:
+    """Without the lab book, which is looked up."""
+    assert sum(len(p.read_text().split()) for p in (ROOT / "docs").rglob("*.md") if p.parent.name != "lab") <= 40_000
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/adding.md", "docs/kernels.md"])
+def test_files_that_inside_pages_name_exist(page: str) -> None:
+    tops = "benchmarks|csrc|docs|fuser|integrations|ops|src|tests"
+    named = re.findall(rf"(?<![\w/.])((?:{tops})/[\w/]+\.\w+)", (ROOT / page).read_text())
+
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fusible import config
-from fusible.fuser.contract.config import Config, active_config, config_of, defaults_of
+from fusible.fuser.contract.config import active_config, config_of, defaults_of
 
 ROOT = Path(__file__).parents[2]
 CODE = "import threading, fusible; from fusible.fuser.contract.config import active_config as c; print(c()); "
@@ -54,7 +54,7 @@ def test_a_wrong_value_is_an_error_at_import() -> None:
     ],
 )
 def test_what_variables_say(environment: dict[str, str], switches: dict[str, object]) -> None:
-    assert defaults_of(environment) is config_of(**{**vars(Config()), **switches})
+    assert defaults_of(environment) is config_of(**switches)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ ARROWS = {  # package -> its parts, and which parts each may import; nothing sta
         "tensor_lists": ("extension",),
         "jit": ("problems", "extension"),
         "hopper": ("architecture", "problems", "extension", "jit"),
-        "pytorch": ("architecture", "problems", "operators", "hopper"),
+        "pytorch": ("architecture", "problems", "operators"),
         "triton": ("architecture", "problems", "pytorch"),
         "dispatch": ("problems", "hopper", "pytorch", "triton"),
         "unfused": ("problems", "dispatch"),
@@ -75,7 +75,7 @@ ARROWS = {  # package -> its parts, and which parts each may import; nothing sta
             "unfused",
             "recording",
         ),
-        "doors": ("problems", "operators", "extension", "hopper", "pytorch", "dispatch", "__init__"),
+        "doors": ("problems", "operators", "extension", "hopper", "dispatch", "__init__"),
     },
 }
 
@@ -140,7 +140,7 @@ def test_every_arrow_points_to_an_earlier_row(package):
 
 @pytest.mark.parametrize("package", ARROWS)
 def test_every_arrow_is_drawn(package):
-    """What is stated is there: an arrow that nothing needs any more is taken out."""
+    """Every stated arrow is used: an arrow that nothing needs any more is removed."""
     drawn = {
         (part_of(module(path), package), part_of(".".join(modules(name)), package))
         for path in files(package)
@@ -280,6 +280,7 @@ def test_kernels_import_no_op(path):
         "ops.kernels",
         "ops.values.activation_spec",
         "ops.values.grouped_tensor",
+        "ops.values.switches",
         "ops.programs",
         "ops.formats",
         "ops._C",

@@ -1,4 +1,4 @@
-"""What `info` says about the installation: where it is, and why it has no kernels."""
+"""The report of `info` on the installation: its folder, and why it has no kernels."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def sources(*folders: str) -> Iterator[Path]:
 
 
 def run(code: str) -> str:
-    """What a fresh interpreter prints, started outside the tree."""
+    """The output of a fresh interpreter, started outside the tree."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=environment, check=False)

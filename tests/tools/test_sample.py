@@ -1,4 +1,4 @@
-"""What ``--sample`` leaves out: cases of tests that have many, and tests of tools; over all parts, nothing."""
+"""The cases that ``--sample`` leaves out: of tests that have many, and of tools; over all parts, none."""
 
 from __future__ import annotations
 

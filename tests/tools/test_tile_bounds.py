@@ -34,7 +34,7 @@ def test_the_last_columns_of_a_weight_gradient_are_narrower() -> None:
 
 
 def test_bytes_of_shared_memory() -> None:
-    """Of weight gradients with four stages: 85 bytes a cycle of reads, 37 of stages, 32 of results."""
+    """Weight gradients with four stages: 85 bytes a cycle of reads, 37 of stages, 32 of results."""
     task = Task(256, 192, 256)
 
     assert task.bytes_of(swap_ab=False) / task.cycles == pytest.approx(64 + 4096 / 192 + (256 + 192) * 128 / 1536 + 32)

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What happens to a complete accumulator. A consumer rounds its rows to the output's type and leaves them in shared
+// The epilogue of a complete accumulator. A consumer rounds its rows to the output's type and writes them to shared
 // memory (`store_to_smem`); a thread of the producer's warpgroup stores them from there (`store_part`) while the
 // consumer multiplies the next tile.
 //
-// The unit is a subtile of 64 rows x 128 bytes, swizzled as TMA wants it. Subtiles are handed over in parts: all
-// that belong to 64 rows where there is room for it twice; or one by one, reusing the room.
+// The unit is a subtile of 64 rows x 128 bytes, swizzled as TMA wants it. Subtiles are handed over in parts: all that
+// belong to 64 rows if two such parts fit; else one by one, reusing the memory.
 #pragma once
 #include "device/gemm/tile_scheduler.cuh"
 #include "device/ptx/barrier.cuh"
@@ -20,7 +20,7 @@ template <int kTileN>
 struct ColumnScales {
   float column_scale[kTileN];  // of the product
 };
-// The bias and scales that one tile needs, in shared memory; those of columns where the operands' rows have scales.
+// The bias and scales that one tile needs, in shared memory; column scales only if the operands' rows have scales.
 template <int kTileM, int kTileN, bool kScalesColumns>
 struct EpilogueStage : std::conditional_t<kScalesColumns, ColumnScales<kTileN>, NoColumnScales> {
   float bias[kTileN];
@@ -158,10 +158,10 @@ struct Destination {
   uint64_t policy;  // for the L2 cache
   int column;       // first output column
   int map_row[3];   // coordinates of the first row in the map
-  bool accumulate;  // add to what is there
+  bool accumulate;  // add to the existing values
 };
-// What stands at a part's place, to shared memory; completes on `barrier`. Only where the map is one of matrices: bytes
-// before a token buffer may not be there to be read.
+// Loads the existing values of a part to shared memory; completes on `barrier`. Only for maps of matrices: bytes before
+// a token buffer may not be readable.
 template <class Layout>
 DEVICE void load_part(const Destination& d, uint8_t* to, int part, uint64_t* barrier) {
   barrier_arrive_expecting(barrier, Layout::kPartBytes);

@@ -105,11 +105,11 @@ struct ActivationEpilogue {
 
  private:
   using Elements = ElementNumbers<typename Functions::Matrices, Functions::kColumns>;
-  // A lane has numbers of the elements of so many vectors on their way, each of which is four rows below the one
-  // before: as many as registers suffice for.
+  // A lane prefetches the element numbers of this many vectors, each four rows below the one before: as many as
+  // registers allow.
   static constexpr int kRowsAhead = Elements::kBytes > 16 ? 2 : 4;
 
-  // Of a lane, in the postact rows.
+  // The first column of a lane, in the postact rows.
   template <class K>
   DEVICE static int first_column(const Params& p, int smem_out_column, int lane) {
     const bool gated = kHalves || Functions::gated(p);
@@ -134,8 +134,8 @@ struct ActivationEpilogue {
       }
     }
   }
-  // Of a function that reads numbers of columns: vector by vector, so that a lane holds those of one at a time, and
-  // fetches the next one's meanwhile.
+  // For a function that reads numbers of columns: vector by vector, so that a lane holds the numbers of one at a time,
+  // and fetches those of the next meanwhile.
   template <class K, bool kGated, class F>
   DEVICE static void activate(F function, const Params& p, int group, int smem_out_column, const SmemOutRows& rows,
                               const RowScales& scales, Numbers& numbers, const uint8_t* subtiles, int lane) {
@@ -160,7 +160,7 @@ struct ActivationEpilogue {
       }
     }
   }
-  // Of a function that reads numbers of elements: likewise, with those of the next rows on their way.
+  // For a function that reads numbers of elements: likewise, with those of the next rows prefetched.
   template <class K, bool kGated, class F>
   DEVICE static void activate(F function, const Params& p, int group, int smem_out_column, const SmemOutRows& rows,
                               const RowScales& scales, Numbers& numbers, Elements (&elements)[kRowsAhead],
@@ -200,7 +200,7 @@ struct ActivationEpilogue {
   DEVICE static void fetch_row(Elements& elements, const Params& p, const SmemOutRows& rows, int row, int column) {
     if (row < rows.rows && column < p.columns) elements.fetch(p, rows.token + row, column);
   }
-  // Of two neighbouring columns, with the numbers that the function reads in each.
+  // Activates two neighbouring columns, with the numbers that the function reads in each.
   template <class T, class F>
   DEVICE static uint32_t pair(F function, uint32_t gates, uint32_t ups, const float* first, const float* second) {
     const float2 gate = ptx::unpack<T>(gates), up = ptx::unpack<T>(ups);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The epilogue that turns the gradient of activated rows into that of their pre-activation.
+// The epilogue that turns the gradient of activated rows into the gradient of their pre-activation.
 #pragma once
 #include "device/epilogue/epilogue_functions.cuh"
 #include "device/epilogue/epilogue_vectors.cuh"
@@ -9,8 +9,8 @@ namespace fusible {
 
 // The product is the gradient of postact = function(preact, scales). The epilogue writes dpreact. If they are wanted,
 // it also writes postact, partial sums by row of the gradient of the scales (one for each subtile of columns), and
-// partial sums of dpreact by column for the gradient of the bias (one for each 64 rows); and of what a user's function
-// has for gradients of its column operands. Where nothing is gated, up is one, and neither loaded nor stored.
+// partial sums of dpreact by column for the gradient of the bias (one for each 64 rows); and likewise the gradients of
+// column operands of a user's function. Where nothing is gated, up is one, and neither loaded nor stored.
 //
 // A warp has a subtile of a consumer. A step is four rows of it, an 8-wide vector of each lane; or eight rows, two
 // vectors, which hide each other's latencies, where there are registers for them. Every lane stages its vectors of
@@ -144,7 +144,7 @@ struct ActivationBackwardEpilogue {
       *reinterpret_cast<float4*>(p.dbias_partials + block * width + gate_at + of_up * distance + (lane & 8) / 2) = sums;
   }
 
-  // Of the rows `row` + lane / 8 and four further, summed over the eight lanes of a row.
+  // Stores the sums for the rows `row` + lane / 8 and four further, over the eight lanes of a row.
   DEVICE static void store_dscale_partials(float first, float second, float* to, int row, int rows, int lane) {
     const bool of_second = lane & 4;
     float share = (of_second ? second : first) + __shfl_xor_sync(~0u, of_second ? first : second, 4);
@@ -153,9 +153,9 @@ struct ActivationBackwardEpilogue {
     const int at = row + of_second * 4 + lane / 8;
     if (lane % 4 == 0 && at < rows) to[at] = share;
   }
-  // A lane's sixteen columns of two rows, if they are valid, summed with those of the lanes that have the same columns
-  // in other rows. A lane gets four columns: the lower half of the warp those of the gate, and of a half the second
-  // quarter the last four.
+  // Sums a lane's sixteen columns of two rows, if valid, with the lanes that have the same columns in other rows. A
+  // lane gets four columns: the lower half of the warp columns of the gate; the second quarter of each half the last
+  // four.
   template <class T>
   DEVICE static float4 sums_of_rows(bool first_valid, const uint4& first_gate, const uint4& first_up, bool second_valid,
                                     const uint4& second_gate, const uint4& second_up, int lane) {
@@ -172,8 +172,8 @@ struct ActivationBackwardEpilogue {
     return {quarter[0], quarter[1], quarter[2], quarter[3]};
   }
 
-  // Gate and up give way to their gradients, the gradient of the postact columns to what these are themselves. Returns
-  // their part of the gradient of the scale, and adds those of the column operands if the row exists.
+  // Replaces gate and up by their gradients, and the gradients of the postact columns by the postact values. Returns
+  // their part of the gradient of the scale, and adds the gradients of column operands if the row exists.
   template <class T, class F>
   DEVICE static float differentiate_vector(F function, uint4& gates, uint4& ups, uint4& grads, float scale,
                                            const Floats& floats, bool exists, Sums& dvectors) {

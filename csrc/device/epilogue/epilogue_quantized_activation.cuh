@@ -2,7 +2,7 @@
 // The epilogue that turns an output stage of a product of e4m3 operands into activated rows of e4m3.
 //
 // An output stage has one or two blocks of 128 columns of the activated rows, each of which a quarter of a warp has in
-// registers. So the scale of a block is known before its bytes are stored, and nothing is read twice.
+// registers. The scale of a block is therefore known before its bytes are stored, and no value is read twice.
 #pragma once
 #include "device/epilogue/epilogue_activation.cuh"
 #include "device/quantize/quantize.cuh"
@@ -15,7 +15,7 @@ namespace fusible {
 template <bool kHalves, class Functions = BuiltInFunctions, int kStoreRegisters = kHalves ? 72 : 88>
 struct QuantizedActivationEpilogue : ActivationEpilogue<kHalves, Functions> {
   using Params = QuantizedActivationParams;
-  static constexpr int kStoreWarps = 1, kRegisters = kStoreRegisters;  // beside the producer; nobody spills
+  static constexpr int kStoreWarps = 1, kRegisters = kStoreRegisters;  // beside the producer; no spills
 
   template <class K>
   DEVICE static void store_tiles(typename K::Storage& s, const Params& p, int consumer, int) {
@@ -41,7 +41,7 @@ struct QuantizedActivationEpilogue : ActivationEpilogue<kHalves, Functions> {
   }
 
  private:
-  static constexpr int kHalfBlock = kScaleBlock / 2;  // of which a lane has eight columns
+  static constexpr int kHalfBlock = kScaleBlock / 2;  // a lane has eight of its columns
 
   // Four rows at a time, a quarter of the warp each: a lane has eight columns of either half of a block.
   template <class K, bool kGated, class F>
@@ -59,7 +59,7 @@ struct QuantizedActivationEpilogue : ActivationEpilogue<kHalves, Functions> {
         const int first = block * kScaleBlock + of_lane, column = smem_out_column * kColumns + first;
         const bool exist[2] = {row < rows.rows && column < p.columns,
                                row < rows.rows && column + kHalfBlock < p.columns};
-        Tile<T> vectors;  // of which two rows are used: the halves of the block
+        Tile<T> vectors;  // two rows are used: the halves of the block
         uint32_t most = 0;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -72,7 +72,7 @@ struct QuantizedActivationEpilogue : ActivationEpilogue<kHalves, Functions> {
       }
     }
   }
-  // Of a function that reads numbers of columns: block by block, so that a lane holds those of one at a time.
+  // For a function that reads numbers of columns: block by block, so that a lane holds the numbers of one at a time.
   template <class K, bool kGated, class F>
   DEVICE static void quantize(F function, const Params& p, int group, int smem_out_column, const SmemOutRows& rows,
                               const RowScales& scales, const uint8_t* subtiles, int lane) {
@@ -109,8 +109,8 @@ struct QuantizedActivationEpilogue : ActivationEpilogue<kHalves, Functions> {
     }
   }
 
-  // A block of a row, of which a lane has the first two rows of `vectors`, and those that exist the largest magnitudes
-  // in `most`; its columns begin at `column`. By the whole warp.
+  // Encodes a block of a row. `vectors`: a lane's part, in its first two rows; `most`: their largest magnitudes, for
+  // rows that exist; `column`: the first column. Called by the whole warp.
   template <class T>
   DEVICE static void encode_block(const Params& p, int64_t token, int column, int of_lane, const bool (&exist)[2],
                                   const Tile<T>& vectors, uint32_t most) {

@@ -6,7 +6,7 @@
 
 namespace fusible {
 
-// Where the row of a rank goes; null where the lane has failed.
+// The destination of a row of a rank; null if the lane has failed.
 DEVICE void* slot_of(const RowSlots& s, int64_t row, int64_t row_bytes) {
   if (s.state->failed) return nullptr;
   const int slot = s.slot_of_row[s.firsts[s.peers.rank] + row], slots = static_cast<int>(s.slots);

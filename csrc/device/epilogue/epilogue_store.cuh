@@ -6,10 +6,10 @@
 
 namespace fusible {
 
-// Stores all tiles of a consumer, part by part; by one thread, or by a warp of which one lane `issues` the copies. The
-// room of a part is given back once it has been read: while the next part is being copied, if there is room for two.
-// start_tile(to, tile) says whether a tile goes out by TMA. If not, store_no_tma(to, tile, from, first row, part) does
-// it.
+// Stores all tiles of a consumer, part by part; called by one thread, or by a warp of which one lane `issues` the
+// copies. The buffer of a part is released once it has been read, or while the next part is copied if two fit.
+// start_tile(to, tile) says whether a tile is stored by TMA. If not, store_no_tma(to, tile, from, first row, part)
+// stores it.
 template <class K, class To, class StartTile, class StoreNoTma>
 DEVICE void store_parts(typename K::Storage& s, const GemmParams& p, int consumer, bool issues, To to,
                         StartTile start_tile, StoreNoTma store_no_tma) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the epilogues of activations share: 8-wide vectors, which are eight neighbouring columns of the postact rows,
-// and their gates and ups.
+// The common part of the epilogues of activations: 8-wide vectors, which are eight neighbouring columns of the postact
+// rows, and their gates and ups.
 //
 // Whole warps store 64 rows while the consumers multiply the next tile. A quarter of a warp has a row, and every lane
 // a vector of it: 16 bytes. Everything is computed in fp32 from values that are rounded as the unfused kernels would
@@ -13,8 +13,8 @@ namespace fusible {
 
 DEVICE int subtile_offset(int row, int vector) { return vector / 8 * kSubtileBytes + in_subtile(row, vector % 8); }
 
-// Where the gate of the postact columns `column` to `column + 7` begins in a row; their up is `up_distance` further.
-// Where blocks are narrower than eight, the sixteen columns of both are neighbours.
+// The first gate column in a row for the postact columns `column` to `column + 7`; their up is `up_distance` further.
+// If blocks are narrower than eight, the sixteen columns of both are neighbours.
 DEVICE int gate_vector_column(int column, int block) {
   return block < 8 ? 2 * column : column / block * 2 * block + column % block;
 }
@@ -59,7 +59,7 @@ DEVICE void join(uint4& gate, uint4& up, int block) {
   });
 }
 
-// The ups of what is not gated.
+// The up values of an activation without a gate.
 template <class T>
 DEVICE uint4 ones() {
   const uint32_t one = ptx::pack<T>(1.f, 1.f);
@@ -71,7 +71,7 @@ class RowScales {
  public:
   DEVICE RowScales(const RowScale& source, int token, int rows, int lane)
       : low_(at(source, token, rows, lane)), high_(at(source, token, rows, lane + 32)) {}
-  // Of the row of this lane, of the four that begin at `first`; by the whole warp.
+  // The value for this lane's row, one of the four from `first` on; called by the whole warp.
   DEVICE float of(int first, int lane) const {
     return __shfl_sync(~0u, first < 32 ? low_ : high_, (first + lane / 8) % 32);
   }
@@ -86,7 +86,7 @@ class RowScales {
 // The number of a group's block of 64 rows that begins at `row`: no other group's, as each may leave a rest.
 DEVICE int64_t block_of_rows(int group, int group_start, int row) { return group_start / 64 + group + row / 64; }
 
-// Which 64 rows an output stage holds.
+// The 64 rows that an output stage holds.
 struct SmemOutRows {
   int token, rows;  // the first one's place in the buffer, and how many exist
 };

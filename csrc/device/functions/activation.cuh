@@ -6,8 +6,8 @@
 
 namespace fusible {
 
-// scale * curve(gate) * up. kLimited: both are clamped first, and up has an offset. What was clamped has no gradient,
-// NaN passes. An up of 1 is of an activation without a gate.
+// scale * curve(gate) * up. kLimited: both are clamped first, and up has an offset. Clamped values have gradient zero,
+// NaN passes. An up of 1 stands for an activation without a gate.
 template <class Curve, bool kLimited>
 struct BuiltInFunction {
   static constexpr int kVectors = Curve::kVectors;
@@ -19,7 +19,7 @@ struct BuiltInFunction {
     const float dproduct = dy * *scale, x = clamped(gate), u = factor(up);
     const auto curve = Curve::backward(x, 1.f, &a.alpha, dproduct * u);
     const float product = curve.y * u, dup = dproduct * curve.y;
-    // what was clamped is less than before: with a comparison to the limit the 16-bit kernels that quantise spill
+    // clamped values are smaller than before: a comparison to the limit would make the 16-bit quantising kernels spill
     const bool gate_is_over = kLimited && x < gate, up_is_over = kLimited && a.limit < fabsf(up);
     return {*scale * product, gate_is_over ? 0.f : curve.dx, up_is_over ? 0.f : dup, {dy * product}};
   }

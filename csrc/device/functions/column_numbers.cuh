@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a user's function reads of the columns of a tile, and the gradients of that.
+// The column operands of a user's function in a tile, and their gradients.
 #pragma once
 #include "device/functions/pointwise.cuh"
 #include "device/ptx/vector.cuh"
@@ -14,9 +14,9 @@ struct ColumnFloats {
   float of[kCount ? kCount : 1][8];
 };
 
-// The same as they are stored: they are fetched before they are needed, as device memory is slow. Operands: their
-// types, ColumnOperand. kNarrow: blocks of gate and up are narrower than a vector. They are fetched from what has
-// `vectors`, `columns` and `block` as ActivationParams has them.
+// The same in their stored types, fetched before they are needed, as device memory is slow. Operands: their
+// types, ColumnOperand. kNarrow: blocks of gate and up are narrower than a vector. The source needs `vectors`,
+// `columns` and `block`, like ActivationParams.
 template <class Operands, bool kNarrow, int kInput = 0>
 struct ColumnNumbers {
   template <class Source>
@@ -31,7 +31,7 @@ struct ColumnNumbers<Types<Operand, Others...>, kNarrow, kInput> {
   Vector<Number, 8> numbers;
   ColumnNumbers<Types<Others...>, kNarrow, kInput + 1> others;
 
-  // Of columns that do not exist there are none.
+  // Columns that do not exist have no numbers.
   template <class Source>
   DEVICE void fetch(const Source& p, int group, int column) {
     if (column >= p.columns) return;
@@ -60,8 +60,8 @@ struct ColumnNumbers<Types<Operand, Others...>, kNarrow, kInput> {
   }
 };
 
-// All numbers that a function reads in a column of the eight: the scale of the row, those of the column, and those of
-// the element.
+// All numbers that a function reads in one of the eight columns: the scale of the row, numbers of the column and of the
+// element.
 template <int kCount, int kMatrices = 0>
 struct FunctionNumbers {
   float values[1 + kCount + kMatrices];
@@ -76,8 +76,8 @@ struct FunctionNumbers {
   }
 };
 
-// The partial sums of the gradients of numbers of columns: those of a block of 64 rows. A lane's sums are over every
-// fourth row; lanes have the same columns as those eight further. Each stores two columns.
+// Stores the partial sums of the gradients of column numbers, over a block of 64 rows. A lane sums every fourth row;
+// lanes eight apart have the same columns. Each stores two columns.
 template <int kCount>
 DEVICE void store_dvector_partials(const ActivationParams& p, const ColumnFloats<kCount>& sums, int64_t block,
                                    int column, int lane) {

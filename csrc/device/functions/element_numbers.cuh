@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a user's function reads of each element besides the product, such as a residual that it adds.
+// The element operands of a user's function besides the product, such as a residual that it adds.
 #pragma once
 #include "device/epilogue/epilogue_vectors.cuh"
 #include "device/functions/column_numbers.cuh"
 
 namespace fusible {
 
-// A lane's eight neighbouring columns of a row, of each matrix, as they are stored. Operands: their types,
+// A lane's eight neighbouring columns of a row, for each matrix, in the stored types. Operands: their types,
 // MatrixOperand; their addresses follow those of kInput numbers of columns.
 template <class Operands, int kInput>
 struct ElementNumbers {

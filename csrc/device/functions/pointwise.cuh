@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a pointwise program computes for an element: the contract between generated functions and the kernels that take
-// them. A function is a type with
+// A pointwise program for one element: the contract between generated functions and the kernels that take them. A
+// function is a type with
 //
 //   kGated                 whether there is an up half
 //   kRows, kColumns        how many numbers of the row, and of the column, it reads
@@ -23,8 +23,7 @@ struct Types {
   }
 };
 
-// An input that is a number of a column. kOfAllRows: not of each group its own; kOfBoth: it stands among those of gate
-// and of up.
+// An input that is a number of a column. kOfAllRows: shared by all groups; kOfBoth: one of two inputs, for gate and up.
 template <class T, bool kOfAllRows_, bool kOfBoth_>
 struct ColumnOperand {
   using Number = T;

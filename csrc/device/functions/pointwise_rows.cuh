@@ -23,7 +23,7 @@ DEVICE int group_of_row(const SplitSizes& s, int64_t rows, int64_t row) {
   return -1;
 }
 
-// What a row reads. Inputs: the types of the numbers of rows, of columns and of elements.
+// The inputs of a row. Inputs: the types of the numbers of rows, columns and elements.
 template <class F, class Inputs>
 struct PointwiseRow {
   static constexpr int kOperands = F::kRows + F::kColumns + F::kMatrices + F::kConstants;
@@ -40,8 +40,8 @@ struct PointwiseRow {
 #pragma unroll
     for (int i = 0; i < F::kConstants; ++i) r[kFirstConstant + i] = p.constants[i];
   }
-  // The numbers of neighbouring columns, and of the elements there; of groups, zeros past the last one. `gate`: where
-  // column `column` stands among those of gate and up.
+  // Loads the numbers of neighbouring columns and of their elements; zeros past the last group. `gate`: the position of
+  // column `column` among those of gate and up.
   template <int kVector>
   DEVICE void load_vectors(float (&b)[kVectors ? kVectors : 1][kVector], unsigned column, unsigned gate) const {
     Inputs::Columns::each([&]<class C>(int j) INLINE {
@@ -61,7 +61,7 @@ struct PointwiseRow {
     for (int j = 0; j < kOperands; ++j)
       all[j] = j >= F::kRows && j < kFirstConstant ? b[kVectors ? j - F::kRows : 0][i] : r[j];
   }
-  // What backward_rows has for gradients of columns and matrices.
+  // Stores the gradients of columns and matrices that backward_rows computed.
   template <int kVector>
   DEVICE void store_vectors(const float (&b)[kVectors ? kVectors : 1][kVector], unsigned column, unsigned gate) const {
     Inputs::Columns::each([&]<class C>(int j) INLINE {

@@ -16,7 +16,7 @@ DEVICE bool has_arrived(const Arrivals& arrivals, int64_t block) {
   return load_acquire(arrivals.blocks + block) >= static_cast<uint32_t>(arrivals.pieces);
 }
 
-// Until they are. What reads them by TMA needs ptx::async_proxy_fence_global as well.
+// Waits until the block has arrived. Reading it by TMA needs ptx::async_proxy_fence_global as well.
 DEVICE void wait_for_block(const Arrivals& arrivals, int64_t block) {
   while (!has_arrived(arrivals, block)) pause();
 }

@@ -9,15 +9,15 @@ namespace fusible {
 // 64 values of a line that runs along the contiguous dimension are 128 bytes of shared memory. K-major: a line is a row
 // of the operand; MN-major: a value of k, in blocks of 64 columns.
 struct NoTmaMatrix {
-  const uint16_t *begin, *end;  // of the tensor, outside of which nothing is read
-  // The 16 aligned bytes in which it begins, and those in which it ends, with zeros for what is not of it.
+  const uint16_t *begin, *end;  // bounds of the tensor, outside of which nothing is read
+  // The 16 aligned bytes at its beginning and at its end, with zeros for bytes outside of it.
   const uint4* edges;
   const uint16_t* data;     // of the group
-  int pitch, lines, width;  // what the group has: lines, and values of each
+  int pitch, lines, width;  // the group's lines, and values per line
   bool k_major;
 };
 
-// 16 aligned bytes of which at least two are of the tensor.
+// Loads 16 aligned bytes, at least two of them in the tensor.
 DEVICE uint4 load_aligned(const NoTmaMatrix& m, const uint16_t* from) {
   const auto* at = reinterpret_cast<const uint4*>(from);
   return __ldg(from < m.begin ? m.edges : from + 8 > m.end ? m.edges + 1 : at);
@@ -43,7 +43,7 @@ DEVICE uint4 shuffle(const uint4& x, int lane) {
           __shfl_sync(~0u, x.w, lane)};
 }
 
-// `lines` lines of 64 values to a stage, by whole warps, of which this is thread number `thread` of kThreads. `first`
+// `lines` lines of 64 values to a stage, by whole warps; this is thread `thread` of kThreads. `first`
 // is the first row or column of the tile, `k` the first value of the depth. Eight lanes fetch four lines at a time
 // (more would spill): each lane the 16 aligned bytes in which its vector of a line begins, which the lane before needs
 // too where lines are not aligned; and of one of the lines those in which it ends.

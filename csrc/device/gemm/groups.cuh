@@ -17,7 +17,7 @@ DEVICE Int clamp_size(int64_t size, Int most) {
   return static_cast<Int>(size < 0 ? 0 : size < most ? size : most);
 }
 
-// Of a group, from 0 to `most`; 0 of one that does not exist.
+// The size of a group, clamped to 0 … `most`; 0 for a group that does not exist.
 template <class Int>
 DEVICE Int clamped_size(const SplitSizes& s, int group, Int most) {
   if (group >= s.groups) return 0;
@@ -60,7 +60,7 @@ DEVICE void report(uint64_t* to, const WrongSize& wrong) {
   if (word && *word == 0) *word = word_of(wrong);
 }
 
-// Of 32 neighbouring groups, reports the first that was cut. By one warp of one block.
+// Reports the first of 32 neighbouring groups that was cut. Called by one warp of one block.
 template <class Int>
 DEVICE void report_cut(const SplitSizes& s, int group, const GroupRows<Int>& rows, int lane) {
   const unsigned cut = __ballot_sync(~0u, rows.cut);
@@ -68,11 +68,11 @@ DEVICE void report_cut(const SplitSizes& s, int group, const GroupRows<Int>& row
     report(s.wrong, {SizesOf::kRows, group, read_index(s.sizes, s.int64_sizes, group)});
 }
 
-// Of 32 neighbouring groups, the rows of this lane's, clamped to a buffer of `rows`. `before`, the rows before the 32
-// groups, becomes that before the next 32. By one warp.
+// The rows of this lane's group, of 32 neighbouring ones, clamped to a buffer of `rows`. `before`, the rows before the
+// 32 groups, is advanced past them. Called by one warp.
 template <class Int>
 DEVICE GroupRows<Int> rows_of_lane(const SplitSizes& s, int group, Int rows, Int& before, int lane) {
-  // Sums of 32 bits saturate, so that they cannot overflow; of 64 bits, those of 32 clamped sizes cannot anyway.
+  // 32-bit sums saturate, so they cannot overflow; 64-bit sums of 32 clamped sizes cannot overflow anyway.
   const auto add = [&](Int a, Int b) { return sizeof(Int) == 8 ? a + b : min(a, rows - b) + b; };
   const int64_t size = group < s.groups ? read_index(s.sizes, s.int64_sizes, group) : 0;
   const Int sum = scan(clamp_size(size, rows), lane, add), end = before + min(sum, rows - before);
@@ -89,12 +89,12 @@ DEVICE void report_cut(const SplitSizes& s, int64_t rows, int lane) {
     report_cut(s, base + lane, rows_of_lane(s, base + lane, rows, before, lane), lane);
 }
 
-// Rows of the groups before number `group`, at most `rows`. By all threads of a block, each of which gets it. The first
-// block reports what is wrong with all groups.
+// Rows of the groups before number `group`, at most `rows`. Called by all threads of a block, and returned to each. The
+// first block reports invalid sizes of any group.
 __device__ inline int64_t rows_before(const SplitSizes& s, int group, int64_t rows) {
   __shared__ unsigned long long total;
   __shared__ bool negative;
-  __syncthreads();  // all have read that of an earlier call
+  __syncthreads();  // all have read the value of an earlier call
   if (threadIdx.x == 0) total = 0, negative = false;
   __syncthreads();
   unsigned long long mine = 0;

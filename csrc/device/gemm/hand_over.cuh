@@ -5,7 +5,7 @@
 
 namespace fusible {
 
-// Once a consumer has handed over all blocks of a tile; `phase` is that of the tile's bias and factors.
+// Called after a consumer has handed over all blocks of a tile; `phase` is that of the tile's bias and factors.
 template <class K>
 DEVICE void end_tile(typename K::Storage& s, uint32_t& phase) {
   if constexpr (K::kScaleBias) {
@@ -13,7 +13,7 @@ DEVICE void end_tile(typename K::Storage& s, uint32_t& phase) {
     phase ^= 1;
   }
 }
-// Where the consumer has no rows of the tile.
+// Called if the consumer has no rows of the tile.
 template <class K>
 DEVICE void pass_over_tile(typename K::Storage& s, uint32_t& phase) {
   if constexpr (K::kScaleBias) barrier_wait(&s.epilogue.full, phase);
@@ -43,7 +43,7 @@ DEVICE void hand_over(typename K::Storage& s, const typename K::Params& p, float
     if (K::kWholeWarp || lane == 0) barrier_arrive(&s.out_full[consumer][slot.stage]);
     slot.advance();
     if (Layout::kParts % Layout::kSlots == 0)
-      slot.stage = (part + 1) % Layout::kSlots;  // as it is, but known to the compiler
+      slot.stage = (part + 1) % Layout::kSlots;  // unchanged, but known to the compiler
   }
 }
 

@@ -36,7 +36,8 @@ struct Multicast {  // a copy for both blocks
   }
 };
 
-// At least one: an empty group's weight gradient is the product of one block of zeros. Blocked columns have none then.
+// At least one block: an empty group's weight gradient is the product of one block of zeros, unless columns are
+// blocked.
 template <class K>
 DEVICE int k_blocks_of(const WorkTile& tile, const typename K::Params& p) {
   if constexpr (K::A::kRaggedDepth && K::Scaling::kScaled) return (tile.tokens + K::kTileK - 1) / K::kTileK;
@@ -127,11 +128,11 @@ DEVICE void release(typename K::Storage& s, int stage, int lane) {
 // acc = A B over all of k, for the first kBlocks of the consumer's blocks of 64 rows: numbers consumer, consumer + 2,
 // ... of the tile.
 //
-// Of two blocks, the first is complete while the second is still being multiplied, and the second is left in its
-// registers: the next tile's first product goes to the first block alone, and `meanwhile` takes the second one's away.
-// So the tensor cores always have a product to go on with. `ahead` is called once, while the last products are under
-// way if there are registers for it. `done(i)` is called when block i is complete; for two blocks, of the first alone.
-// Of the tile's columns, the first kColumns are multiplied.
+// With two blocks, the first is complete while the second is still being multiplied, and the second is left in its
+// registers: the next tile's first product goes to the first block alone, and `meanwhile` stores the second one's. So
+// the tensor cores always have a product to go on with. `ahead` is called once, while the last products are under way
+// if there are registers for it. `done(i)` is called when block i is complete; for two blocks, of the first alone. The
+// first kColumns of the tile's columns are multiplied.
 template <class K, int kBlocks, int kColumns = K::kTileN, class Meanwhile, class Ahead, class Done>
 DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Storage& s,
                      PipelineState<K::kStages>& state, const WorkTile& tile, const typename K::Params& p, int consumer,
@@ -187,7 +188,7 @@ DEVICE void multiply(float (&acc)[K::kRowBlocks][K::kTileN / 2], typename K::Sto
       wgmma_commit();
     }
   };
-  // Of a ragged depth no further than the group's tokens reach; at least one step: an empty group gives zeros.
+  // A ragged depth ends with the group's tokens; at least one step, so that an empty group gives zeros.
   if constexpr (A::kRaggedDepth) {
     static_assert(K::kStepsK == 4);
     const int rest = tile.tokens - before * K::kTileK;

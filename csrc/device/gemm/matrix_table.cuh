@@ -11,11 +11,11 @@ namespace fusible {
 // Matrices that are tensors of their own go along as arguments of the kernel: nothing of the host's is read later.
 template <int kCapacity>
 struct MatrixTable {
-  uintptr_t addresses[kCapacity];  // what is not filled is not read
+  uintptr_t addresses[kCapacity];  // unused entries are not read
   bool used;
 
   explicit MatrixTable(std::span<const uintptr_t> from) : used(!from.empty()) { std::ranges::copy(from, addresses); }
-  // That of a group of a call, whose weight is one tensor if this is not used.
+  // The matrix of a group; if the table is not used, the weight of the call is one tensor.
   template <class T, class Call>
   DEVICE const T* matrix(const Call& c, int64_t group) const {
     return used ? reinterpret_cast<const T*>(addresses[group])

@@ -18,7 +18,7 @@ namespace fusible {
 constexpr int kSwizzleBytes = 128;               // of a row in shared memory
 constexpr int kBlockBytes = 64 * kSwizzleBytes;  // 64 such rows
 
-// What follows from the type of an operand's elements.
+// Types and constants that follow from the type of an operand's elements.
 template <class T>
 struct OperandOf {
   using Element = T;

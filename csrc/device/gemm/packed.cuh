@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Values of 8 or 4 bits with a scale for each 32 or 16 of them, as pairs of bf16: exactly. A piece is what a thread
-// decodes at a time: 16 bytes of a row, with its scales.
+// Values of 8 or 4 bits with a scale for each 32 or 16 of them, as pairs of bf16: exactly. A thread decodes one piece
+// at a time: 16 bytes of a row, with its scales.
 #pragma once
 #include "device/ptx/float8.cuh"
 #include "device/ptx/warp_mma.cuh"
@@ -16,8 +16,8 @@ DEVICE uint32_t multiply_pairs(uint32_t x, uint32_t y) {
   return reinterpret_cast<const uint32_t&>(product);
 }
 
-// `Factors` are those of the scales of a piece, which is decoded by eight values. What is not finite is not looked for
-// in each piece: the largest magnitudes and scales of all pieces of a row tell at the end whether its sums are NaN.
+// `Factors` are the scale factors of a piece, which is decoded eight values at a time. Values are not checked in each
+// piece: the largest magnitudes and scales of all pieces of a row decide at the end whether its sums are NaN.
 
 // Values times 2^-kept become values times a power of two whose byte is `scale`, in one product of bf16 where
 // 2^(scale - 127 + kept) is a bf16, else in two.
@@ -38,7 +38,7 @@ struct PackedMXFP8 {
   static constexpr float kFactor = 1.f;  // of the values that come out
   using Factors = PowerOfTwo<120>;
 
-  // Exponent and mantissa of e4m3 in those of bf16 are 2^-120 of the value, also of a subnormal one.
+  // The exponent and mantissa bits of e4m3, read as bf16, are 2^-120 times the value, also for subnormal values.
   DEVICE static void decode(const uint4& bytes, int eighth, const Factors& factors, uint32_t (&pairs)[4],
                             uint32_t& largest) {
     const uint32_t words[] = {eighth ? bytes.z : bytes.x, eighth ? bytes.w : bytes.y};
@@ -89,7 +89,7 @@ struct PackedNVFP4 {
   static constexpr float kFactor = 256.f;
   struct Factors {
     uint32_t pairs[2];
-    static constexpr uint32_t scale = 0;  // what is NaN is so in the pairs
+    static constexpr uint32_t scale = 0;  // NaN values are NaN in the pairs too
 
     DEVICE explicit Factors(uint16_t scales) {
       const float2 two = ptx::unpack_e4m3(scales);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the three parts of the grouped GEMM's kernel (kernels/gemm/grouped_gemm.cuh) must have.
+// The requirements on the three parts of the grouped GEMM's kernel (kernels/gemm/grouped_gemm.cuh).
 #pragma once
 #include <concepts>
 
@@ -27,27 +27,28 @@ concept OperandA = Operand<X> && requires {
 template <class X>
 concept OperandB = Operand<X> && requires { requires X::kPieces > 0; };
 
-// Who stores a consumer's output stage, and how: one thread that copies it to where it belongs (kStoreWarps is 0,
-// epilogue_store.cuh), or kStoreWarps whole warps, which need kRegisters each (epilogue_activation.cuh). Three for each
+// How a consumer's output stage is stored: by one thread that copies it to its destination (kStoreWarps is 0,
+// epilogue_store.cuh), or by kStoreWarps whole warps, which need kRegisters each (epilogue_activation.cuh). Three per
 // consumer are two beside the producer, and a warpgroup.
 template <class X>
 concept EpiloguePolicy = std::derived_from<typename X::Params, GemmParams> && requires {
   typename X::Scratch;  // of shared memory
   requires X::kStoreWarps >= 0 && X::kRegisters % 8 == 0;
 };
-// Of a kernel K: all tiles of a consumer, by store_warp number `store_warp`.
+// An epilogue for a kernel K: stores all tiles of a consumer, by store warp number `store_warp`.
 template <class X, class K>
 concept EpilogueOf = requires(typename K::Storage& s, const typename K::Params& p, int consumer, int store_warp) {
   { X::template store_tiles<K>(s, p, consumer, store_warp) } -> std::same_as<void>;
 };
 
-// Where tiles come from, and who fills the stages and fetches bias and factors: token_groups.cuh, ragged_producer.cuh.
+// The source of tiles, and the roles that fill the stages and fetch bias and factors: token_groups.cuh,
+// ragged_producer.cuh.
 template <class X>
 concept GroupsPolicy = requires {
-  typename X::Table;                              // what all roles read of the groups, in shared memory
+  typename X::Table;                              // group data that all roles read, in shared memory
   requires X::kProducers > 0;                     // arrivals at a stage
   { X::kShortEnd } -> std::convertible_to<bool>;  // whether the last block of the depth may be one step of a product
-  typename X::template Params<GemmParams>;        // of a kernel, from those of its epilogue
+  typename X::template Params<GemmParams>;        // parameters of a kernel, from those of its epilogue
   typename X::template Scheduler<kTileVariants[0], true>;
 };
 template <class X, class K>

@@ -7,7 +7,7 @@
 
 namespace fusible {
 
-// What all roles of a block read of the groups, in shared memory.
+// The group data that all roles of a block read, in shared memory.
 struct RaggedTable {
   int m[kMaxGroups], n[kMaxGroups], k[kMaxGroups], tasks_end[kMaxGroups];
   uint8_t no_tma[kMaxGroups];
@@ -18,7 +18,7 @@ class RaggedScheduler {
   static constexpr int kTileM = kVariant.tile_m, kTileN = kVariant.tile_n;
 
  public:
-  // By one warp, once; from what `prepare_ragged` has found.
+  // Fills the table from the results of `prepare_ragged`. Called by one warp, once.
   DEVICE static void fill(RaggedTable& table, const RaggedGroup* groups, int count, int lane) {
     for (int g = lane; g < count; g += 32) {
       table.m[g] = groups[g].m, table.n[g] = groups[g].n, table.k[g] = groups[g].k;
@@ -26,7 +26,7 @@ class RaggedScheduler {
     }
   }
 
-  // For a lane of the producer's warp; only lane 0 asks for tasks.
+  // One for each lane of the producer's warp; only lane 0 asks for tasks.
   DEVICE RaggedScheduler(const RaggedTable& table, WorkQueue& queue, const WorkShape& shape, int lane)
       : table_(table), groups_(shape.sizes.groups), tasks_(queue, shape.counter, lane) {}
 
@@ -77,8 +77,8 @@ class RaggedScheduler {
   int group_ = -1, first_task_ = 0, tasks_end_ = 0;
 };
 
-// ---- operands, through the maps of a group. Its depth is a number of its own, so what a tile calls tokens is the
-// depth (mainloop.cuh).
+// ---- operands, through the maps of a group. Each group has its own depth, which is what a tile calls tokens
+// (mainloop.cuh).
 
 // A [m, k].
 template <class T>

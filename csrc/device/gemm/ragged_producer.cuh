@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Who fills the stages where every group has a shape of its own: warp 0 through the maps of the group, or warps 0 and 1
-// by ordinary loads.
+// The producer for groups of different shapes: warp 0 through the maps of the group, or warps 0 and 1 by ordinary
+// loads.
 #pragma once
 #include "device/gemm/cp_async_copy.cuh"
 #include "device/gemm/mainloop.cuh"
@@ -8,7 +8,8 @@
 
 namespace fusible {
 
-// What GroupedGemmKernel asks of its groups; TokenGroups (kernels/gemm/grouped_gemm.cuh) is the usual one.
+// The groups policy of GroupedGemmKernel for ragged groups; TokenGroups (kernels/gemm/grouped_gemm.cuh) is the usual
+// one.
 struct RaggedGroups {
   template <TileVariant kVariant, bool kRaggedRows>
   using Scheduler = RaggedScheduler<kVariant>;
@@ -73,7 +74,7 @@ struct RaggedGroups {
     }
   }
 
-  // Warp 1: its share of what is not reached by maps, then bias and factors.
+  // Run by warp 1: copies its share of operands without maps, then bias and factors.
   template <class K>
   DEVICE static void fetch(typename K::Storage& s, const RaggedParams& p) {
     const int lane = threadIdx.x % 32;
@@ -98,7 +99,7 @@ struct RaggedGroups {
   DEVICE static CUtensorMap* maps_of(const RaggedParams& p, int group) { return p.maps + group * 3; }
 
  private:
-  // What the producer's warp must know of lane 0's tile.
+  // Shares lane 0's tile with the producer's warp.
   DEVICE static void share(WorkTile& tile) {
     tile.group = __shfl_sync(~0u, tile.group, 0);
     tile.tokens = __shfl_sync(~0u, tile.tokens, 0);
@@ -113,7 +114,7 @@ struct RaggedGroups {
     state.stage = to % kStages;
   }
 
-  // One stage of what the group has no map for, by number `thread` of 64.
+  // Copies a share of one stage of the operands without a map; called by thread `thread` of 64.
   template <class K>
   DEVICE static void copy_share(typename K::Storage& s, const RaggedParams& p, const WorkTile& tile, int no_tma,
                                 int stage, int block, int thread) {

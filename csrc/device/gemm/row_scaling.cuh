@@ -11,7 +11,7 @@ struct FastRowScaling : NoScaling {
   static constexpr bool kScalesColumns = true;
 };
 
-// Sums of stages are added in fp32, as those of blocks are.
+// Sums of stages are added in fp32, like those of blocks.
 struct RowScaling : FastRowScaling {
   static constexpr bool kScaled = true;
   template <int kTileM, int kTileN, int kStages>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Scales of quantised operands: how those of a stage get into shared memory, and what a consumer multiplies with.
+// Scales of quantised operands: their way into shared memory, and the factors of a consumer.
 //
 // The depth of a stage is one block of scales, 128 values. A unit is the product of 64 rows and 128 columns over one
 // stage; the factor of its element is the scale of the row times that of the column.
@@ -15,14 +15,14 @@ namespace fusible {
 
 constexpr int kUnitColumns = 128;
 
-// What the producer's thread does about scales that no copy engine brings: nothing.
+// The producer has nothing to do for scales that copy engines load, or for none.
 template <class K>
 struct NothingToPut {
   DEVICE NothingToPut(const typename K::Params&, const WorkTile&) {}
   DEVICE void put(typename K::Storage&, int, bool) {}
 };
 
-// Of operands of 16 bits: there are none.
+// Scaling of 16-bit operands: none.
 struct NoScaling {
   static constexpr bool kScaled = false, kScalesColumns = false;
   template <class K>
@@ -53,7 +53,7 @@ DEVICE void promote_one(float& acc, float x, float factor) {
   else acc = fmaf(x, factor, acc);
 }
 
-// A unit; factors are those of the upper and of the lower rows.
+// Promotes a unit; factors are those of the upper and of the lower rows.
 template <bool kFirst>
 DEVICE void promote_rows(float (&acc)[64], const float (&part)[64], const float (&factors)[2]) {
 #pragma unroll
@@ -80,10 +80,10 @@ struct Scaling1D2D {
     const int first = tile.tokens_start + tile.row;
     tma::load(&p.a_scales, &s.full[stage], s.scales.a[stage], first - shift(first), block);
   }
-  // Where the scale of this token is behind that at which the box begins.
+  // The distance of this token's scale from the start of the box.
   DEVICE static int shift(int token) { return token & 3; }
 
-  // Of the producer's thread, through a tile: it loads the scales of the weights a stage ahead. Consumers that did so
+  // Used by the producer's thread, through a tile: it loads the scales of the weights a stage ahead. Consumers doing so
   // would wait for memory between two products.
   template <class K>
   class Putting {
@@ -114,7 +114,7 @@ struct Scaling1D2D {
     int64_t step_, second_;
     float2 scales_{};
   };
-  // Of a consumer, through a tile.
+  // Used by a consumer, through a tile.
   template <class K>
   class Factors {
    public:
@@ -172,7 +172,7 @@ struct Scaling1D1D {
     DEVICE void read(const typename K::Storage& s, int stage, int consumer, int warp, int lane) {
       rows_.read(s.scales.a[stage], consumer, warp, lane);
     }
-    // While the unit is multiplied. Those of both units of a tall tile have the same columns.
+    // Called while the unit is multiplied. Both units of a tall tile have the same column factors.
     DEVICE void begin_unit(int unit, const typename K::Storage& s, int stage, int lane) {
       const float* columns = columns_of(unit, s, stage, lane);
       if (unit > 0) return;
@@ -197,7 +197,7 @@ struct Scaling1D1D {
     }
 
    private:
-    static constexpr int kAhead = K::kUnitsAreRows ? 8 : 0;  // vectors; there are no registers for more
+    static constexpr int kAhead = K::kUnitsAreRows ? 8 : 0;  // vectors; registers allow no more
     DEVICE static const float* columns_of(int unit, const typename K::Storage& s, int stage, int lane) {
       return s.scales.b[stage] + (K::kUnitsAreRows ? 0 : unit) * kUnitColumns + lane % 4 * 2;
     }

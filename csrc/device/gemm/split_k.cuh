@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Weight gradients of few long groups: several blocks share the depth of a tile. All slices of a tile but the last
-// leave their sums in device memory, as they lie in registers. The last adds them to its own in the order of the
-// slices, so that the bits of the result do not depend on which is done first, and stores the tile.
+// leave their sums in device memory, in register layout. The last adds them to its own in the order of the slices, so
+// that the bits of the result do not depend on which is done first, and stores the tile.
 //
-// Tasks are handed out in their order, and the last slices of a group have the highest numbers of its tasks. So what
-// one waits for is under way.
+// Tasks are handed out in their order, and the last slices of a group have the highest numbers of its tasks. So a slice
+// only waits for running ones.
 #pragma once
 #include "device/gemm/arrivals.cuh"
 #include "device/gemm/mainloop.cuh"
@@ -19,7 +19,7 @@ DEVICE float4* sums_of(const SplitK& split, int slot, int consumer, int block) {
   return reinterpret_cast<float4*>(split.sums) + first + threadIdx.x % 128;
 }
 
-// By a consumer: the first `blocks` of its row blocks.
+// Stores the sums of the first `blocks` row blocks. Called by a consumer.
 template <class K>
 DEVICE void leave_sums(const float (&acc)[K::kRowBlocks][K::kTileN / 2], const SplitK& split, Slice slice, int consumer,
                        int blocks, int lane) {

@@ -18,7 +18,7 @@ constexpr int kWeightBlocks = K::kTileN / (64 * kConsumers);  // of a consumer
 template <class K>
 using SwapAbAccumulators = float[kWeightBlocks<K>][K::kTileM / 2];
 
-// Which 64 of a tile's weights a consumer's block `i` has: neighbours; or as many gates as ups of the same columns.
+// The 64 of a tile's weights that a consumer's block `i` has: neighbours, or as many gates as ups of the same columns.
 template <class K>
 DEVICE int weight_block(int consumer, int i) {
   return K::B::kHalves ? consumer + i * kConsumers : consumer * kWeightBlocks<K> + i;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which output tile a block computes next. The only code that knows how groups become tiles.
+// The choice of the next output tile of a block. Only this code knows how groups become tiles.
 //
 // The tokens of a group are consecutive rows of the token buffer. A group's output has rows (its own tokens, or the
 // fixed number of rows of its weight gradient) and columns, both cut into tiles. Work is handed to clusters in tasks,
@@ -37,9 +37,9 @@ struct SortedGroupTable : GroupTable {
   uint8_t order[kMost];
 };
 
-// And where groups have slices.
+// The table of groups whose depth has slices.
 struct SlicedGroupTable : SortedGroupTable {
-  int slice_tokens;  // of a slice; at least those of the longest group where no depth is split
+  int slice_tokens;  // tokens of a slice; at least those of the longest group if no depth is split
 };
 
 // kRaggedRows: a group's output rows are its tokens; otherwise every group has `fixed_rows`.
@@ -55,7 +55,8 @@ class TileScheduler {
 
  public:
   using Table = std::conditional_t<kSplits, SlicedGroupTable, std::conditional_t<kSorts, SortedGroupTable, GroupTable>>;
-  // By one warp, once. Sizes are clamped to the buffer, so that no content of theirs can lead a kernel outside.
+  // Fills the table. Called by one warp, once. Sizes are clamped to the buffer, so invalid ones cannot lead a kernel
+  // outside of it.
   DEVICE static void fill(Table& table, const WorkShape& shape, int lane) {
     const SplitSizes& sizes = shape.sizes;
     // All at once: the rounds below wait for one another.
@@ -104,7 +105,7 @@ class TileScheduler {
     }
   }
 
-  // For the producer's thread.
+  // Constructed by the producer's thread.
   DEVICE TileScheduler(const Table& table, WorkQueue& queue, const WorkShape& shape, int rank)
       : table_(table), shape_(shape), rank_(rank), tasks_(queue, shape.counter, rank) {}
 
@@ -153,7 +154,7 @@ class TileScheduler {
       if (shape.sizes.groups <= SortedGroupTable::kMost) return table.order[position];
     return position;
   }
-  // Numbers the tasks of 32 groups, of which this is a lane's.
+  // Numbers the tasks of 32 groups, one per lane.
   DEVICE static void number(Table& table, const WorkShape& shape, int group, int tokens, int& tasks_before, int lane) {
     const bool exists = group < shape.sizes.groups;
     int tasks = exists ? tasks_of(tokens, shape, table.lowered) : 0;
@@ -165,8 +166,8 @@ class TileScheduler {
   DEVICE static int slices_of(int tokens, int slice_tokens) {
     return max(1, (tokens + slice_tokens - 1) / max(1, slice_tokens));
   }
-  // The work is that of total / longest groups of the longest's length. Each slice costs as much as so many tokens: its
-  // sums are written and read.
+  // The work equals that of total / longest groups of the longest's length. A slice costs as much as kTokensOfSums
+  // tokens, as its sums are written and read.
   DEVICE static int slice_tokens(const Table& table, int longest, float total, const WorkShape& shape, int lane) {
     constexpr float kTokensOfSums = 330.f;
     const int tasks = tasks_of(1, shape, 0);
@@ -189,15 +190,15 @@ class TileScheduler {
     }
     return best;
   }
-  // The work is that of `groups` groups of the longest's length. A tile of half the height takes 0.65 of the time (0.55
-  // to 0.68 were measured); a tenth of a round of short ones finds room beside the others.
+  // The work equals that of `groups` groups of the longest's length. A tile of half the height takes 0.65 times as long
+  // (0.55 to 0.68 were measured); a tenth of a round of short ones fits beside the others.
   DEVICE static bool halving_pays(float groups, const WorkShape& shape) {
     if (!shape.may_halve) return false;
     const float whole = rounds(groups, shape.fixed_rows, 0, shape);
     return whole < 4.f && rounds(groups, shape.fixed_rows, 1, shape) * 0.65f < whole;
   }
-  // By how many blocks tiles are lower with which the rounds of so many groups of the longest's length take least; 0
-  // where groups are more than a few.
+  // The number of blocks by which to lower tiles for the fewest rounds, for `groups` groups of the longest's length; 0
+  // for more than a few groups.
   DEVICE static int lowering(float groups, int longest, const WorkShape& shape) {
     constexpr float kFew = 4.f;
     if (groups > kFew) return 0;
@@ -210,7 +211,7 @@ class TileScheduler {
       if (const float lower = cost(lowered); lower < least) best = lowered, least = lower;
     return best;
   }
-  // Of the tiles of groups that have so many rows each.
+  // The rounds of the tiles of `groups` groups with `rows` rows each.
   DEVICE static float rounds(float groups, int rows, int lowered, const WorkShape& shape) {
     const auto tasks = static_cast<float>(tiles_of(rows, lowered) * column_tasks(shape)) / kClusterM;
     return ceilf(groups * tasks / static_cast<float>(gridDim.x / kCluster) - 0.1f);

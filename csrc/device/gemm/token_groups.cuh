@@ -22,8 +22,8 @@ struct TokenGroups {
   DEVICE static void produce(typename K::Storage& s, const typename K::Params& p, int rank) {
     if (ptx::elect_one()) ::fusible::produce<K>(s, p, rank);
   }
-  // What fills block number `block` of the depth: maps of the operands, from which of their depth on, and the tile with
-  // the coordinate of the group's matrix.
+  // The sources of block number `block` of the depth: operand maps, the offset in their depth, and the tile with the
+  // coordinate of the group's matrix.
   DEVICE static const CUtensorMap* a(const GemmParams& p, int) { return &p.a; }
   DEVICE static const CUtensorMap* b(const GemmParams& p, int) { return &p.b; }
   template <class K>
@@ -82,7 +82,7 @@ struct ArrivingGroups : TokenGroups {
   template <class EpilogueParams>
   using Params = WithArrivals<EpilogueParams>;
   static constexpr bool kRowsArrive = true;
-  // By the thread that fetches them, also for the other block of a cluster: that of an idle tile as well.
+  // Called by the thread that fetches them, also for the other block of a cluster and for an idle tile.
   template <class P>
   DEVICE static void wait_for_rows(const P& p, const WorkTile& tile) {
     const int first = tile.tokens_start + tile.row, end = first + tile.rows;
@@ -91,8 +91,8 @@ struct ArrivingGroups : TokenGroups {
   }
 };
 
-// Groups whose tokens stand in blocks of 128 (BlockedTokens): a group starts with a block, and its number is that of
-// the blocks before it.
+// Groups whose tokens are stored in blocks of 128 (BlockedTokens): a group starts with a block, whose number is the
+// count of blocks before it.
 struct BlockedGroups : TokenGroups {
   template <class K>
   DEVICE static void fill(typename K::Storage& s, const typename K::Params& p, int lane) {

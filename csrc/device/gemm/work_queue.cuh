@@ -18,7 +18,7 @@ constexpr int kQueueDepth = 4;
 struct Slice {
   uint32_t bits = 0;  // 0: all of the depth
   Slice() = default;
-  // `sums`: where those of the tile's first slice are; those of the next one are `stride` on.
+  // `sums`: the position of the sums of the tile's first slice; those of the next one are `stride` further.
   DEVICE Slice(int index, int count, int sums, int stride)
       : bits(count > 1 ? index << 28 | count << 24 | sums << 12 | stride : 0) {}
   DEVICE int index() const { return bits >> 28; }
@@ -37,7 +37,7 @@ struct WorkTile {
   int column;                  // index of the column tile
   bool share_a;                // both blocks of the cluster have these rows, and each its own column
   bool idle;                   // nothing to compute here: this block only helps the other one to its half of A
-  Slice slice;                 // where the group's depth is split; its tokens are those of the slice
+  Slice slice;                 // set if the group's depth is split; the tokens are those of the slice
 };
 
 struct WorkQueue {

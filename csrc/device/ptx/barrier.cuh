@@ -22,7 +22,7 @@ DEVICE void barrier_arrive(uint64_t* barrier, uint32_t count) {  // in the name 
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(ptx::smem_address(barrier)), "r"(count) : "memory");
 }
 // Arrives on the same barrier of block `rank` of the cluster. Without `.release.cluster`, which compiles to a fence of
-// the whole GPU: what is handed over here was read by wgmma, and those reads are over when wgmma_wait returns.
+// the whole GPU: the stage that is released was read by wgmma, and those reads have ended when wgmma_wait returns.
 DEVICE void barrier_arrive_remote(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"

@@ -5,14 +5,14 @@
 
 namespace fusible::bulk {
 
-// To shared memory, completing on an mbarrier.
+// Copies to shared memory, completing on an mbarrier.
 DEVICE void load(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                    ptx::smem_address(to)),
                "l"(from), "r"(bytes), "r"(ptx::smem_address(barrier))
                : "memory");
 }
-// To device memory, in the groups of the stores of device/ptx/tma.cuh.
+// Copies to device memory, in the same groups as the stores of device/ptx/tma.cuh.
 DEVICE void store(void* to, const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(ptx::smem_address(from)),
                "r"(bytes)

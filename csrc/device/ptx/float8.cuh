@@ -17,7 +17,7 @@ DEVICE float2 unpack_e4m3(uint32_t pair) {
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
   return __half22float2(reinterpret_cast<const __half2&>(halves));
 }
-// Of each half, as unsigned integers.
+// The maximum of each half, as unsigned integers.
 DEVICE uint32_t max_u16x2(uint32_t x, uint32_t y) {
   uint32_t z;
   asm("max.u16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));

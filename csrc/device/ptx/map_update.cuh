@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tensor maps that are written on the device: a copy in shared memory is changed, then put into device memory. The copy
-// engine keeps the maps that it has read, so whoever uses one of those afterwards says so first (`acquire`), in the
-// thread that issues the copies.
+// engine keeps the maps that it has read, so a later user of a changed map must call `acquire` first, in the thread
+// that issues the copies.
 #pragma once
 #include <cuda.h>
 
@@ -21,14 +21,15 @@ DEVICE void set_size(CUtensorMap* map, uint32_t size) {
                "n"(kDimension), "r"(size)
                : "memory");
 }
-// Of dimension 1, in bytes.
+// Sets the pitch of dimension 1, in bytes.
 DEVICE void set_pitch(CUtensorMap* map, uint64_t bytes) {
   asm volatile("tensormap.replace.tile.global_stride.shared::cta.b1024.b64 [%0], 0, %1;" ::"r"(ptx::smem_address(map)),
                "l"(bytes)
                : "memory");
 }
 
-// By a whole warp: from shared to device memory; the other side of `acquire`. Both are aligned to 128 bytes.
+// Publishes a map from shared to device memory, for `acquire` on the other side. Called by a whole warp; both are
+// aligned to 128 bytes.
 DEVICE void publish(CUtensorMap* to, const CUtensorMap* from) {
   asm volatile(
       "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1], 128;" ::"l"(

@@ -34,8 +34,8 @@ DEVICE bool elect_one() {
 // Programmatic dependent launch: a kernel may be resident before those before it on its stream have ended. It reads and
 // writes no memory of theirs until this returns, in each thread that does, or in one that the thread has met since.
 DEVICE void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-// Instead, in a kernel that tells by other means what of theirs it may read. It still waits before it ends, so that
-// what comes behind it comes behind them too.
+// The alternative for a kernel that knows by other means which results of earlier kernels it may read. It still waits
+// before it ends, so that later kernels also run after the earlier ones.
 DEVICE void begin_beside_earlier_kernel() {}
 // The next kernel may begin where blocks end, once every block has said so.
 DEVICE void let_next_kernel_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
@@ -64,7 +64,7 @@ DEVICE void async_proxy_fence_global() { asm volatile("fence.proxy.async.global;
 
 // Brings the line of an address to the first-level cache.
 DEVICE void prefetch(const void* address) { asm volatile("prefetch.global.L1 [%0];" ::"l"(address)); }
-// To the second-level cache.
+// Prefetches to the L2 cache.
 DEVICE void prefetch_l2(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // 16 bytes from device to shared memory, past the first-level cache; groups of copies complete in order, for the thread
@@ -106,7 +106,7 @@ DEVICE void store_vector_if(bool wanted, void* to, const uint2& words) {
       "l"(to), "r"(words.x), "r"(words.y)
       : "memory");
 }
-// 16 bytes that nobody writes during the kernel; zeros where not `wanted`.
+// Loads 16 bytes that are constant during the kernel; zeros if not `wanted`.
 DEVICE uint4 load_vector_if(bool wanted, const void* from) {
   uint4 words;
   asm("{\n .reg .pred wanted;\n setp.ne.u32 wanted, %4, 0;\n"
@@ -117,8 +117,8 @@ DEVICE uint4 load_vector_if(bool wanted, const void* from) {
   return words;
 }
 
-// 16 bytes that are read once, and that nobody writes during the kernel: they take no place in the first-level cache,
-// and the line behind comes to the second.
+// Loads 16 bytes that are read once and are constant during the kernel: past the L1 cache, with a 256-byte prefetch to
+// L2.
 DEVICE uint4 load_vector_once(const void* from) {
   uint4 words;
   asm("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {%0, %1, %2, %3}, [%4];"

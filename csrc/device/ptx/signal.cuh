@@ -5,7 +5,7 @@
 
 namespace fusible {
 
-// What this thread wrote, and what it has seen written, is seen by every GPU and the host before what it writes next.
+// Makes this thread's writes, and the writes it has seen, visible to every GPU and the host before its later writes.
 DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 DEVICE void store_release(uint64_t* to, uint64_t word) {

@@ -51,8 +51,9 @@ DEVICE void load_multicast(const CUtensorMap* map, uint64_t* barrier, void* to, 
 #undef TO
 #undef LOAD
 
-// ---- to device memory, in groups: either the bytes are stored, or the values are added to what is there (in L2; fp32,
-// bf16 and fp16, as the map says). Coordinates out of the map's bounds are dropped.
+// ---- to device memory, in groups: either the bytes are stored, or the values are added to the existing ones (in L2;
+// fp32,
+// bf16 and fp16, as the map says). Coordinates outside of the map's bounds are dropped.
 DEVICE uint64_t policy_evict_first() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

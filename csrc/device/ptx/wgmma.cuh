@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Warpgroup matrix products: accumulator[64 x N] (+)= A[64 x 16] B[16 x N], A and B in shared memory, fp32
-// accumulators. Of e4m3 they are 32 deep, and the accumulators keep 13 fraction bits of what they add.
+// accumulators. With e4m3 they are 32 deep, and the accumulators keep 13 fraction bits of what they add.
 #pragma once
 #include <type_traits>
 
@@ -73,7 +73,7 @@ DEVICE uint64_t matrix_descriptor(const void* pointer, uint32_t leading_offset, 
                ", accumulate, 1, 1;\n}"                                                                 \
                : __VA_ARGS__                                                                            \
                : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)))
-// Of e4m3; both operands are K-major.
+// The e4m3 product; both operands are K-major.
 template <int kSize>
 DEVICE void wgmma_e4m3(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
   static_assert(kSize % 8 == 0 && (kSize <= 64 || kSize == 128), "products are 16 to 128 columns wide, by 16, or 256");

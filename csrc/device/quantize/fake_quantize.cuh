@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the warps of fake quantisers share: features in units, each of one warp at a time, and the rows of matrices.
+// The common part of fake quantisers: features in units, each of one warp at a time, and the rows of matrices.
 #pragma once
 #include "device/gemm/matrix_table.cuh"
 #include "device/quantize/quantize_whole.cuh"

@@ -9,7 +9,7 @@
 //   features 8 c + 0..7         of lane c of the half
 //
 // so that a half reads 256 bytes of one row at a time, and a thread has 8 neighbours of a column for the transposed
-// bytes. Those go through shared memory in units of 8 bytes, whose place within a feature is exclusive-or'ed with c:
+// bytes. They go through shared memory in units of 8 bytes, whose place within a feature is exclusive-or'ed with c:
 // neither the stores of 8 bytes nor the loads of 16 meet in a bank.
 #pragma once
 #include "device/ptx/float8.cuh"
@@ -21,7 +21,7 @@ namespace fusible {
 
 constexpr int kQuantizeThreads = 256, kQuantizeWarps = kQuantizeThreads / 32, kTileRows = 8;
 
-// What a value is multiplied with, and the scale that is stored.
+// The factor that values are multiplied by, and the scale that is stored.
 struct Encoding {
   float encode, decode;
 };
@@ -31,8 +31,8 @@ DEVICE float largest_finite() {  // only bf16 and fp32 are small enough for the 
   return __uint_as_float(sizeof(T) == 2 ? 0x7F7F0000u : 0x7F7FFFFFu);
 }
 
-// Of a block whose largest magnitude is `amax`. One that is not finite makes the scale NaN, so that whatever the block
-// is multiplied with becomes NaN.
+// The encoding of a block whose largest magnitude is `amax`. If that is not finite, the scale is NaN, so that products
+// with the block become NaN.
 template <class T>
 DEVICE Encoding encoding_of(float amax, bool power_of_two) {
   if (!(amax < INFINITY)) return {1.f, __uint_as_float(0x7FC00000u)};
@@ -62,7 +62,7 @@ struct Tile {
   DEVICE static uint32_t larger(uint32_t x, uint32_t y) { return ptx::max_u16x2(x, y); }
   // The larger of the two of a word, as a value.
   DEVICE static float largest(uint32_t x) { return ptx::unpack<T>(ptx::max_u16x2(x, x >> 16)).x; }
-  // That of one feature, of a word that has it.
+  // The half word of one feature.
   DEVICE static uint32_t of_feature(uint32_t word, int feature) { return feature % 2 ? word >> 16 : word & 0xFFFFu; }
 };
 template <int kRows>
@@ -87,7 +87,7 @@ struct Tile<float, kRows> {
   DEVICE static uint32_t of_feature(uint32_t word, int) { return word; }
 };
 
-// Where a thread stands in a tile.
+// The position of a thread in a tile.
 struct TilePosition {
   int warp = threadIdx.x / 32, half = threadIdx.x % 32 / 16, c = threadIdx.x % 16;
   DEVICE int row() const { return 16 * warp + 8 * half; }
@@ -160,7 +160,7 @@ DEVICE uint32_t largest_word(const Tile<T, kRows>& tile, int row) {
     for (int j = 0; j < words; ++j) most[j] = Tile<T>::larger(most[2 * j], most[2 * j + 1]);
   return most[0];
 }
-// Of a thread's part of the tile.
+// The largest word of a thread's part of the tile.
 template <class T, int kRows>
 DEVICE uint32_t largest_word(const Tile<T, kRows>& tile) {
   uint32_t most = largest_word(tile, 0);
@@ -183,8 +183,8 @@ DEVICE float largest_of_block(uint32_t word) {
   return Tile<T>::largest(word);
 }
 
-// Reduces each of the half's eight rows over the lanes, and returns that of row c / 2. Each exchange halves the rows
-// that a lane looks after.
+// Reduces each of the half's eight rows over the lanes, and returns the result of row c / 2. Each exchange halves the
+// number of rows per lane.
 template <class V, class Reduce>
 DEVICE V reduce_row(V (&of_rows)[kTileRows], const TilePosition& at, Reduce reduce) {
 #pragma unroll
@@ -258,7 +258,7 @@ struct ColumnMaxima {
     for (int q = 0; q < Tile<T>::kWords / 4; ++q)
       words[at.warp][at.c][q] = {most[4 * q], most[4 * q + 1], most[4 * q + 2], most[4 * q + 3]};
   }
-  // Of a feature in all rows, after a barrier.
+  // The largest word of a feature over all rows, after a barrier.
   DEVICE float largest(int feature) const {
     uint32_t word = 0;
 #pragma unroll
@@ -314,8 +314,8 @@ struct TokenCopies {
 };
 
 // Quantises the features from `first` to `end` of a block's tokens, tile by tile. read(tile, first feature, extent)
-// fills a tile; it is called while the columns of the tile before are on their way to memory. rows(tile, first feature,
-// extent) stores those of a tile, columns(...) stages its columns.
+// fills a tile; it is called while the columns of the tile before are being stored. rows(tile, first feature, extent)
+// stores the rows of a tile, columns(...) stages its columns.
 template <class T, bool kRows, bool kColumns, class Read, class Rows, class Columns>
 DEVICE void quantize_tokens(const TokenCopies& to, int count, int64_t first, int64_t end, ColumnsShared& shared,
                             Read read, Rows rows, Columns columns) {

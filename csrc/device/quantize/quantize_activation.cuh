@@ -26,8 +26,8 @@ DEVICE void read_values(float (&to)[8], const T* from) {
   convert_words<T>(to, ptx::load_vector_if(true, from));
 }
 
-// How gate and up lie in a row: there is no up; blocks of whole vectors, so of whole tiles in the backward; or blocks
-// of less than a vector, which alternate in sixteen neighbouring columns.
+// The layout of gate and up in a row: no up; blocks of whole vectors, so of whole tiles in the backward; or blocks of
+// less than a vector, which alternate in sixteen neighbouring columns.
 enum class Halves { kNone, kWide, kNarrow };
 
 // A row's gates and ups of eight neighbouring features.
@@ -50,7 +50,7 @@ DEVICE unsigned first_column(unsigned feature, unsigned block) {
   else return gate_column(feature, block);
 }
 
-// Of a row of the tile: the row itself, or the last that exists, so that loads need no condition. Of features too.
+// A row of the tile, clamped to the last that exists, so that loads need no condition; likewise a feature.
 DEVICE int row_that_exists(const TileExtent& extent, int row) { return min(row, extent.rows - 1); }
 DEVICE int feature_that_exists(const TileExtent& extent, int feature) { return min(feature, extent.features - 8); }
 
@@ -109,8 +109,8 @@ struct BackwardShared {
   float scales[kScaleBlock];
 };
 
-// The gradients of eight gates and ups of a row to the tiles of their columns: those of either, or where they alternate
-// the first 128 columns and the next 128, of which a thread has sixteen. These are the parts of two threads.
+// Stores the gradients of eight gates and ups of a row to the tiles of their columns: one tile each, or, if they
+// alternate, the first 128 columns and the next 128, of which a thread has sixteen. These are the parts of two threads.
 template <Halves kHalves>
 DEVICE void put_gradients(BackwardShared& shared, int row, uint4 gate, uint4 up, int block, const TilePosition& at) {
   if constexpr (kHalves == Halves::kNarrow) {
@@ -124,7 +124,7 @@ DEVICE void put_gradients(BackwardShared& shared, int row, uint4 gate, uint4 up,
   }
 }
 
-// What a function reads of a thread's eight features, besides the scales of rows.
+// The numbers that a function reads for a thread's eight features, besides the scales of rows.
 template <class Functions>
 class TileNumbers {
  public:
@@ -148,8 +148,8 @@ class TileNumbers {
   ColumnFloats<Functions::kColumns> floats_;
 };
 
-// The sums over 64 rows each of the gradients of numbers of columns, of which a thread has those of its rows. By all
-// threads of a block.
+// Stores the sums, over 64 rows each, of the gradients of column numbers; a thread has the sums of its rows. Called by
+// all threads of a block.
 template <class Call, int kCount>
 DEVICE void store_column_sums(const Call& c, const ColumnFloats<kCount>& sums, BackwardShared& shared,
                               const TokenBlock& block, const TilePosition& at, const TileExtent& extent,
@@ -173,7 +173,7 @@ DEVICE void store_column_sums(const Call& c, const ColumnFloats<kCount>& sums, B
   }
 }
 
-// Those copies of a tile at `feature` that are wanted. By all threads of a block.
+// Stores the wanted operands of a tile at `feature`. Called by all threads of a block.
 template <class T>
 DEVICE void quantize_tile(const Tile<T>& tile, const TokenCopies& to, const TilePosition& at, const TileExtent& extent,
                           int64_t feature, bool want_rows, bool want_columns, bool power_of_two,
@@ -187,8 +187,8 @@ DEVICE void quantize_tile(const Tile<T>& tile, const TokenCopies& to, const Tile
   store_columns(shared.bytes, extent, to.columns.data + feature * kScaleBlock);
 }
 
-// By a block of threads, for its tokens and some tiles of their features. Functions: a family of them, as
-// device/epilogue/epilogue_functions.cuh has for epilogues; it is asked for a tile, so that nothing is decided for each
+// Quantises the activation, for the tokens of a block of threads and some tiles of their features. Functions: a family
+// of functions, as for epilogues in device/epilogue/epilogue_functions.cuh; it is chosen once per tile, not per
 // element.
 template <class T, Halves kHalves, class Functions, class Call>
 DEVICE void quantize_activation(const Call& c, int chunks) {

@@ -38,7 +38,7 @@ struct WholeScales {
   }
 };
 
-// What has been converted for rows is not kept in registers for columns, which are too few.
+// Converts again, as registers do not suffice to keep the values converted for rows.
 template <class T>
 DEVICE void convert_again(Tile<T>& tile) {
 #pragma unroll
@@ -47,7 +47,7 @@ DEVICE void convert_again(Tile<T>& tile) {
     for (int j = 0; j < Tile<T>::kWords; ++j) asm volatile("" : "+r"(tile.words[i][j]));
 }
 
-// The bytes of a tile's rows, each with what its values are multiplied by.
+// Stores the bytes of a tile's rows, each with the factor of its values.
 template <class T>
 DEVICE void store_scaled_rows(const Tile<T>& tile, const TilePosition& at, const TileExtent& extent,
                               const float (&encode)[kScaleBlock], uint8_t* data, int64_t pitch) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What passes over rows share. A warp has a row, so that a sum over it needs no other warp.
+// The common part of passes over rows. A warp has a row, so a sum over it needs no other warp.
 #pragma once
 #include "device/ptx/ptx.cuh"
 
@@ -12,7 +12,7 @@ DEVICE void each_row_of_warp(int64_t rows, Body body) {
     body(row);
 }
 
-// Where the gate of an output column stands in its row; its up stands `block` columns further.
+// The position of the gate of an output column in its row; its up is `block` columns further.
 DEVICE unsigned gate_column(unsigned column, unsigned block) {
   return column >= block ? column / block * 2 * block + column % block : column;
 }

@@ -8,11 +8,11 @@ namespace fusible {
 
 struct TokenBlock {
   int64_t number, first_row;
-  int rows;             // 0: there is no such block
-  int group, in_group;  // the number of the group, and the block's among those of the group
+  int rows;             // 0: no such block
+  int group, in_group;  // the number of the group, and of the block within the group
 };
 
-// For every thread of a block of threads, whose first warp walks the groups.
+// Called by every thread of a block of threads; its first warp walks the groups.
 template <int kSize = kScaleBlock>
 __device__ TokenBlock find_token_block(const SplitSizes& sizes, int tokens, int wanted) {
   __shared__ int first_row;

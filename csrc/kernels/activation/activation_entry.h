@@ -34,7 +34,7 @@ struct ColumnPartials {
   bool of_all_rows;
   void* out;  // [groups or 1, columns], or among twice as many: blocks of gate and of up alternate
   DType type;
-  int block;  // their width; 0: there are none
+  int block;  // their width; 0: there are no blocks
 };
 // Several of them, in a fixed order, by one launch.
 struct ColumnSumsOfBlocks {
@@ -49,8 +49,8 @@ constexpr int64_t column_partials_bytes(int64_t groups, int64_t tokens, int64_t 
   return tokens * blocks_of(columns, 16) + groups * columns * int64_t{sizeof(float)};
 }
 
-// The gradients of numbers of columns, if they are wanted: of each, all blocks of 64 rows after those of the one
-// before. `block`: of gate and up.
+// Adds the gradients of column numbers, if they are wanted: for each input, all blocks of 64 rows after those of the
+// one before. `block`: of gate and up.
 void add_dvectors(ColumnSumsOfBlocks& sums, std::span<const DVector> dvectors, const float* partials, int columns,
                   int block);
 

@@ -21,7 +21,7 @@ struct ActivationParams : GemmParams {
   void* dpreact;
   float* dscale_partials;  // [subtiles of 64 columns of all tiles, T]: of <dpostact, activation> by row
   float* dbias_partials;   // [blocks of 64 rows, columns of dpreact]: of dpreact by column
-  // Of a user's function that reads numbers of columns:
+  // For a user's function that reads numbers of columns:
   const void* vectors[kColumnInputs];  // as of ColumnVectors
   float* dvector_partials;  // [inputs, tokens / 64 + groups, columns]: of their gradients by column and block
 };

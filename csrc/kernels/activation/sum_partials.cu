@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the epilogue of an activation's backward leaves in parts, summed in a fixed order: shares of the scales'
-// gradient, which are the subtiles of columns of a row; and sums by column over blocks of 64 rows, which are those of
-// the pre-activation's bias and of numbers of columns.
+// The partial sums of an activation backward's epilogue, added in a fixed order: shares of the scales' gradient, which
+// are the subtiles of columns of a row; and sums by column over blocks of 64 rows, which are those of the
+// pre-activation's bias and of numbers of columns.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace fusible {
 namespace {
 
 constexpr int kThreads = 256;
-// Of which so many add up a row of partial sums, four columns each. Sums of all rows have few blocks of threads.
+// Lanes that add up a row of partial sums, four columns each. Sums over all rows have few blocks of threads.
 constexpr int kLanesOfGroup = 32, kLanesOfAllRows = 8, kSlices = kLanesOfGroup / kLanesOfAllRows;
 
 __global__ void __launch_bounds__(kThreads)
@@ -88,7 +88,7 @@ DEVICE void sum_columns(const ColumnPartials& to, float4 (&sums)[kThreads], int 
   write_number(to.out, to.type, to.block ? 2 * first + gate_column(mine, to.block) : first + mine, total);
 }
 
-// Of one output for each blockIdx.z, those of one group or, where they are of all rows, of few columns.
+// Each blockIdx.z sums one output: the sums of one group or, for all rows, of few columns.
 __global__ void __launch_bounds__(kThreads, 6) sum_column_partials_kernel(const ColumnSumsOfBlocks call) {
   __shared__ float4 sums[kThreads];
   __shared__ int starts[kMaxGroups + 1];

@@ -39,10 +39,10 @@ struct GroupedGemmKernel {
   static constexpr bool kSplits = kVariant.split_k;
   static constexpr int kSmemOutColumns = kVariant.smem_out_columns();
   using Layout = SmemOutLayout<Out, kSmemOutColumns, kVariant.smem_out_bytes(), kVariant.smem_out_rows(), kWholeWarp>;
-  // Adding in the L2 cache goes at 1.25 TB/s. So of a weight gradient that is added to what stands there, as much as
-  // there is room for is fetched while the tile is multiplied, and its sum stored. The rest is added in the cache or
-  // fetched into the room of what has been stored, for which the consumer waits: where bytes decide, and all of 16
-  // bits, whose sum is so rounded once.
+  // Adding in the L2 cache runs at 1.25 TB/s. Therefore, for a weight gradient that is accumulated, as many old values
+  // as fit are fetched while the tile is multiplied, and the sum is stored. The rest is added in the cache, or fetched
+  // into buffers that have been stored, which the consumer waits for: where memory traffic decides, and for all 16-bit
+  // outputs, whose sum is so rounded once.
   static constexpr bool kFetchesOld = (std::is_same_v<Out, float> || !Scaling::kScaled) && kRaggedDepth && !kWholeWarp;
 
   struct NoEpilogueStage {};
@@ -83,8 +83,8 @@ struct GroupedGemmKernel {
     barrier_init_fence();
   }
 
-  // Whether no more than kNarrowColumns of a tile's columns exist. A narrower product then does for them, where columns
-  // are all a tile has: 64 columns of 192 are a third of its work.
+  // Whether at most kNarrowColumns of a tile's columns exist. A narrower product then computes them, if the tile is
+  // only limited by columns: 64 columns of 192 are a third of its work.
   static constexpr bool kNarrows =
       Scaling::kScaled ? kTileN == 256 && !kVariant.swap_ab : kTileN == 192 && kRaggedDepth && !kScaleBias;
   static constexpr int kNarrowColumns = 128;
@@ -99,7 +99,7 @@ struct GroupedGemmKernel {
     if constexpr (kVariant.swap_ab) return tile.idle ? 0 : (tile.rows + Layout::kRows - 1) / Layout::kRows;
     else return tile.idle ? 0 : max(0, (tile.rows - consumer * 64 + 64 * kConsumers - 1) / (64 * kConsumers));
   }
-  // Of those that exist, how many are stored.
+  // The number of existing blocks that are stored.
   DEVICE static int stored_blocks(const WorkTile& tile, int consumer) {
     if constexpr (kSplits)
       if (tile.slice.partial()) return 0;
@@ -141,7 +141,7 @@ struct GroupedGemmKernel {
         if (kWholeWarp || lane == 0) barrier_arrive(&s.out_full[consumer][slot.stage]);
         slot.advance();
         if (Layout::kParts % Layout::kSlots == 0)
-          slot.stage = (part + 1) % Layout::kSlots;  // as it is, but known to the compiler
+          slot.stage = (part + 1) % Layout::kSlots;  // unchanged, but known to the compiler
       }
     };
     const auto end_tile = [&] {
@@ -156,7 +156,7 @@ struct GroupedGemmKernel {
       end_tile();
       pending = false;
     };
-    // Of a tile whose depth is shared, only once all of it is there.
+    // A tile whose depth is shared is complete only after all slices.
     const auto done = [&](auto block) {
       if constexpr (kSplits)
         if (tile.slice.bits) return;

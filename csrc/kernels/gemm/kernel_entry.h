@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the host needs to launch a kernel: its parameters, and which instantiation serves a problem.
+// The host's view of a kernel: its parameters, and the instantiation for a problem.
 #pragma once
 #include <cuda.h>
 
@@ -9,15 +9,15 @@
 
 namespace fusible {
 
-// Where a group's matrix lies (its weight, or its weight gradient): the last two coordinates in the tensor map. In one
-// tensor these are the number of the group and zero; matrices at any addresses count from the lowest, in 16 bytes and
-// in 16 GB (fusible/tensor_map.h).
+// The coordinates of a group's matrix (its weight, or its weight gradient): the last two in the tensor map. In one
+// tensor these are the number of the group and zero; matrices at arbitrary addresses count from the lowest, in units of
+// 16 bytes and of 16 GB (fusible/tensor_map.h).
 struct GroupCoordinate {
   int near, far;
 };
 
 struct WorkShape {
-  SplitSizes sizes;  // of the groups in the token buffer; not those of ragged groups, which have dims
+  SplitSizes sizes;  // of the groups in the token buffer; ragged groups have dims instead
   int tokens;
   int fixed_rows;     // output rows of a group, where they are not its tokens
   int columns;        // column tiles
@@ -29,7 +29,7 @@ struct WorkShape {
   const GroupCoordinate* coordinates;  // of each group; null where the matrices are one tensor
 };
 
-// Scales of whole rows of both operands, [T] and those of all weights, in floats: products are multiplied with them.
+// Scales of whole rows of both operands, [T] and of all weights, in floats; products are multiplied by them.
 struct OperandScales {
   const float *of_a, *of_b;
   int64_t b_group, b_row;
@@ -51,7 +51,7 @@ struct EpilogueParams {
   OperandScales operands;  // where they have scales of whole rows
 };
 
-// What blocks that share the depth of a tile leave for one another (device/gemm/split_k.cuh).
+// The sums that blocks sharing the depth of a tile leave for one another (device/gemm/split_k.cuh).
 struct SplitK {
   float* sums;        // of each slice, in vectors of four, [kMostSlicedTasks]; null: no depth is split
   uint32_t* arrived;  // zero at launch: warps that have left theirs, [kMostSlicedTasks, consumers]
@@ -78,7 +78,7 @@ struct GemmParams {
 // A second pair of operands along the depth: the product of a kernel that has one goes on with it. `b` is one tensor.
 struct SecondPair {
   CUtensorMap a, b;
-  int k_blocks;    // those of the first pair, which come before
+  int k_blocks;    // blocks of the first pair, which come before
   bool short_end;  // the last block is one step of a product: 16 values
 };
 // Behind the parameters of the kernel without one.

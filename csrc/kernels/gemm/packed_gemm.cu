@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A block has 16 columns of a group's product, whose depth its four warps split. It reads their weights once for each
-// 16 rows of the group: a thread has pieces of two columns, and of the rows the same values of the depth. Which values
-// of the depth a lane of a product holds does not matter, if those of both operands are the same.
+// 16 rows of the group: a thread has pieces of two columns, and of the rows the same values of the depth. The values of
+// the depth that a lane holds do not matter, if both operands use the same.
 #include <cuda_runtime.h>
 
 #include "device/gemm/groups.cuh"
@@ -27,14 +27,15 @@ DEVICE void write_result(const PackedGemm& c, int64_t group, int64_t token, int6
   write_number(c.out, c.output, token * c.out_pitch + column, c.row_scale ? y * c.row_scale[token] : y);
 }
 
-// Of a thread's two columns, as many pieces as a stretch has for it.
+// A thread's pieces of two columns in a stretch.
 template <class Format>
 struct Stretch {
   uint4 bytes[kPieces][2];
   typename Format::Scales scales[kPieces][2];
 };
 
-// Where a thread reads next, of columns eight apart; one that does not exist is read as the last one, and not stored.
+// The next read addresses of a thread, for columns eight apart; a column that does not exist is read as the last one
+// and not stored.
 template <class Format>
 struct Cursor {
   const uint8_t *bytes[2], *scales[2];
@@ -136,7 +137,7 @@ struct Rows {
   }
 };
 
-// What tells whether the sums of a row of weights are NaN.
+// Decides whether the sums of a row of weights are NaN.
 struct Largest {
   uint32_t magnitudes = 0, scale = 0;
 };

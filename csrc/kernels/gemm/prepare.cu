@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
 template <int kCapacity>
 cudaError_t launch(const Workspace& to, std::span<const GroupCoordinate> coordinates, std::span<const uintptr_t> biases,
                    cudaStream_t stream) {
-  Tables<kCapacity> tables;  // what is not filled is not read
+  Tables<kCapacity> tables;  // unused entries are not read
   std::ranges::copy(coordinates, tables.coordinates);
   std::ranges::copy(biases, tables.biases);
   prepare_kernel<kCapacity>
@@ -36,7 +36,7 @@ cudaError_t launch(const Workspace& to, std::span<const GroupCoordinate> coordin
 
 constexpr int64_t kCounterBytes = 16;  // keeps the tables aligned
 
-// Where what the slices of a depth leave begins.
+// The offset of the sums of a split depth.
 int64_t bytes_before_sums(int64_t groups) { return (bytes_of_workspace(groups) + 255) / 256 * 256; }
 constexpr int64_t bytes_of_sums() {
   int most = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a launch keeps in its workspace, and the kernel that writes it there.
+// The contents of a launch's workspace, and the kernel that writes them.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -17,7 +17,7 @@ struct Workspace {
   SplitK split_k;                // of a call that may split its depth
 };
 
-// Of `memory`, which has workspace_bytes(groups) of them (fusible/grouped_gemm.h).
+// The workspace in `memory`, which has workspace_bytes(groups) bytes (fusible/grouped_gemm.h).
 Workspace lay_out(void* memory, int64_t groups);
 int64_t bytes_of_workspace(int64_t groups);
 // The same where the depth may be split: more of it.

@@ -2,8 +2,8 @@
 // Each block takes as many tiles of 16 rows as every other, of one group after the other. One of its warps copies tiles
 // to a ring of stages in shared memory. Eight multiply them, each its columns, and keep these columns of the factor,
 // and of the gradient of the group at hand, in registers. Another copies gathered rows back to device memory, and
-// another adds up the products of the eight. So nobody waits for the copies of others. Of blocks that share a group,
-// the last to come to its end of it adds up their parts of the gradient, in the order of the rows.
+// another adds up the products of the eight. So no warp waits for the copies of others. The last of the blocks that
+// share a group to reach its end adds up their parts of the gradient, in the order of the rows.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -36,8 +36,8 @@ constexpr int kMostStages = 8, kBuffers = 2;                            // of ti
 
 // How columns and rows are divided. Ranks count in units of 16.
 struct Division {
-  int units, warps, slices, blocks, stages;  // slices of the columns, of which a block works on one at a time
-  int warp_columns, slice_columns;           // those of the warps of a block together
+  int units, warps, slices, blocks, stages;  // column slices, one at a time per block
+  int warp_columns, slice_columns;           // slice_columns: of all warps of a block
   int row_bytes, stage_bytes;                // in shared memory
   int64_t part_numbers;                      // of a gradient of all ranks of a slice
 };
@@ -54,7 +54,7 @@ struct GroupTable {
   int first_row[kMaxGroups + 1], first_tile[kMaxGroups + 1];
 };
 
-// By one warp.
+// Called by one warp.
 DEVICE void find_groups(const SplitSizes& sizes, int tokens, GroupTable& to) {
   const int lane = threadIdx.x % 32, size = sizes.int64_sizes ? 8 : 4;
   for (int group = lane * 128 / size; group < sizes.groups; group += 32 * 128 / size)
@@ -91,13 +91,13 @@ struct RowTile {
   bool has_start, has_whole;  // whether these are the first of the group; and all
 };
 
-// What a block does, tile by tile: its last group's first, if it has the beginning of that. Then blocks that have about
-// a group each, which is the end of one and the beginning of the next, go through their groups from beginning to end at
-// the same time. Rows of a group are in the order of their tokens, so what several of them gather stays in the cache.
+// The tiles of a block, in order: the last group's first, if the block has its beginning. Blocks with about one group
+// each, the end of one and the beginning of the next, then go through a group from beginning to end at the same time.
+// Rows of a group are in the order of their tokens, so gathered rows stay in the cache.
 struct Schedule : GroupTable {
   int groups, tiles, first, last, turn;  // `turn`: the task that the block begins with
 
-  // By one warp.
+  // Called by one warp.
   DEVICE void find(const Params& p) {
     find_groups(p.call.sizes, static_cast<int>(p.call.rows.tokens), *this);
     __syncwarp();
@@ -111,7 +111,7 @@ struct Schedule : GroupTable {
   DEVICE int group_of(int task) const {
     const int tile = task % tiles;
     int group = 0;
-    for (int step = kMaxGroups; step; step /= 2)  // the last group with no more tiles before it
+    for (int step = kMaxGroups; step; step /= 2)  // the last group with at most that many tiles before it
       if (group + step < groups && first_tile[group + step] <= tile) group += step;
     return group;
   }
@@ -134,14 +134,14 @@ struct Schedule : GroupTable {
   }
 };
 
-// What a stage holds: the rows of a tile, or before the first of a group a part of the group's factor, of which there
-// are as many as units.
+// The contents of a stage: the rows of a tile or, before the first tile of a group, one of the parts of the group's
+// factor, one per unit.
 struct Arrival : RowTile {
   static constexpr int kRowsOfTile = -1;
   int part;
 };
 
-// What the warps of a block share, but for the dynamic memory.
+// The state shared by the warps of a block, besides the dynamic memory.
 struct BlockState {
   Schedule schedule;
   RowTile upcoming[32], of_products[kBuffers];
@@ -164,7 +164,7 @@ struct BlockMemory {
   uint8_t* shared;
   int row_bytes, stage_bytes, stages, warps;
 
-  // But for the stages.
+  // Bytes besides the stages.
   static int other_bytes(int warps) { return kBarrierBytes + warps * (kBuffers * kProductFloats + kScratchFloats) * 4; }
   DEVICE uint64_t* full(int stage) const { return reinterpret_cast<uint64_t*>(shared) + stage; }
   DEVICE uint64_t* empty(int stage) const { return full(kMostStages + stage); }
@@ -177,7 +177,7 @@ struct BlockMemory {
   }
   DEVICE float* scratch(int warp) const { return products(kBuffers, 0) + warp * kScratchFloats; }
 
-  // By one thread.
+  // Called by one thread.
   DEVICE void init_barriers(bool gathered) const {
     for (int stage = 0; stage < stages; ++stage)
       barrier_init(full(stage), 1), barrier_init(empty(stage), warps + gathered);
@@ -190,7 +190,7 @@ struct BlockMemory {
 DEVICE int lane() { return threadIdx.x % 32; }
 DEVICE int warp() { return threadIdx.x / 32; }
 
-// Where a warp is in a ring of slots, whose number the launch decides.
+// The position of a warp in a ring of slots, whose number the launch decides.
 struct Ring {
   int slot = 0;
   uint32_t phase = 0;  // of a full slot; of an empty one, the other
@@ -199,19 +199,19 @@ struct Ring {
   }
 };
 
-// Of a row, those that a slice has.
+// The bytes of a row in a slice.
 DEVICE uint32_t bytes_of(const Params& p, int slice) {
   const int width = p.division.slice_columns;
   return min(width, static_cast<int>(p.call.rows.columns) - slice * width) * 2;
 }
 
-// The slots of rows that are asked for in their order: of 32 rows, one a lane, and of the 32 after them, on their way.
+// The slots of rows, asked for in order: those of 32 rows, one per lane, and the prefetched ones of the 32 after them.
 struct Slots {
   const int32_t* slot_of_row;
   int tokens, first = INT32_MIN / 2, now = 0, next = 0;
 
   DEVICE int load(int from) const { return from + lane() < tokens ? slot_of_row[from + lane()] : 0; }
-  // Of a row and this lane's after it, of the next 16.
+  // The slot of row `row` + lane, for this lane; rows are asked for in ascending order, 16 at a time.
   DEVICE int operator[](int row) {
     if (row < first || row >= first + 64) {
       first = row, now = load(row), next = load(row + 32);
@@ -256,7 +256,7 @@ struct Loader {
     ptx::let_next_kernel_begin();
   }
 
-  // For so many bytes.
+  // Begins a stage of `bytes` bytes.
   DEVICE void begin_stage(const RowTile& tile, int part, uint32_t bytes) {
     if (ptx::elect_one()) {
       state.arrivals[ring.slot] = {tile, part};
@@ -316,7 +316,7 @@ struct Loader {
   }
 };
 
-// By one thread: gathered rows from the stages to device memory.
+// Stores gathered rows from the stages to device memory. Called by one thread.
 template <int kUnits>
 DEVICE void store_gathered(const Params& p, const BlockMemory<kUnits>& memory, const BlockState& state) {
   const LowRankPass& c = p.call;
@@ -341,7 +341,8 @@ DEVICE void store_gathered(const Params& p, const BlockMemory<kUnits>& memory, c
   tma::wait_all();
 }
 
-// By a warp: products of tiles, summed over the warps in their order. A lane has eight ranks of a row at a time.
+// Adds the products of tiles over the warps, in their order. Called by a warp; a lane has eight ranks of a row at a
+// time.
 template <class T, int kUnits>
 DEVICE void add_products(const Params& p, const BlockMemory<kUnits>& memory, const BlockState& state) {
   using Memory = BlockMemory<kUnits>;
@@ -375,7 +376,7 @@ DEVICE void add_products(const Params& p, const BlockMemory<kUnits>& memory, con
   }
 }
 
-// By a warp: gradients of groups without rows, each by one block.
+// Zeroes the gradients of groups without rows, each in one block. Called by a warp.
 template <class Out>
 DEVICE void clear_empty_groups(const LowRankPass& c, const GroupTable& table) {
   const int vectors = static_cast<int>(c.rank * c.rows.columns * sizeof(Out) / sizeof(uint4));
@@ -403,7 +404,7 @@ struct Multiplier {
   DEVICE int first_column(int slice) const {
     return slice * p.division.slice_columns + warp() * p.division.warp_columns;
   }
-  // Of this warp, in whole chunks.
+  // The steps of this warp, in whole chunks.
   DEVICE int steps_of(int slice) const {
     const int columns = static_cast<int>(p.call.rows.columns) - first_column(slice);
     return min(p.division.warp_columns, columns) <= 0
@@ -471,7 +472,7 @@ struct Multiplier {
         for (float& x : block) x = 0.f;
   }
 
-  // What is read of ranks that do not exist is multiplied for nobody.
+  // Values read for ranks that do not exist are multiplied but never used.
   template <bool kByColumns>
   DEVICE void load_factor(const Arrival& tile, int stage, int steps) {
     const int line = lane() % 8 + (kByColumns ? lane() / 16 : lane() / 8 % 2) * 8,
@@ -538,7 +539,7 @@ struct Multiplier {
     buffers.advance(kBuffers);
   }
 
-  // Ranks that do not exist have what is there: what comes of them is stored by nobody.
+  // Ranks that do not exist use whatever values are there; their results are not stored.
   DEVICE void add_to_gradient(int stage, int steps) {
     const int pitch = static_cast<int>(p.call.rank) * 2;
     const uint32_t from = rows_address(stage),
@@ -593,7 +594,7 @@ struct Multiplier {
       }
   }
 
-  // This lane's part of what a block has of a gradient, which is one of the two that it may leave.
+  // This lane's part of a block's share of a gradient, one of at most two per block.
   DEVICE float4* part(int block, bool has_start) const {
     const int64_t of_warp = p.division.part_numbers / p.division.warps;
     return reinterpret_cast<float4*>(p.parts + (block * 2 + has_start) * p.division.part_numbers + warp() * of_warp) +
@@ -626,8 +627,8 @@ struct Multiplier {
         }
       }
   }
-  // Of a gradient that several blocks have a part of: whether this warp is the last of them, and then has the sum.
-  // Which one is the last changes nothing: two numbers have one sum, and more are added in the order of their blocks.
+  // For a gradient shared by several blocks: whether this warp is the last to finish, and then holds the sum. The order
+  // does not matter: two numbers have one sum, and more are added in the order of their blocks.
   DEVICE bool sum_of_parts(const RowTile& tile) {
     const Schedule& schedule = state.schedule;
     const Tasks tasks(schedule.tiles, p.division);
@@ -727,7 +728,7 @@ void launch(const Params& p, cudaStream_t stream) {
                      p.call.sizes.groups, " groups");
 }
 
-// Of higher ranks than 16, the factor and the gradient are too much for the registers together.
+// For ranks above 16, factor and gradient together do not fit into the registers.
 template <class T, int kUnits>
 void launch(const Params& p, cudaStream_t stream) {
   Params first = p, second = p;

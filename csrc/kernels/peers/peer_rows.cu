@@ -23,7 +23,7 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32, kSteps = 2;   // vectors of a lane
 constexpr int kMostThreads = 1024, kMostWarps = kMostThreads / 32;  // of blocks that shall have a multiprocessor each
 constexpr int kStretchBytes = 4096;                                 // of a row, which a warp has under way at once
-constexpr int kRowsOfWarp = 4, kLanesOfRow = 32 / kRowsOfWarp;      // of which it tells at once
+constexpr int kRowsOfWarp = 4, kLanesOfRow = 32 / kRowsOfWarp;      // a warp announces this many at once
 constexpr int kPartsOfBlock = kArrivalRows / kRowsOfWarp;
 constexpr int64_t kSlotsOfBlock = 4 * kThreads, kMostBlocks = 64;
 
@@ -32,7 +32,7 @@ __device__ T* in_buffer(const Peers& peers, int rank, int64_t at) {
   return reinterpret_cast<T*>(peers.buffers[rank] + at);
 }
 
-// The rows of a rank, of which it keeps so many.
+// The rows of a rank, and the number that it keeps.
 struct Kept {
   int first, count;
 };
@@ -136,7 +136,7 @@ __device__ void report_rows(const DivideRows& c) {
   if (c.fails && dropped) fail(c, Failure::kOverflow, owner, 0, required, 0);
 }
 
-// By one block, with a warp for each rank.
+// Run by one block, with a warp for each rank.
 __global__ void __launch_bounds__(32 * kMaxRanks) divide_kernel(const __grid_constant__ DivideRows c) {
   __shared__ int sums[kMaxRanks];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, each = c.experts / c.peers.ranks;
@@ -184,7 +184,7 @@ __device__ void write_row(const PeerRows& c, int64_t row, unsigned column_block,
   }
 }
 
-// Of a row; where the lane has failed, NaN of any type.
+// Reads a row; NaN of any type if the lane has failed.
 template <class T, int kVector>
 __device__ void read_row(const PeerRows& c, const T* row, unsigned column_block, Vector<T, kVector> (&x)[kSteps]) {
   const bool failed = c.state->failed;
@@ -224,8 +224,8 @@ __global__ void __launch_bounds__(kThreads) pull_kernel(const __grid_constant__ 
   }
 }
 
-// Where rows are read from, by kLanesOfRow lanes each; 0: from nowhere. Once a token's first row here has been told of,
-// its later rows are copied from there; until then they travel too. So no warp waits.
+// The source of a row, read by kLanesOfRow lanes; 0: none. Once the first local row of a token has been announced, its
+// later rows are copied from there; until then they are fetched as well. So no warp waits.
 __device__ uint64_t source_of(const PullBlocks& c, const Arrivals& arrivals, int64_t row, Kept kept, int row_bytes) {
   const bool there = row < kept.count;
   const int token = there ? c.slot_of_row[kept.first + row] / c.top_k : 0;
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const int64_t row = part / stretches * kRowsOfWarp;
     const int begin = static_cast<int>(part % stretches) * kStretchBytes, bytes = min(kStretchBytes, row_bytes - begin);
     const uint64_t source = source_of(c, arrivals, row + lane / kLanesOfRow, kept, row_bytes);
-    __syncwarp();  // what a lane has found told of, all lanes may read
+    __syncwarp();  // makes announcements that a lane has seen readable by all lanes
     for (int i = 0; i < kRowsOfWarp && row + i < rows; ++i) {
       const uint64_t from = __shfl_sync(~0u, source, i * kLanesOfRow);
       const Word fill = all_bits<Word>(row + i < kept.count);  // its row has no source: the lane has failed
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   }
 }
 
-// Where the row of a slot is: at whose rank, and which of its rows. Without a row, `rank` is below 0.
+// The location of a slot's row: its rank and row number. Without a row, `rank` is negative.
 struct Location {
   int rank, row;
 };
@@ -301,7 +301,7 @@ __device__ Location locate(const int32_t* firsts, int ranks, int64_t capacity, i
   return {local < capacity ? rank : -1, local};
 }
 
-// Where the row of a slot begins, as a number; 0 without a row.
+// The address of a slot's row as a number; 0 without a row.
 template <class T>
 __device__ uint64_t address_of(const PeerRows& c, int64_t slot) {
   const Location at = locate(c.firsts, c.peers.ranks, c.capacity, c.row_of_slot[slot]);

@@ -19,7 +19,7 @@ struct FeatureUnits {
   }
 };
 
-// Of each format.
+// One for each format.
 void fake_quantize_mx_rows(const FakeQuantizeRows& call, cudaStream_t stream);
 void fake_quantize_mx_weight(const FakeQuantizeWeight& call, cudaStream_t stream);
 void fake_quantize_nv_rows(const FakeQuantizeRows& call, cudaStream_t stream);

@@ -18,7 +18,7 @@ DEVICE float power_of(uint32_t byte) {
   return __uint_as_float(bits);
 }
 
-// Of a block whose largest magnitude is `amax`: see cast_e8m0 in ops/formats/formats.py.
+// The encoding of a block whose largest magnitude is `amax`: see cast_e8m0 in ops/formats/formats.py.
 DEVICE Encoding mx_encoding(float amax) {
   const uint32_t bits = __float_as_uint(__fmul_rn(amax, static_cast<float>(1.0 / 448.0)));
   const uint32_t exponent = bits >> 23, mantissa = bits & 0x7FFFFFu;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// NVFP4 and back: a kernel finds the largest magnitudes of groups, another rounds. Of tokens, a warp takes 16 rows of
+// NVFP4 and back: a kernel finds the largest magnitudes of groups, another rounds. For tokens, a warp takes 16 rows of
 // one group and 64 features, of which each lane has two neighbours in all rows: a column's block is one lane's, whose
-// transform is sums of registers. Of weights, lane l has 8 features of the rows l / 8, l / 8 + 4, ...
+// transform is sums of registers. For weights, lane l has 8 features of the rows l / 8, l / 8 + 4, ...
 #include <cuda_runtime.h>
 
 #include <cfloat>
@@ -35,14 +35,16 @@ struct NVGroup {
   }
 };
 
-// To the nearest value of e2m1, ties to the even code. Adding and subtracting a power of two rounds to the last bit of
+// Rounds to the nearest value of e2m1, ties to the even code. Adding and subtracting a power of two rounds to the last
+// bit of
 // the sum: to 1/2 below 2, to 1 below 4, to 2 above.
 DEVICE float nearest_e2m1(float x) {
   const float magnitude = fminf(fabsf(x), 6.f);  // also of NaN
   const float large = magnitude < 2.f ? 0x1p22f : magnitude < 4.f ? 0x1p23f : 0x1p24f;
   return copysignf(magnitude + large - large, x);
 }
-// To one of the two values beside: the upper one if `random`, below 2^16, is less than 2^16 times the way to it.
+// Rounds to a neighbouring value: to the upper one if `random`, below 2^16, is less than 2^16 times the distance from
+// the lower one.
 DEVICE float random_e2m1(float x, uint32_t random) {
   const float magnitude = fminf(fabsf(x), 6.f);
   const float per_step = magnitude < 2.f ? 2.f : magnitude < 4.f ? 1.f : 0.5f;
@@ -96,24 +98,24 @@ DEVICE void transform(Words& words) {
   }
 }
 
-// Of a lane's two features.
+// The encodings of a lane's two features.
 struct EncodingPair {
   Encoding low, high;
 };
 
-// Where the values of a copy of a block go, and which of them.
+// The destination of the quantised values of a block, and their number.
 struct NVCopy {
-  uint32_t number;  // among those of the tensor: they have random numbers of their own
+  uint32_t number;  // position in the tensor: each has its own random numbers
   void* out;
   int64_t first_row;
   int rows;
 };
 
-// What a warp has of a block of 16 tokens.
+// A warp's view of a block of 16 tokens.
 template <class T>
 struct NVTokens {
   TokenBlock block;
-  int lane, row;  // `row`: of x, that of lane % 16; -1 if there is none
+  int lane, row;  // `row`: of x, for lane % 16; -1 if there is none
 
   DEVICE NVTokens(const FakeQuantizeRows& c, int chunks)
       : block(find_token_block<kNVBlock>(c.sizes, static_cast<int>(c.tokens), blockIdx.x / chunks)),
@@ -164,7 +166,7 @@ struct NVTokens {
   }
 };
 
-// Blocks of 16 features are those of 8 lanes, of which lane l finds the encodings of the rows 2 l and 2 l + 1.
+// Blocks of 16 features belong to 8 lanes; lane l computes the encodings of the rows 2 l and 2 l + 1.
 template <class T, bool kRandom>
 DEVICE void store_rows(const Words& words, const NVTokens<T>& at, const FakeQuantizeRows& c, const NVGroup& group,
                        int64_t feature, bool exists) {
@@ -307,7 +309,7 @@ __global__ void __launch_bounds__(kFakeThreads)
 }
 
 template <class T, int kCapacity>
-__global__ void __launch_bounds__(kFakeThreads, sizeof(T) == 2 ? 8 : 5)  // what a division calls keeps no registers
+__global__ void __launch_bounds__(kFakeThreads, sizeof(T) == 2 ? 8 : 5)  // a called division keeps no registers
     nv_weight_kernel(const __grid_constant__ FakeQuantizeWeight c, const __grid_constant__ MatrixTable<kCapacity> table,
                      const FeatureUnits units) {
   const MatrixRows block(c, units.chunks, kNVBlock);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernels that quantise built-in activations, and the launches of these and of those of users' functions.
+// The kernels that quantise built-in activations, and the launches of these and of users' functions.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -101,7 +101,7 @@ void sum_dvectors(const QuantizeActivationBackward& c, std::span<const DVector> 
   sum_column_partials(sums, stream);
 }
 
-// Calls body(halves) with those of the activation, which the compiler knows.
+// Calls body(halves) with the layout of the activation, known to the compiler.
 template <class Body>
 void dispatch_halves(const Activation& a, Body body) {
   if (!a.gated) body(std::integral_constant<Halves, Halves::kNone>());

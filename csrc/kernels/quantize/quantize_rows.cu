@@ -14,7 +14,7 @@
 namespace fusible {
 namespace {
 
-// Where rows are gathered, the addresses of each take registers of their own.
+// Gathered rows need registers for their addresses.
 constexpr int blocks_per_multiprocessor(bool gather) { return gather ? 3 : 4; }
 
 // How a thread reads its rows of a tile.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block takes a tile of 128 x 128 values of one matrix, which it reads once and writes as it lies and transposed.
-// Where scales are of more than a tile, a kernel finds the largest magnitudes, and another casts.
+// A block takes a tile of 128 x 128 values of one matrix, which it reads once and writes in place and transposed. Where
+// scales are of more than a tile, a kernel finds the largest magnitudes, and another casts.
 #include <cuda_runtime.h>
 
 #include "device/gemm/matrix_table.cuh"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What precedes the product of groups of any shapes: where each group's matrices lie, their maps, and what beta makes
-// of the output.
+// Preparation of the product of groups of any shapes: the addresses of each group's matrices, their maps, and the
+// scaling of the output by beta.
 #include <algorithm>
 
 #include "device/gemm/groups.cuh"
@@ -63,7 +63,7 @@ __device__ void report_misfit(const RaggedParams& p, const RaggedSource& s, int 
   if (scan_block(size != 0) == 1 && size != 0) report(p.shape.sizes.wrong, {SizesOf::kMatrices, g, size});
 }
 
-// By thread g; `end` is where the outputs of this and all groups before it end.
+// Finds a group, by thread g; `end` becomes the end of the outputs of this and all groups before it.
 __device__ RaggedGroup find_group(const RaggedParams& p, const RaggedSource& s, int g, int64_t& end) {
   const bool exists = g < p.shape.sizes.groups;
   const auto sized = [&](const PackedMatrices& m) {
@@ -93,7 +93,7 @@ struct MapOf {
   int element, width, lines, pitch;
 };
 
-// By a warp: the map of a matrix, made of one for no group.
+// Writes the map of a matrix, made from a model map. Called by a warp.
 __device__ void write_map(CUtensorMap* to, CUtensorMap* shared, const CUtensorMap& model, const MapOf& m) {
   const int lane = threadIdx.x % 32;
   reinterpret_cast<uint32_t*>(shared)[lane] = reinterpret_cast<const uint32_t*>(&model)[lane];
@@ -121,7 +121,7 @@ __device__ void write_maps(const RaggedParams& p, const RaggedSource& s, const R
     write_map(to + 2, shared, p.out, {p.out_data, g.out, s.fp32_output ? 4 : 2, g.n, g.m, g.n});
 }
 
-// By 32 threads: number `i`, one value each.
+// Copies edge value `i`. Called by 32 threads, one value each.
 __device__ void copy_edges(const RaggedParams& p, int i) {
   const bool a = i < 16;
   const int64_t elements = a ? p.a_elements : p.b_elements;
@@ -138,7 +138,7 @@ __device__ void zero(void* data, int64_t from, int64_t to) {
     static_cast<T*>(data)[i] = 0;
 }
 
-// Every block adds up all groups, and writes those of its warps.
+// Every block adds up all groups, and writes those of its own warps.
 __global__ void __launch_bounds__(kThreads)
     prepare_ragged_kernel(const __grid_constant__ RaggedParams p, const __grid_constant__ RaggedSource s,
                           RaggedGroup* groups) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Groups of any shapes: every group has its own m, n and k, which only the device knows. What the kernels share, and
-// their launches.
+// Groups of any shapes: every group has its own m, n and k, which only the device knows. The common parts of the
+// kernels, and their launches.
 #pragma once
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -24,14 +24,14 @@ struct PackedMatrices {
   Dims rows, columns;
 };
 
-// Which of a group's matrices TMA cannot reach (it begins or has rows at no multiple of 16 bytes), or of
-// which there is nothing: they are read and written by ordinary loads and stores.
+// The matrices of a group that TMA cannot reach (the start or the pitch is not a multiple of 16 bytes), or that are
+// empty: they are read and written by ordinary loads and stores.
 enum NoTma : uint8_t { kNoTmaA = 1, kNoTmaB = 2, kNoTmaOut = 4 };
 
-// What is known of a group once the device has looked.
+// The facts on a group that the device has found.
 struct RaggedGroup {
   int64_t a, b, out;  // where its matrices begin, in elements
-  int m, n, k;        // zero, if what was asked for does not fit into the tensors
+  int m, n, k;        // zero if the requested size does not fit into the tensors
   int a_pitch, b_pitch;
   int tasks_end;  // tiles of this group and of all before it
   int no_tma;     // of enum NoTma
@@ -39,7 +39,7 @@ struct RaggedGroup {
 };
 static_assert(sizeof(RaggedGroup) == 56);
 
-// The maps of GemmParams are those of no group: all but address, sizes and pitch is true of every group's.
+// The maps of GemmParams are models: everything but address, sizes and pitch holds for every group.
 struct RaggedParams : GemmParams {
   const RaggedGroup* groups;
   CUtensorMap* maps;  // [groups][3]: a, b, out
@@ -66,7 +66,7 @@ struct RaggedWorkspace {
   CUtensorMap* maps;
   RaggedGroup* groups;
 };
-// Of `memory`, which has ragged_workspace_bytes(groups) of them (fusible/ragged_gemm.h), at any alignment.
+// The workspace in `memory`, which has ragged_workspace_bytes(groups) bytes (fusible/ragged_gemm.h), at any alignment.
 RaggedWorkspace lay_out_ragged(void* memory, int64_t groups);
 int64_t bytes_of_ragged_workspace(int64_t groups);
 

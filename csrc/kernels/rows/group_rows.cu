@@ -24,13 +24,13 @@ constexpr int kThreads = 256, kWarps = kThreads / 32, kChunkRows = 256;
 int64_t most_chunks(int64_t tokens, int groups) { return tokens / kChunkRows + groups + 1; }
 
 struct Chunk {
-  int group;  // the number of groups: rows of none; more: there is no such chunk
+  int group;  // the number of groups: rows of no group; more: no such chunk
   int64_t first_row, rows;
 };
 
 // Walks the groups, 32 at a time, and calls visit(group, its first row, its rows, chunks before it) in every lane,
-// until it says true in some lane, whose number it returns; -1 if in none. The last group is that of the rows past all
-// others. By one warp. Without sizes there is one group, of all rows.
+// until it is true in some lane, whose number it returns; -1 if there is none. The last group has the rows past all
+// others. Called by one warp. Without sizes, one group has all rows.
 template <class Visit>
 __device__ int walk(const SplitSizes& sizes, int64_t tokens, int lane, Visit visit) {
   int64_t before = 0, chunks = 0;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rows of tokens to the experts, and sums of them back. A warp has a stretch of one token's columns: what all its slots
-// share is read once, and a sum needs no other warp.
+// Rows of tokens to the experts, and sums of them back. A warp has a stretch of one token's columns: columns that all
+// its slots share are read once, and a sum needs no other warp.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A thread has a row, and some blocks of features one after the other: rows that are neighbours store to neighbours.
-// What is read at random are four bytes of a table that the second-level cache holds.
+// Random reads are of four bytes of a table that the second-level cache holds.
 #include <cuda_runtime.h>
 
 #include "device/ptx/ptx.cuh"

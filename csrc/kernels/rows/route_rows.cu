@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A stable counting sort. Every warp has a stretch of slots, counts its experts, and once all know what comes before
-// them, places its slots, 32 at a time: lanes with the same expert find one another by a vote. One block does it alone
-// where there are few slots; else a first kernel counts for each block.
+// A stable counting sort. Every warp has a stretch of slots, counts its experts, and, once all counts are known, places
+// its slots, 32 at a time: lanes with the same expert find one another by a vote. For few slots, one block does it
+// alone; else a first kernel counts for each block.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -60,7 +60,7 @@ __device__ void each_slot(const Route& c, int64_t begin, int64_t end, int lane, 
   }
 }
 
-// Of buckets 0 to `last`: where each begins. By one warp.
+// Computes the beginning of each bucket from 0 to `last`. Called by one warp.
 __device__ void scan_totals(const int* totals, int* starts, int last, int lane) {
   int before = 0;
   for (int base = 0; base <= last; base += 32) {

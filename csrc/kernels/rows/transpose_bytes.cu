@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kTile = 128, kThreads = 256, kRowsOfThread = 4;
 
-// Sixteen bytes, of which the first `count` exist: none or all where they are vectors.
+// Loads sixteen bytes, of which the first `count` exist: none or all of them for vectors.
 template <bool kVectors>
 DEVICE uint4 load_bytes(const uint8_t* from, int64_t count) {
   if constexpr (kVectors) {

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// What one launch zeroes.
+// The work of one zeroing launch.
 struct Piece {
   static constexpr int kCounters = 16, kTails = 4;
   Counters counters[kCounters];

@@ -17,7 +17,7 @@ struct WeightScales {
 // Scales of 128 rows of A begin at any token, but a bulk copy only at multiples of 16 bytes: it brings four more.
 inline constexpr int kRowScalesBox = 132;
 
-// P: those of the epilogue.
+// P: the epilogue's params.
 template <class P>
 struct Params1D2D : P {
   CUtensorMap a_scales;  // [blocks of k, T]

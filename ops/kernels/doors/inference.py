@@ -1,36 +1,16 @@
-"""The door to the routed experts of a layer in one call: of the extension, without gradients; of PyTorch, if short."""
+"""The door to the routed experts of a layer in one call of the extension, without gradients."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
-from ....fuser.contract.config import active_config
 from ...values.activation_spec import ActivationSpec
+from ...values.switches import active_switches
 from ..extension import address
 from ..hopper import routed_mlp as backend
 from ..hopper.routed_mlp import Experts, RoutedMlp
-from ..pytorch import routed_mlp as short_layer
-from ..pytorch import short_mlp
-from ..pytorch.routed_mlp import Order
-from ..pytorch.routed_mlp import backward as backward_on_cpu
-from ..pytorch.short_mlp import Gradients, Kept, WantedGradients
-from ..pytorch.short_mlp import backward as rows_backward_on_cpu
 
-__all__ = [
-    "Experts",
-    "Gradients",
-    "Kept",
-    "Order",
-    "RoutedMlp",
-    "WantedGradients",
-    "backward_on_cpu",
-    "on_cpu",
-    "one_call",
-    "rows_backward_on_cpu",
-    "rows_on_cpu",
-]
+__all__ = ["Experts", "RoutedMlp", "one_call"]
 
 
 class _Prepared(NamedTuple):
@@ -51,7 +31,7 @@ def one_call(experts: Experts) -> RoutedMlp | None:
 
     Memory that was freed, or a view, may be of another dtype or pitch at the same address.
     """
-    if active_config().backend not in _NATIVE:
+    if active_switches().backend not in _NATIVE:
         return None
     up, down, up_bias, down_bias, spec, transposed = experts
     addresses = up.data_ptr(), down.data_ptr(), address(up_bias), address(down_bias)
@@ -65,21 +45,3 @@ def one_call(experts: Experts) -> RoutedMlp | None:
         prepared = _Prepared(RoutedMlp(experts) if backend.refusal(experts) is None else None, form, spec)
         _prepared[addresses] = prepared
     return prepared.call
-
-
-def on_cpu(
-    experts: Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> tuple[Tensor, Kept, Order] | None:
-    """The output of a short call on a CPU, where nothing but the host takes time, and what a backward reads."""
-    if active_config().backend != "auto" or short_layer.refusal(x, top_k_index, experts.up, experts.down) is not None:
-        return None
-    return short_layer.run(x, top_k_index, top_k_weights, experts)
-
-
-def rows_on_cpu(
-    experts: Experts, x: Tensor, split_sizes: Tensor, scales: Tensor | None, *, after: bool
-) -> tuple[Tensor, Kept] | None:
-    """The same of a few rows, sorted by expert, and what a backward reads; ``after``: the second linear is scaled."""
-    if active_config().backend != "auto":
-        return None
-    return short_mlp.run(x, experts, split_sizes, scales, after)

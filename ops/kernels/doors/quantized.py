@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ....fuser.contract import tracing as trace
-from ....fuser.contract.config import active_config
 from ....fuser.replay import capture
 from ...formats.copies import BLOCK, BlockedColumns, QuantizedRows, QuantizedWeight, ceil_blocks
 from ...values.activation_spec import ActivationSpec
+from ...values.switches import active_switches
 from .. import activate, activate_backward
 from ..dispatch import quantizers, row_kernels, scaled_products
 from ..operators.custom_ops import kernel
@@ -403,7 +403,7 @@ def _multiply(problem: Multiplying) -> None:
     """Runs a product, or tells a trace of it."""
     backend, reason = scaled_products(problem)
     operand = problem.a.data
-    if operand.is_cuda and backend.NAME != HOPPER and active_config().backend != backend.NAME:
+    if operand.is_cuda and backend.NAME != HOPPER and active_switches().backend != backend.NAME:
         _multiply_in_16_bits(problem, reason)
     elif trace.active():
         shown, name = reason if operand.is_cuda else "", f"{backend.NAME} (e4m3)"

@@ -1,1 +1,1 @@
-"""Our CUDA kernels for Hopper."""
+"""CUDA kernels for Hopper GPUs."""

@@ -1,4 +1,4 @@
-"""Rows that one kernel brings while the next one multiplies those that are there (``csrc/fusible/arrivals.h``)."""
+"""Rows that one kernel brings while the next one multiplies the available ones (``csrc/fusible/arrivals.h``)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..problems.gemm import GroupedGemm, Layout
 
 ROWS = 64  # of a block, which the kernel tells of at once
 _STRETCH_BYTES = 4096  # of a row, which a warp has under way at once
-_ROWS_OF_WARP = 4  # of which it tells at once
+_ROWS_OF_WARP = 4  # a warp announces this many at once
 _ALIGNMENT = 16
 
 
 def counters(rows: int, groups: int, device: torch.device) -> Tensor:
-    """Of the blocks of so many rows, and behind them the workspace of the product that waits for them; zero.
+    """Zeroed counters of the blocks of so many rows, followed by the workspace of the product that waits for them.
 
-    It is made before the kernel that brings the rows: nothing may be launched between that one and the product.
+    Make them before the kernel that brings the rows: nothing may be launched between that kernel and the product.
     """
     return torch.zeros(_bytes_of_blocks(rows) + workspace_bytes(groups), dtype=torch.uint8, device=device)
 
@@ -32,7 +32,7 @@ def are_waited_for(problem: GroupedGemm) -> bool:
 
 
 def arguments(problem: GroupedGemm) -> dict[str, Any]:
-    """Of the launch of such a product: the counters, when they are full, and the workspace."""
+    """The arguments of the launch of such a product: counters, their final value, and the workspace."""
     arrived, first = problem.arrived, problem.a
     assert arrived is not None
     at = arrived.data_ptr()

@@ -1,4 +1,4 @@
-"""What a user's function reads of columns and elements, as kernels take it, and where the gradients of columns go."""
+"""The column and element operands of a user's function for kernels, and the destination of columns' gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ColumnOperands(NamedTuple):
     def of(
         cls, spec: ActivationSpec, vectors: Operands, columns: int, matrices: Operands = None
     ) -> ColumnOperands | None:
-        """None of what is no user's function. ``columns``: of the activation."""
+        """The operands, or None if the activation is not a user's function. ``columns``: those of the activation."""
         program = spec.program
         if program is None:
             return None
@@ -52,18 +52,18 @@ class ColumnOperands(NamedTuple):
 
     @property
     def types(self) -> tuple[torch.dtype, ...]:
-        """Of the inputs of the program."""
+        """The dtypes of the inputs of the program."""
         of_operands = zip(self.program.tensor_operands.values(), self.tensors, strict=False)
         return tuple([tensor.dtype for names, tensor in of_operands if tensor is not None for _ in names])
 
     @property
     def addresses(self) -> list[int]:
-        """Of the inputs of the program."""
+        """The addresses of the inputs of the program."""
         return [each.address for each in inputs_of(self.program.tensor_operands, self.tensors, self.block)]
 
 
 class ColumnGradients(NamedTuple):
-    """Where a kernel puts the gradients of numbers of columns: ``out``, or what is dense and copied to it."""
+    """The destination of gradients of column numbers: ``out``, or dense tensors that are copied to it."""
 
     out: list[Tensor | None]
     dense: list[Tensor | None]
@@ -84,7 +84,7 @@ class ColumnGradients(NamedTuple):
         }
 
     def finish(self) -> None:
-        """Copies what is not dense."""
+        """Copies dense gradients to outputs that are not dense."""
         for gradient, dense in zip(self.out, self.dense, strict=True):
             if gradient is not None and dense is not None and dense is not gradient:
                 gradient.copy_(dense)

@@ -29,7 +29,7 @@ _OLDEST = Capability(8, 0)  # whose instructions convert bfloat16
 
 
 class KernelForm(NamedTuple):
-    """What a kernel is compiled for: direction, program, and the types of y and of what the inputs of each kind are."""
+    """The compile-time form of a kernel: direction, program, and the types of y and of the inputs of each kind."""
 
     direction: str
     program: Program
@@ -164,7 +164,7 @@ def _launch(
 def _dense_inputs(
     operands: Mapping[str, tuple[str, ...]], tensors: Operands, width: int, block: int
 ) -> tuple[Input, ...]:
-    """Of operands of several numbers. Those of a stack may be narrower than it."""
+    """The inputs of operands with several numbers, dense. Those of a stack may be narrower than it."""
     dense = [None if each is None else each.contiguous() for each in tensors_of(operands, tensors, width)]
     return inputs_of(operands, dense, block)
 

@@ -1,4 +1,4 @@
-"""Kernels of users' functions that quantise what they compute: that of a problem, and what it reads of columns."""
+"""The kernels of users' functions that quantise their results, and the column operands of a problem."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ FunctionProblem = ActivatedScaledGemm | QuantizeActivation | QuantizeActivationB
 
 
 def refusal(problem: FunctionProblem) -> str | None:
-    """Why the function of a user has no kernel; None: it has, or there is none. It is compiled here, unless the GPU is
-    only assumed.
+    """The reason why a user's function has no kernel, or None. It is compiled here, unless the GPU is only assumed.
 
-    The problem keeps it for its launch.
+    The problem keeps the kernel for its launch.
     """
     operands = _operands(problem)
     if operands is None or (why := operands.refusal()) is not None:
@@ -44,7 +43,7 @@ def fields(problem: FunctionProblem) -> dict[str, Any]:
 
 
 def gradients(problem: QuantizeActivationBackward) -> ColumnGradients | None:
-    """Where those of the numbers of columns go; None: they are not wanted, or there are none."""
+    """The destination of the gradients of column numbers; None if they are not wanted or not present."""
     program = problem.activation.program
     if program is None or not program.columns or problem.dvectors is None:
         return None
@@ -64,7 +63,7 @@ def _operands(problem: FunctionProblem) -> ColumnOperands | None:
 
 
 def _features(problem: FunctionProblem) -> int:
-    """Of the activation."""
+    """The features of the activation."""
     if isinstance(problem, ActivatedScaledGemm):
         return problem.rows.data.shape[1]
     return problem.activation.out_features(problem.preact.shape[1])

@@ -1,6 +1,7 @@
 """Our own CUDA kernels that pass over rows once: activations, sums and products by group, and the zeroing of tails.
 
-All but the sums and products write what the door has just allocated, whose version nobody has kept: it stays.
+All but the sums and products write memory that the door has just allocated and no one else has seen, so its version
+stays.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def forward(preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Te
 def backward(
     dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
 ) -> None:
-    """From ``dpostact`` [..., F] what ``out`` holds tensors for; the activation is computed again from ``preact``."""
+    """Computes the tensors in ``out`` from ``dpostact`` [..., F]; the activation is recomputed from ``preact``."""
     scale, scales_type = scale_arguments(scales)
     compiled().activate_backward(
         **_rows(preact, spec, dpostact.shape[-1]),

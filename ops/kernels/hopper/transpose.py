@@ -1,6 +1,6 @@
 """Our own CUDA kernel that transposes bytes: it reads each once and writes it once, through shared memory.
 
-It writes what the door has just allocated, whose version nobody has kept: it stays.
+It writes memory that the door has just allocated and no one else has seen, so its version stays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Compiled kernels on disk: a file for each, which nothing but the owner of the process may have written.
+"""Compiled kernels on disk: one file each, which only the owner of the process may have written.
 
-A cubin can read and write all of a process's memory on a GPU. So a folder or a file that somebody else could have
-written is not used. A file holds a magic line, a SHA-256 of its key and the cubin, and the cubin itself: nothing that a
+A cubin can read and write all of a process's memory on a GPU. A folder or file that another user could have written is
+therefore not used. A file holds a magic line, a SHA-256 of its key and the cubin, and the cubin itself: nothing that a
 CPU would run.
 """
 
@@ -25,10 +25,10 @@ _log = logging.getLogger("fusible")
 
 
 class KernelCache:
-    """Cubins by a key of everything that they depend on. Where it cannot be used, it finds and keeps nothing.
+    """Cubins by a key of everything that they depend on. A cache that cannot be used is always empty.
 
     Attributes:
-        refusal: why it is not used; None if it is.
+        refusal: the reason why it is not used, or None.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,7 +37,7 @@ class KernelCache:
             _log.warning("kernels are not kept on disk: %s %s", folder, self.refusal)
 
     def find(self, key: str, compile_kernel: Callable[[], bytes]) -> bytes:
-        """The cubin of a key; compiled and kept if it is not there. One process compiles, others of its host wait."""
+        """The cubin of a key; compiled and stored if it is missing. One process compiles while others wait."""
         kept = self._read(key)
         if kept is not None:
             return kept
@@ -49,7 +49,7 @@ class KernelCache:
         return kept
 
     def clear(self) -> int:
-        """Removes every kernel, and what writers that were killed have left; returns the number of kernels."""
+        """Removes all kernels, and temporary files of killed writers; returns the number of kernels."""
         removed = 0
         for path in self._kernels():
             path.unlink(missing_ok=True)
@@ -66,7 +66,7 @@ class KernelCache:
         return [] if self.refusal is not None else sorted(self.folder.glob("*.cubin"))
 
     def _read(self, key: str) -> bytes | None:
-        """None for what is not there, not ours, or not whole."""
+        """The cubin of a key; compiled and stored if it is missing. One process compiles while others wait."""
         if self.refusal is not None:
             return None
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -79,7 +79,7 @@ class KernelCache:
         return content[start:] if content[:start] == _head(key, content[start:]) else None
 
     def _write(self, key: str, cubin: bytes) -> None:
-        """Whole or not at all, whoever else writes it at the same time. A full disk is no error."""
+        """Writes a cubin completely or not at all, also with concurrent writers. A full disk is not an error."""
         if self.refusal is not None:
             return
         name = None
@@ -121,12 +121,12 @@ def kernel_cache() -> KernelCache:
 
 
 def key_of(*parts: object) -> str:
-    """A name for what is compiled from these: their texts are all that it depends on."""
+    """The key of a kernel that depends on the texts of these parts."""
     return hashlib.sha256(repr((_MAGIC, parts)).encode()).hexdigest()
 
 
 def _head(key: str, cubin: bytes) -> bytes:
-    """The digest has the key in it, so that a file under another one's name is not taken for it."""
+    """The head of a file. Its digest covers the key, so that a file under another key's name is rejected."""
     return _MAGIC + hashlib.sha256(key.encode() + cubin).digest()
 
 
@@ -139,7 +139,7 @@ def _refusal_of(folder: Path) -> str | None:
 
 
 def _distrust(status: os.stat_result, is_kind: Callable[[int], bool]) -> str | None:
-    """Why a file or folder is not used; None: only the owner of this process can have written it."""
+    """The reason why a file or folder is not used; None if only the owner of this process can have written it."""
     if not is_kind(status.st_mode):
         return "is a link or another kind of file"
     if status.st_uid != os.geteuid():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 
 import torch
 
@@ -37,7 +38,7 @@ def compiled(texts: Sequence[str], architecture: str) -> bytes:
 
 @cache
 def compiler() -> Compiler:
-    """The first NVRTC that is found: as a Python package, or in a CUDA toolkit. Without one, nvcc.
+    """The first NVRTC found as a Python package or in a CUDA toolkit; nvcc if there is none.
 
     Raises:
         CompileError: there is neither.
@@ -50,14 +51,21 @@ def compiler() -> Compiler:
 
 @cache
 def _headers() -> dict[str, str]:
-    """Those of csrc."""
+    """The headers of csrc, by their paths in it."""
     csrc = files("fusible") / "csrc"
     return {
-        f"{folder}/{path.name}": path.read_text()
+        path: header.read_text()
         for folder, suffix in _HEADERS
-        for path in (csrc / folder).iterdir()
-        if path.name.endswith(suffix)
+        for path, header in _files_below(folder, csrc / folder)
+        if path.endswith(suffix)
     }
+
+
+def _files_below(path: str, folder: Traversable) -> Iterator[tuple[str, Traversable]]:
+    """The files of a folder and its subfolders, with their paths."""
+    for entry in folder.iterdir():
+        name = f"{path}/{entry.name}"
+        yield from _files_below(name, entry) if entry.is_dir() else ((name, entry),)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What a compiler of CUDA sources does, and what it raises."""
+"""The interface of a CUDA compiler, and its errors."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _FORBIDDEN = re.compile(r"[1-9]\d* bytes spill|\bC7[56]\d\d\b.*")
 
 
 class CompileError(RuntimeError):
-    """A source does not compile, or ptxas would make it slow; or there is no compiler."""
+    """A source does not compile, ptxas would make it slow, or there is no compiler."""
 
 
 class SpillError(CompileError):
-    """The code needs more registers than there are."""
+    """The code needs more registers than a thread has."""
 
 
 class Compiler(Protocol):
@@ -40,10 +40,10 @@ class Compiler(Protocol):
 
 
 def raise_for(failed: bool, log: str) -> None:
-    """Raises what a compiler's log calls for.
+    """Raises the error that a compiler's log shows.
 
     Raises:
-        CompileError: the compiler failed, or ptxas serialised what shall run at once.
+        CompileError: the compiler failed, or ptxas serialised wgmma.
         SpillError: the code spills registers.
     """
     forbidden = _FORBIDDEN.search(log)

@@ -25,11 +25,11 @@ _log = logging.getLogger("fusible")
 
 
 class EpilogueForm(NamedTuple):
-    """What the kernels of a program are compiled for.
+    """The compile-time form of a program's kernels.
 
     Attributes:
-        backward: of two epilogues.
-        concat: gate and up stand half a row apart, so that a tile of the forward has columns of both.
+        backward: whether it is the backward's epilogue.
+        concat: gate and up are half a row apart, so that a tile of the forward has columns of both.
         narrow: gate and up alternate in blocks narrower than a vector.
         scale_bias: the product has a bias.
         second: it has a second pair of operands.
@@ -67,23 +67,23 @@ def form_of(
     scales: bool = True,
     matrices: tuple[torch.dtype, ...] = (),
 ) -> EpilogueForm:
-    """The form for rows of so many columns, of which ``block`` of gate are before as many of up."""
+    """The form for rows of ``columns`` columns, with gate and up in blocks of ``block``."""
     lies, operands = (program, block, columns), (vectors, sums_vectors, scales, matrices)
     concat, narrow = not backward and is_concat(*lies), is_narrow(*lies)
     return EpilogueForm(program, backward, layout, dtype, concat, narrow, bias, second, *operands)
 
 
 def refusal(form: EpilogueForm) -> str | None:
-    """Why there are no kernels; None: there are, and they are compiled and loaded."""
+    """The reason why there are no kernels; None if they are compiled and loaded."""
     result = handles(form)
     return None if isinstance(result, tuple) else f"has no kernel of {form.program.name}: {result}"
 
 
 @lru_cache(maxsize=4096)
 def handles(form: EpilogueForm) -> tuple[int, ...] | str:
-    """The handles of the kernels, one for each of :func:`variants`; or why they cannot be compiled.
+    """The handles of the kernels, one for each of :func:`variants`, or the reason why they cannot be compiled.
 
-    The first call compiles them, which takes seconds, unless they are kept on disk.
+    The first call compiles them, which takes seconds, unless they are on disk.
     """
     direction = "backward" if form.backward else "forward"
     return loaded(
@@ -110,7 +110,7 @@ def loaded(kernels: str, load_all: Callable[[], list[int]]) -> tuple[int, ...] |
 
 
 def source(form: EpilogueForm, variant: int, vectors: int) -> str:
-    """The CUDA source of the kernel of a tile variant; ``vectors``: how many a lane differentiates at a time."""
+    """The CUDA source of the kernel of a tile variant; ``vectors``: the number that a lane differentiates at a time."""
     direction = "_backward" if form.backward else ""
     parameters = library().PAIR_ACTIVATION_PARAMS_BYTES if form.second else library().ACTIVATION_PARAMS_BYTES
     definitions = f"""{function_type(form.program, vectors=vectors)}
@@ -127,7 +127,7 @@ using Kernel = GroupedGemmKernel<Pair::A, {_weights(form)}, T, {boolean(form.sca
 def gemm_source(header: str, definitions: str, parameters: int) -> str:
     """The CUDA source of a grouped GEMM, from its epilogue's header, its type ``Kernel`` and its parameters' bytes."""
     return f"""#define TENSOR_MAP_ALIGNMENT {library().TENSOR_MAP_ALIGNMENT}
-#include "device/{header}.cuh"
+#include "device/epilogue/{header}.cuh"
 #include "kernels/gemm/operand_types.cuh"
 namespace fusible {{
 {definitions}static_assert(sizeof(Kernel::Params) == {parameters}, "the headers of the extension");
@@ -141,9 +141,9 @@ extern "C" __global__ void __launch_bounds__(fusible::Kernel::kThreads, 1)
 
 
 def sources(form: EpilogueForm, variant: int) -> list[str]:
-    """The sources of a kernel, of which the first one is taken that registers suffice for.
+    """The sources of a kernel, in order of preference; the first that does not spill is used.
 
-    Two vectors of gate and up hide each other's latencies. A long function has registers for one of them only.
+    Two vectors of gate and up hide each other's latency. A long function only has registers for one.
     """
     by_two = form.backward and len(form.program.arguments) == 2 and not form.narrow
     return [source(form, variant, vectors) for vectors in ((2, 1) if by_two else (1,))]
@@ -160,12 +160,12 @@ def compile_ahead(form: EpilogueForm) -> int:
 
 
 def load(texts: list[str]) -> int:
-    """The handle of the kernel of the first source that registers suffice for."""
+    """The handle of the kernel of the first source that does not spill."""
     return LoadedKernel(compiled(texts, ARCHITECTURE)).handle
 
 
 def variants(form: EpilogueForm) -> list[int]:
-    """The tile variants of a form, of which a launch chooses one; the one of deep products is last."""
+    """The tile variants of a form, from which a launch chooses; the one for deep products is last."""
     if form.backward:
         return list(library().BACKWARD_VARIANTS)
     takes_deep = not form.scale_bias and not form.second
@@ -173,7 +173,7 @@ def variants(form: EpilogueForm) -> list[int]:
 
 
 def _load_variant(form: EpilogueForm, variant: int) -> int:
-    """The handle of a kernel; 0 for one that another tile can stand in for, where registers do not suffice."""
+    """The handle of a kernel; 0 if it spills but another tile can replace it."""
     try:
         return load(sources(form, variant))
     except SpillError:
@@ -195,6 +195,6 @@ def _weights(form: EpilogueForm) -> str:
 
 
 def _in_threads(load_variant: Callable[[int], int], variants: Iterable[int]) -> list[int]:
-    """NVRTC compiles several at once."""
+    """Compiles in threads, as NVRTC can compile several sources at once."""
     with ThreadPoolExecutor() as pool:
         return list(pool.map(load_variant, variants))

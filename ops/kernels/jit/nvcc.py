@@ -27,7 +27,7 @@ class Nvcc:
         with TemporaryDirectory(prefix="fusible-") as name:
             folder = Path(name)
             for path, text in {"kernel.cu": source, **headers}.items():
-                (folder / path).parent.mkdir(exist_ok=True)
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / path).write_text(text)
             command = [self._path, f"-arch={architecture}", *_OPTIONS, "-I.", "kernel.cu", "-o", "kernel.cubin"]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -36,7 +36,7 @@ class Nvcc:
 
 
 def find() -> Nvcc | None:
-    """That of CUDA_HOME, else of PATH, if it runs."""
+    """The nvcc of CUDA_HOME, else of PATH, if it runs."""
     home = os.environ.get("CUDA_HOME")
     path = shutil.which(os.path.join(home, "bin", "nvcc") if home else "nvcc")
     if path is None:

@@ -64,12 +64,12 @@ class Nvrtc:
 
 
 def find() -> Nvrtc | None:
-    """The first that can be loaded: as a Python package, or in a CUDA toolkit."""
+    """The first NVRTC that can be loaded: as a Python package, or in a CUDA toolkit."""
     for folder in _folders():
         for library in sorted(folder.glob("libnvrtc.so.*"), reverse=True):
             with suppress(OSError):
                 for builtins in folder.glob("libnvrtc-builtins.so.*"):
-                    ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)  # NVRTC opens it by name: only what is open is found
+                    ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)  # NVRTC finds it by name only if it is loaded
                 return Nvrtc(ctypes.CDLL(str(library)))
     return None
 

@@ -1,4 +1,4 @@
-"""Operands of a program as kernels take them: an address for each input, and a type of C++."""
+"""Operands of a program for kernels: the address of each input, and its C++ type."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _VECTOR = 8  # columns of a vector
 
 
 class Input(NamedTuple):
-    """Where an input of a program is read, or its gradient written; ``tensor`` None: nowhere."""
+    """The memory of an input of a program, or of its gradient; ``tensor`` None: absent."""
 
     tensor: Tensor | None
     address: int
@@ -26,7 +26,7 @@ class Input(NamedTuple):
 def inputs_of(
     operands: Mapping[str, tuple[str, ...]], tensors: Sequence[Tensor | None], block: int
 ) -> tuple[Input, ...]:
-    """The inputs that operands are, in order. Those of gate and of up are in one tensor, in blocks that alternate."""
+    """The inputs of operands, in order. Inputs of gate and up are in one tensor, in alternating blocks."""
     inputs = []
     for i, names in enumerate(operands.values()):
         tensor = tensors[i] if i < len(tensors) else None
@@ -37,7 +37,7 @@ def inputs_of(
 
 
 def column_types(inputs: Sequence[str], dtypes: Sequence[torch.dtype]) -> str:
-    """What ``device/functions/pointwise.cuh`` calls the types of inputs that are numbers of a column."""
+    """The types of inputs that are numbers of a column, in the terms of ``device/functions/pointwise.cuh``."""
     types = [
         f"ColumnOperand<{ELEMENTS[dtype]}, {boolean(name[0] == 'a')}, {_is_of_both(name)}>"
         for name, dtype in zip(inputs, dtypes, strict=True)
@@ -46,7 +46,7 @@ def column_types(inputs: Sequence[str], dtypes: Sequence[torch.dtype]) -> str:
 
 
 def matrix_types(inputs: Sequence[str], dtypes: Sequence[torch.dtype]) -> str:
-    """The same of inputs that are numbers of an element."""
+    """The types of inputs that are numbers of an element."""
     types = [
         f"MatrixOperand<{ELEMENTS[dtype]}, {_is_of_both(name)}>" for name, dtype in zip(inputs, dtypes, strict=True)
     ]
@@ -59,7 +59,7 @@ def is_concat(program: Program, block: int | None, columns: int) -> bool:
 
 
 def is_narrow(program: Program, block: int | None, columns: int) -> bool:
-    """Whether they alternate in blocks narrower than a vector."""
+    """Whether gate and up alternate in blocks narrower than a vector."""
     return len(program.arguments) == 2 and (block or columns) < _VECTOR
 
 
@@ -71,7 +71,7 @@ def one_function(
     sums_vectors: bool,
     matrices: Sequence[torch.dtype] = (),
 ) -> str:
-    """What ``device/epilogue/epilogue_functions.cuh`` calls the family of a program; see :class:`EpilogueForm`."""
+    """The family of a program's functions in ``device/epilogue/epilogue_functions.cuh``; see :class:`EpilogueForm`."""
     flags = boolean(narrow), boolean(scales), column_types(program.columns, vectors), boolean(sums_vectors)
     return f"OneFunction<Function, {', '.join(flags)}, {matrix_types(program.matrices, matrices)}>"
 

@@ -38,7 +38,7 @@ def pointwise(
     int64_sizes: bool,
     constants: tuple[float, ...],
 ) -> None:
-    """Launches a compiled kernel. What the keywords are is said in csrc/fusible/pointwise_params.h."""
+    """Launches a compiled kernel. The keywords are described in csrc/fusible/pointwise_params.h."""
     unused = (0.0,) * (MOST_CONSTANTS - len(constants))
     lists = numbers, dnumbers, vectors, dcolumns, matrices, dmatrices
     nowhere = 0  # to report wrong sizes to, which is the extension's
@@ -55,5 +55,5 @@ def _filled(addresses: list[int]) -> list[int]:
 
 @cache
 def _most_blocks(device: int) -> int:
-    """As many as run at once."""
+    """The number of blocks that can run at once."""
     return int(_BLOCKS_PER_MULTIPROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count)

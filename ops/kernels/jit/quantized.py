@@ -1,5 +1,5 @@
-"""Pointwise programs in kernels that quantise what they compute: as the epilogue of a product of e4m3 operands, or over
-rows that a product has left.
+"""Pointwise programs in kernels that quantise their results: as the epilogue of a product of e4m3 operands, or over
+rows of a product.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from .compilation import ELEMENTS, compiled
 from .operands import one_function
 
 _STORE_REGISTERS = 72, 88
-"""Of a thread that computes an epilogue: one function takes fewer than a choice among all that are built in, and what
-is left for the threads that multiply decides whether these spill."""
+"""Registers of a thread that computes an epilogue. One function needs fewer than a choice among all built-in ones, and
+the registers left for the threads that multiply decide whether these spill."""
 _BLOCKS = {False: (3, 2, 1), True: (2, 1)}
 """Blocks of a multiprocessor, by whether it is a backward: the fewer, the more registers has a thread."""
 
 
 class ScaledForm(NamedTuple):
-    """What the epilogue of a product of e4m3 operands is compiled for.
+    """The compile-time form of the epilogue of a product of e4m3 operands.
 
     Attributes:
-        dtype: of the product.
+        dtype: the dtype of the product.
         concat, narrow, scale_bias, vectors, scales: as of :class:`EpilogueForm`.
     """
 
@@ -40,7 +40,7 @@ class ScaledForm(NamedTuple):
     scales: bool = True
 
     def sources(self) -> list[str]:
-        """The CUDA sources of the kernel, of which the first one is taken that registers suffice for."""
+        """The CUDA sources of the kernel, in order of preference; the first that does not spill is used."""
         return [self.source(registers) for registers in _STORE_REGISTERS]
 
     def source(self, registers: int) -> str:
@@ -58,11 +58,11 @@ using Kernel = GroupedGemmKernel<TokenRows<E4M3>, Weights, T, {boolean(self.scal
 
 
 class QuantizerForm(NamedTuple):
-    """What a kernel over rows is compiled for.
+    """The compile-time form of a kernel over rows.
 
     Attributes:
-        backward: of two directions.
-        dtype: of the rows.
+        backward: whether it is the backward.
+        dtype: the dtype of the rows.
         narrow, vectors, sums_vectors, scales: as of :class:`EpilogueForm`.
     """
 
@@ -75,7 +75,7 @@ class QuantizerForm(NamedTuple):
     scales: bool = True
 
     def sources(self) -> list[str]:
-        """The CUDA sources of the kernel, of which the first one is taken that registers suffice for."""
+        """The CUDA sources of the kernel, in order of preference; the first that does not spill is used."""
         return [self.source(blocks) for blocks in _BLOCKS[self.backward]]
 
     def source(self, blocks: int) -> str:
@@ -106,14 +106,17 @@ QuantizingForm = ScaledForm | QuantizerForm
 
 
 def refusal(form: QuantizingForm) -> str | None:
-    """Why there is no kernel; None: there is, and it is compiled and loaded."""
+    """The reason why there is no kernel; None if it is compiled and loaded."""
     result = handle(form)
     return None if isinstance(result, int) else f"has no kernel of {form.program.name}: {result}"
 
 
 @lru_cache(maxsize=4096)
 def handle(form: QuantizingForm) -> int | str:
-    """The handle of the kernel; or why it cannot be compiled. The first call compiles it, unless it is kept on disk."""
+    """The handle of the kernel, or the reason why it cannot be compiled.
+
+    Compiled by the first call, unless it is on disk.
+    """
     direction = "backward" if isinstance(form, QuantizerForm) and form.backward else "forward"
     loaded = epilogue.loaded(f"quantised {direction} of {form.program.name}", lambda: [epilogue.load(form.sources())])
     return loaded if isinstance(loaded, str) else loaded[0]

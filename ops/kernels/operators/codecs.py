@@ -1,4 +1,4 @@
-"""How what a kernel takes and returns crosses a schema of ``torch.library``, which knows no alternatives.
+"""Codecs: conversion of a kernel's parameters and results to a schema of ``torch.library``, which has no unions.
 
 A parameter of a kernel has a type hint of :data:`CODECS`, an enum, or a frozen dataclass or named tuple of these.
 """
@@ -25,7 +25,7 @@ def itself(value: Any) -> Any:
 
 
 class Codec(NamedTuple):
-    """How values of one annotation cross a schema.
+    """The conversion of values of one annotation to a schema and back.
 
     Attributes:
         schemas: the types there, of a parameter with ``{}`` for its name.
@@ -43,13 +43,13 @@ class Codec(NamedTuple):
         return any("=" in schema for schema in self.schemas)
 
     def named(self, name: str) -> Codec:
-        """That of a parameter of this name."""
+        """The codec of a parameter with this name."""
         return self._replace(schemas=tuple(schema.format(name) for schema in self.schemas))
 
     def with_default(self) -> Codec:
-        """That of a parameter that callers may leave out: it is None, or False for a truth value.
+        """The codec of an optional parameter, whose default is None, or False for a bool.
 
-        An op is called without values at the end that are the defaults.
+        Trailing values that are defaults are left out of a call.
         """
         (schema,) = self.schemas
         default = False if schema.startswith("bool ") else None
@@ -160,10 +160,10 @@ def unflattened(codecs: dict[str, Codec], values: Iterable[Any]) -> dict[str, An
 
 
 def codec_of_result(annotation: Any, omitted: Collection[str] = ()) -> Codec:
-    """Of a tensor, or of a tuple or named tuple of tensors. None among them crosses as an empty tensor of bool.
+    """The codec of a tensor, or of a tuple or named tuple of tensors. None is converted to an empty tensor of bool.
 
     Args:
-        omitted: the last fields of a named tuple, which do not cross.
+        omitted: the last fields of a named tuple, which the schema does not have.
     """
     members = getattr(annotation, "_fields", get_args(annotation) if get_origin(annotation) is tuple else ())
     count = len([member for member in members if member not in omitted])

@@ -17,8 +17,9 @@ from typing import Any, TypeVar, cast, get_type_hints
 import torch
 from torch import Tensor
 
-from ....fuser.contract.config import Config, active_config, config_of, use_config
+from ....fuser.contract.config import Config, config_of, use_config
 from ....fuser.contract.tracing import is_traced
+from ...values.switches import active_switches
 from ..problems.gemm import Matrices, first
 from .codecs import NO_RESULT, OUT, Codec, codec_of, codec_of_result, unflattened
 
@@ -89,7 +90,7 @@ def kernel(
 
 
 def _in_order(codecs: dict[str, Codec], obeys_switches: bool, added: Collection[str]) -> dict[str, Codec]:
-    """Those of a schema: the switches after what it has always had, then what has a default."""
+    """The codecs in the order of the schema: the switches after the original parameters, then those with a default."""
     codecs = codecs | {p: codecs[p].with_default() for p in added}
     if obeys_switches:
         codecs["switches"] = codec_of(str).named("switches")
@@ -147,19 +148,19 @@ def _register(schema: str, fake: Callable[..., Any]) -> Callable[[F], F]:
 
 
 def switches() -> str:
-    """Those of the switches in force that a kernel obeys, as the compiled code shall, whatever is in force then."""
-    active = active_config()
+    """The switches in force that a kernel obeys, as text: compiled code keeps them."""
+    active = active_switches()
     return f"{active.backend} strict" if active.strict else active.backend
 
 
 def obeying(switches: str | None) -> AbstractContextManager[Any]:
     """Puts the switches of compiled code in force, if it has any, unless they are."""
     recorded = None if switches is None else config(switches)
-    return _UNCHANGED if recorded is None or active_config() is recorded else use_config(recorded)
+    return _UNCHANGED if recorded is None or active_switches() is recorded else use_config(recorded)
 
 
 @cache
 def config(switches: str) -> Config:
     """The inverse of :func:`switches`."""
     backend, *strict = switches.split()
-    return config_of(**{**vars(Config()), "backend": backend, "strict": bool(strict)})
+    return config_of(backend=backend, strict=bool(strict))

@@ -49,7 +49,7 @@ def new_grads(
     vectors: Operands = None,
     want_vectors: bool = False,
 ) -> ActivationGrads:
-    """The gradients that are wanted; with a ``bias_dtype`` also that of a bias, a row per group."""
+    """Memory for the wanted gradients; with a ``bias_dtype`` also for that of a bias, one row per group."""
     dscales = scales.new_empty(preact.shape[:-1]) if want_scales and scales is not None else None
     postact = new_postact(preact, activation) if want_postact else None
     dbias = None if split_sizes is None or bias_dtype is None else new_sums(preact, split_sizes, bias_dtype)
@@ -121,7 +121,7 @@ def _operand_grads(
 
 
 def compute_dtype(columns: Tensor, numbers: Operands) -> torch.dtype:
-    """What a pointwise program computes in: float32, or wider where an operand is."""
+    """The dtype in which a pointwise program computes: float32, or wider if an operand is."""
     operands = [columns, *(() if numbers is None else numbers)]
     return reduce(torch.promote_types, [t.dtype for t in operands if t is not None], torch.float32)
 

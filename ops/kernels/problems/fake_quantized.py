@@ -1,6 +1,6 @@
-"""The statements of fake quantisers: to the values, in bfloat16, of the copies that a recipe says, in one pass.
+"""The problems of fake quantisers: rounding to the values, in bfloat16, of the operands under a recipe, in one pass.
 
-Those of NVFP4 lack the factor of each group, which follows from its amax. Outputs are allocated by the door.
+Values under NVFP4 lack the factor of each group, which follows from its amax. Outputs are allocated by the door.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class FakeQuantizeRows:
     Attributes:
         x: [T, K], with dense columns.
         split_sizes: int32 or int64 [E], on the device of ``x``. Rows past the last group may become anything.
-        rows: bfloat16 [T, K], in blocks along K; None: nobody wants them.
+        rows: bfloat16 [T, K], in blocks along K; None: not wanted.
         columns: in blocks of a group's tokens: bfloat16 [T, K]; under NVFP4 [16 * (T // 16 + E), K], where the last
-            block of a group is filled up. None: nobody wants them.
-        row_amax, column_amax: float32 [E] under NVFP4, of what is quantised: where they go.
+        block of a group is padded. None: not wanted.
+        row_amax, column_amax: float32 [E] under NVFP4: the output for the amaxes.
         is_transformed: columns are multiplied by :func:`~fusible.ops.formats.nvfp4.hadamard` first, under NVFP4.
-        seed: int64 [1], of random numbers that values are rounded by under NVFP4; None: to the nearest.
+        seed: int64 [1], the seed of stochastic rounding under NVFP4; None: round to nearest.
         slot_of_row, top_k: as of :class:`~.quantized.QuantizeRows`.
     """
 
@@ -63,9 +63,9 @@ class FakeQuantizeWeight:
 
     Attributes:
         weight: [E, N, K], or E matrices [N, K], with any strides.
-        rows: bfloat16 [E, N, K], in blocks along K; under NVFP4 of 16 x 16. None: nobody wants them.
-        columns: bfloat16 [E, N, K], in blocks along N; None: nobody wants them, or NVFP4 has one copy.
-        amax: float32 [E] under NVFP4: where it goes.
+        rows: bfloat16 [E, N, K], in blocks along K; under NVFP4 of 16 x 16. None: not wanted.
+        columns: bfloat16 [E, N, K], in blocks along N; None: not wanted, or NVFP4, which has a single one.
+        amax: float32 [E] under NVFP4: its output.
     """
 
     weight: Matrices
@@ -86,4 +86,4 @@ class FakeQuantizeWeight:
 
 
 FakeQuantizing = FakeQuantizeRows | FakeQuantizeWeight
-"""What ``fake_quantize.py`` of a backend takes."""
+"""The problems of ``fake_quantize.py`` of a backend."""

@@ -1,4 +1,4 @@
-"""Products that do not need one another, launched one directly behind the other, so that they share last rounds."""
+"""Independent products, launched directly one after another, so that they share their last rounds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ....fuser.replay.capture import Capture
 
 
 class Turn(NamedTuple):
-    """What one of the products needs for itself, by its address.
+    """The workspace of one of the products, and those of the next ones.
 
     Attributes:
-        followers: the same of those that come next.
+        followers: the workspaces of the next products.
         follows: whether another one came before, whose launch has zeroed all counters.
     """
 
@@ -26,12 +26,12 @@ class Turn(NamedTuple):
 
     @property
     def fields(self) -> dict[str, object]:
-        """Of a launch."""
+        """The fields of a launch."""
         return {"followers": self.followers, "follows": self.follows}
 
 
 class Independent:
-    """Some products of one backward, none of which reads what another one writes.
+    """Products of one backward, none of which reads the results of another.
 
     Between two of them nothing may run on the stream that reads or writes what they do, or memory that they are given
     afterwards: no operation of torch but allocations. The extension compares the addresses of products that follow one
@@ -47,7 +47,7 @@ class Independent:
 
     @classmethod
     def of(cls, count: int) -> Independent | None:
-        """For so many products; None where there is nothing to gain, or where an allocation may run something."""
+        """For ``count`` products; None if there is nothing to gain, or an allocation may run an operation."""
         return None if count < 2 or _fills_allocations() else cls(count)
 
     def next_turn(self, like: Tensor, nbytes: int) -> Turn | None:
@@ -55,7 +55,7 @@ class Independent:
 
         Args:
             like: a tensor on the device.
-            nbytes: what each of them needs, a multiple of 16.
+            nbytes: the workspace of each, a multiple of 16.
         """
         at = self._next
         if at == self._count:
@@ -68,7 +68,7 @@ class Independent:
 
 
 def _fills_allocations() -> bool:
-    """Whether new memory is written to by an operation, or somebody else may see to that."""
+    """Whether an operation writes to new memory, or another mode may see to that."""
     if torch.are_deterministic_algorithms_enabled():  # which fills it
         return True
     return dispatch_mode_depth() > isinstance(current_dispatch_mode(), Capture)

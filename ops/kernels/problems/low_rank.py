@@ -12,12 +12,12 @@ from .gemm import Layout, nbytes
 
 
 class LowRank(NamedTuple):
-    """What a pass gives, None for what is not wanted.
+    """The results of a pass; None for unwanted ones.
 
     Attributes:
         rows: [T, C], gathered.
-        product: [T, R], of the rows and the factor; its tail may hold anything.
-        gradient: of a factor, as the factor: over the rows of each group, the sum of row times ``low``.
+        product: [T, R], the product of rows and factor; its tail is arbitrary.
+        gradient: the gradient of a factor, in its shape: over the rows of each group, the sum of row times ``low``.
     """
 
     rows: Tensor | None
@@ -33,16 +33,16 @@ def rank_of(layout: Layout, factor: Tensor) -> int:
 @final
 @dataclass(slots=True)
 class LowRankPass:
-    """One pass over rows for all that an adapter of rank R wants of them.
+    """One pass over rows for all results of an adapter of rank R.
 
     Attributes:
         layout: NT: factors are [E, R, C], NN: [E, C, R].
         x: the rows [T, C], sorted by group; or tokens, of which they are gathered.
         split_sizes: [E].
         slot_of_row: [T]: row t is row ``slot_of_row[t] // top_k`` of ``x``; None: row t.
-        factor: what ``out.product`` is the product with.
-        low: [T, R], what ``out.gradient`` is the product with.
-        gradient_dtype: of ``out.gradient``.
+        factor: the factor of ``out.product``.
+        low: [T, R], the rows of ``out.gradient``'s other operand.
+        gradient_dtype: the dtype of ``out.gradient``.
         want_rows: whether ``out.rows`` are wanted.
     """
 
@@ -66,7 +66,7 @@ class LowRankPass:
 
     @property
     def kind(self) -> str:
-        """What the rows are read for, in words."""
+        """The results of the pass, in words."""
         parts = {
             "gathered": self.slot_of_row is not None,
             "rows": self.want_rows,
@@ -77,13 +77,13 @@ class LowRankPass:
 
     @property
     def flops(self) -> int:
-        """Of the products."""
+        """The operations of the products."""
         products = (self.factor is not None) + (self.low is not None)
         return 2 * products * self.num_rows * self.x.shape[1] * self.rank
 
     @property
     def bytes(self) -> int:
-        """Of the operands and the results, each once."""
+        """The bytes of operands and results, each once."""
         return nbytes(self.x, self.slot_of_row, self.factor, self.low, *self.out)
 
     @property

@@ -1,7 +1,7 @@
-"""The statements of quantisers and of products of quantised operands, as the door hands them to a backend.
+"""The problems of quantisers and of products of quantised operands.
 
-Scales are decode scales: a value is its byte times its scale. Outputs are allocated by the door. Nobody changes a
-problem; none is frozen because that makes it four times as slow to make.
+Scales are decode scales: a value is its byte times its scale. Outputs are allocated by the door. Problems are never
+modified; they are not frozen because that makes construction four times slower.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ class PermuteQuantizedRows:
 
 
 class _GroupedProduct:
-    """What follows from the sizes of a product, whatever its operands are."""
+    """Values that follow from the sizes of a product, whatever its operands."""
 
     __slots__ = ()
     split_sizes: Tensor
@@ -294,13 +294,13 @@ class ScaledWgrad(_GroupedProduct):
     group without tokens gives zeros.
 
     Attributes:
-        a: of M features.
-        b: of N features, in the same blocks.
+        a: the operand with M features.
+        b: the operand with N features, in the same blocks.
         split_sizes: int32 or int64 [E].
-        rows: T, which the number of blocks does not say.
+        rows: T, which the number of blocks does not tell.
         out: bfloat16, float16 or float32 [E, M, N], or E matrices [M, N].
-        accumulate: whether the product is added to what stands in ``out``, before the one rounding.
-        fresh: ``out`` was allocated for this; nobody can have kept it for a backward, so its version need not change.
+        accumulate: whether the product is added to ``out``, before the single rounding.
+        fresh: ``out`` was just allocated, so its version need not change.
     """
 
     a: BlockedColumns
@@ -361,7 +361,7 @@ class PackedGemm(_GroupedProduct):
 
     @property
     def factors(self) -> tuple[Tensor | None, ...]:
-        """Of the bias in each row, of each row, of each group."""
+        """The factors of the bias in each row, of each row, and of each group."""
         return self.bias_scale, self.row_scale, self.alpha
 
     @property
@@ -374,9 +374,9 @@ class PackedGemm(_GroupedProduct):
 
 
 Quantizing = QuantizeRows | QuantizeWeight | QuantizeActivation | QuantizeActivationBackward | PermuteQuantizedRows
-"""What ``quantize.py`` of a backend takes."""
+"""The problems of ``quantize.py`` of a backend."""
 Multiplying = ScaledGemm | ScaledWgrad
-"""What ``scaled_gemm.py`` of a backend takes."""
+"""The problems of ``scaled_gemm.py`` of a backend."""
 
 
 def source(problem: Quantizing) -> Tensor:
@@ -389,7 +389,7 @@ def source(problem: Quantizing) -> Tensor:
 
 
 def _reads(scaling: Scaling) -> int:
-    """How often values are read: once more where the scale of a value is that of many blocks."""
+    """The number of reads of each value: two if its scale covers many blocks."""
     return 1 if scaling is Scaling.BLOCKS else 2
 
 
@@ -403,5 +403,5 @@ def copy_bytes(*copies: QuantizedRows | BlockedColumns | None) -> int:
 
 
 def copy_names(rows: QuantizedRows | None, columns: BlockedColumns | None) -> list[str]:
-    """Which copies are wanted, in words."""
+    """The names of the wanted operands."""
     return [name for name, copy in (("rows", rows), ("columns", columns)) if copy is not None]

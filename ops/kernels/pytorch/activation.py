@@ -96,18 +96,6 @@ def forward(
     _multiply_into(out, _wide_postact(preact, spec), None if scales is None else scales.unsqueeze(-1))
 
 
-def postact(preact: Tensor, spec: ActivationSpec, scales: Tensor | None = None) -> Tensor:
-    """:func:`forward` in memory of its own."""
-    if spec.program is None:
-        wide = _wide_postact(preact, spec)
-        if scales is not None:
-            wide.mul_(scales.unsqueeze(-1))
-        return wide if wide.dtype == preact.dtype else wide.to(preact.dtype)
-    out = preact.new_empty(preact.shape[0], spec.out_features(preact.shape[1]))
-    forward(preact, spec, scales, out)
-    return out
-
-
 def _wide_postact(preact: Tensor, spec: ActivationSpec) -> Tensor:
     curve, (gate, up) = _curve(spec), _inputs(*_wide_columns(preact, spec), spec)
     value = curve.value(gate if curve.alpha is None else gate * curve.alpha)
@@ -123,7 +111,7 @@ def backward(
     out: ActivationGrads,
     of_groups: FunctionOperands | None = None,
 ) -> None:
-    """From ``dpostact`` [rows, F] what ``out`` holds tensors for; the activation is computed again from ``preact``.
+    """Computes the tensors in ``out`` from ``dpostact`` [rows, F]; the activation is recomputed from ``preact``.
 
     With v the curve's value: ``postact = v up s``, ``dgate = slope(d up s)``, ``dup = d v s``, ``ds = sum(d v up)``.
     Products are made in place where they can be: on a CPU fresh memory costs more than the arithmetic.
@@ -174,7 +162,7 @@ def _column(scales: Tensor, gate: Tensor) -> Tensor:
 
 
 def _product(up: Tensor | None, column: Tensor | None) -> Tensor | None:
-    """What the curve's value is multiplied by; in the dtype of ``up``."""
+    """The factor of the curve's value, in the dtype of ``up``."""
     if up is None or column is None:
         return column if up is None else up
     return (up * column).to(up.dtype)
@@ -204,7 +192,7 @@ def _wide_columns(preact: Tensor, spec: ActivationSpec) -> tuple[Tensor, Tensor 
 
 
 def _inputs(gate: Tensor, up: Tensor | None, spec: ActivationSpec) -> tuple[Tensor, Tensor | None]:
-    """What the curve is applied to, and what its value is multiplied by, clamped and offset."""
+    """The argument of the curve and the factor of its value, clamped and offset."""
     if up is None:
         return gate, None
     if spec.limit is not None:

@@ -1,4 +1,4 @@
-"""What biases need of few rows on a CPU: one operation over all of them, given their groups, and not one a group."""
+"""Bias operations on few rows on a CPU: one operation over all rows, given their groups, rather than one per group."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def add_vectors(rows: Tensor, vectors: Matrices, group_of_row: Tensor) -> None:
 
 
 def column_sums(rows: Tensor, group_of_row: Tensor, groups: int, scale: Tensor | None) -> Tensor:
-    """[groups, N], in float32 at least: the sum of the rows [T, N] of each, each times its scale [T]."""
+    """The sums [groups, N] of each group's rows [T, N] times their scale [T], in at least float32."""
     wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
     wide = wide if scale is None else wide * scale.unsqueeze(-1)
     return wide.new_zeros(groups, rows.shape[1]).index_add_(0, group_of_row, wide)
 
 
 def row_dots(rows: Tensor, vectors: Matrices, group_of_row: Tensor) -> Tensor:
-    """[T], in float32 at least: each row times its group's vector."""
+    """The dot product of each row with its group's vector, [T], in at least float32."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     return (rows.to(wide) * stacked(vectors).index_select(0, group_of_row)).sum(-1)

@@ -1,4 +1,4 @@
-"""What is said of products in float32 on a GPU, for which there is no grouped kernel: one by one, by a library."""
+"""Notes on float32 products on a GPU, which have no grouped kernel and are computed one by one by a library."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def warn_once() -> None:
 def allows_tf32() -> bool:
     """Whether the library that multiplies may round operands of float32, under the newer switch of torch or the older.
 
-    Torch raises where a program asks for the older after it has set the newer.
+    Torch raises if a program reads the older after setting the newer.
     """
     matmul = torch.backends.cuda.matmul
     precision = getattr(matmul, "fp32_precision", None)

@@ -58,30 +58,6 @@ def run(problem: GroupedGemm) -> None:
         _multiply_groups(problem, Span(sizes, 0, slice(0, sum(sizes))), problem.out)
 
 
-def multiply_until(problem: GroupedGemm, ends: list[int]) -> None:
-    """The product alone, given where each group ends."""
-    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    _multiply_groups(problem, Span(sizes, 0, slice(0, ends[-1])), problem.out)
-
-
-def multiply_runs(
-    rows: Tensor, weight: Tensor, transposed: bool, sizes: Mapping[int, int], out: Tensor, bias: Tensor | None = None
-) -> None:
-    """Rows through a weight [E, out, in], or [E, in, out] if ``transposed``; rows past the last group are left out.
-
-    Args:
-        sizes: of the groups that have rows.
-    """
-    parts = [*sizes.values()]
-    parts.append(out.shape[0] - sum(parts))
-    weights = _matrices(weight, [*sizes], not transposed)
-    products = zip(rows.split_with_sizes(parts), weights, out.split_with_sizes(parts), strict=False)
-    if bias is None:
-        return _multiply_parts(products)
-    for g, (left, right, part) in zip(sizes, products, strict=False):
-        torch.addmm(bias[g], left, right, out=part)
-
-
 def multiply_weights_of_runs(left: Tensor, right: Tensor, sizes: Mapping[int, int], out: Tensor) -> None:
     """``out[g] = left[rows of g].T right[rows of g]``, and 0 for groups without rows; those with rows are in order."""
     parts = [*sizes.values()]

@@ -58,7 +58,7 @@ def _part(program: Program, outputs: tuple[str, ...], rows: PointwiseRows) -> Pr
 
 
 def _inputs(program: Program, rows: PointwiseRows, columns: Tensor) -> dict[str, Tensor]:
-    """What the program reads, in the dtype that it computes in: [rows, blocks, block]; numbers [rows, 1, 1]."""
+    """The inputs of the program in its compute dtype: [rows, blocks, block]; numbers [rows, 1, 1]."""
     inputs, dtype, (count, width) = dict[str, Tensor](), compute_dtype(columns, rows.numbers), columns.shape
     if rows.x is not None:
         inputs.update(zip(program.arguments, split(rows.x.to(dtype), len(program.arguments), rows.block), strict=True))

@@ -1,1 +1,1 @@
-"""Commands that are no benchmark; each takes the arguments behind its name."""
+"""Commands other than benchmarks; each takes the arguments after its name."""

@@ -1,4 +1,4 @@
-"""Kernels that were compiled for functions of users and are kept on disk: how many, where; removed, or made ahead."""
+"""The cache of compiled user functions on disk: lists, clears or fills it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ..ops.kernels import kernel_cache
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints what is kept."""
+    """Runs the command: clears, compiles or lists the cache."""
     parser = command("cache", __doc__)
     parser.add_argument("--clear", action="store_true", help="remove every kernel")
     parser.add_argument(
         "--compile",
         metavar="MODULE:NAME",
-        help="compile the functions of a module, of an op, or of what a function without arguments returns",
+        help="compile the functions of a module or op, or of the module that a function without arguments returns",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the rows to compile for")
     args = parser.parse_args(argv)
@@ -35,14 +35,14 @@ def main(argv: Sequence[str]) -> None:
 
 
 def about() -> dict[str, Any]:
-    """What is kept, as data."""
+    """The state of the cache as a dict."""
     cache = kernel_cache()
     sizes = cache.sizes()
     return {"folder": str(cache.folder), "refusal": cache.refusal, "kernels": len(sizes), "bytes": sum(sizes)}
 
 
 def lines(report: dict[str, Any]) -> Iterator[str]:
-    """The same for people."""
+    """The state of the cache as lines of text."""
     yield f"folder    {report['folder']}"
     if report["refusal"]:
         yield f"not used  it {report['refusal']}"
@@ -52,7 +52,9 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _compile(path: str, dtype: torch.dtype) -> int:
-    """Compiles the functions in what ``module:name`` is, for the recipe of its linears; returns how many kernels."""
+    """Compiles the functions in the module ``module:name``, for the recipe of its linears; returns the number of
+    kernels.
+    """
     modules = list(_target(path).modules())
     recipes = [linear.recipe for linear in modules if isinstance(linear, GroupedLinear) and linear.recipe is not None]
     recipe = next(iter(recipes), None)
@@ -60,7 +62,7 @@ def _compile(path: str, dtype: torch.dtype) -> int:
 
 
 def _target(path: str) -> nn.Module:
-    """What ``module:name`` is."""
+    """Imports the module ``module:name``; calls it first, on the meta device, if it is a function."""
     module, _, name = path.partition(":")
     target = getattr(importlib.import_module(module), name)
     if not isinstance(target, nn.Module):

@@ -1,4 +1,4 @@
-"""What a training step of a model's experts runs, and why; on this machine, or on a GPU that is not here."""
+"""The kernels of a training step of a model's experts, and why they run; here, or on a GPU of another machine."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def shown(explanation: Explanation, args: Namespace) -> str:
 
 
 def on(device: str, sizes: Sizes) -> Explanation:
-    """Of experts on a device, or on the meta device."""
+    """The explanation of experts on a device, or on the meta device."""
     return flagship(sizes).to_empty(device=device).explain(**inputs(sizes, device))
 
 
 def at_a_desk(sizes: Sizes, capability: Capability) -> Explanation:
-    """Of experts on a GPU of this compute capability, which need not be here; nothing is allocated."""
+    """The explanation of experts on a GPU of this compute capability, which need not exist here; allocates nothing."""
     model = flagship(sizes)
     with FakeTensorMode():
         for module in model.modules():
@@ -70,7 +70,7 @@ def inputs(sizes: Sizes, device: str) -> dict[str, Any]:
 
 
 def flagship(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Sequential:
-    """The experts of a mixture-of-experts layer, on the meta device: only sizes count."""
+    """The experts of a mixture-of-experts layer, on the meta device, as only sizes count."""
     with torch.device("meta"):
         return Sequential(
             GroupedLinear(sizes.experts, sizes.features, 2 * sizes.hidden, bias=False, dtype=dtype),
@@ -81,7 +81,7 @@ def flagship(sizes: Sizes, dtype: torch.dtype = torch.bfloat16) -> Sequential:
 
 
 def device_or_meta(text: str) -> str:
-    """A device that is here, or the one that holds no data."""
+    """The device if it exists here, else the meta device."""
     return text if text == "meta" else device(text)
 
 

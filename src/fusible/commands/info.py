@@ -1,4 +1,4 @@
-"""Versions, the device, the fusions, and which backends run here, or why not."""
+"""Versions, the device, the fusions, and the backends with the reason if one cannot run here."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .. import GroupedLinear, Sequential, __version__, config, installation
 from ..benchmarks.arguments import command
 from ..fuser import RefusedError, registry
 from ..fuser.contract import torch_private
-from ..fuser.contract.config import BACKENDS
+from ..ops.values.switches import BACKENDS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TESTED_TORCH = ("2.11", "2.13")  # docs/support.md tells where
 
 
 def main(argv: Sequence[str]) -> None:
-    """Prints what is here."""
+    """Prints the information."""
     args = command("info", __doc__).parse_args(argv)
     facts = about()
     print(json.dumps(facts, indent=1) if args.json else "\n".join(lines(facts)))
 
 
 def about() -> dict[str, Any]:
-    """What is here, as data."""
+    """Versions, device, fusions and backends as a dict."""
     cuda = torch.cuda.is_available()
     return {
         "fusible": __version__,
@@ -46,7 +46,7 @@ def about() -> dict[str, Any]:
 
 
 def lines(facts: dict[str, Any]) -> Iterator[str]:
-    """The same for people."""
+    """The information as lines of text."""
     yield f"fusible   {facts['fusible']} from {facts['folder']}"
     yield f"kernels   {facts['kernels']}"
     untested = "" if facts["torch_is_tested"] else f"; not tested with it, but with {' and '.join(TESTED_TORCH)}"
@@ -62,14 +62,14 @@ def lines(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def backend(name: str, device: str) -> dict[str, Any]:
-    """The dtypes that a grouped-GEMM backend takes on a device, and why it takes no bfloat16."""
+    """The dtypes that a grouped-GEMM backend supports on a device, and why it does not support bfloat16."""
     refusals = {dtype: _refusal(name, device, dtype) for dtype in DTYPES}
     taken = [str(dtype).removeprefix("torch.") for dtype, refusal in refusals.items() if refusal is None]
     return {"dtypes": taken, "refusal": refusals[torch.bfloat16]}
 
 
 def _refusal(name: str, device: str, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot run a small linear, None if it can. Runs nothing."""
+    """The reason why a backend cannot run a small linear, or None. Runs nothing."""
     linear = GroupedLinear(2, 16, 16, bias=False, device=device, dtype=dtype)
     x, splits = torch.zeros(4, 16, device=device, dtype=dtype), torch.zeros(2, dtype=torch.int64, device=device)
     try:

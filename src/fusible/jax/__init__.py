@@ -1,4 +1,4 @@
-"""Grouped products and experts for jax: the Hopper kernels as custom calls of XLA, ``jax.lax.ragged_dot`` elsewhere.
+"""Grouped products and experts for jax: Hopper kernels as XLA custom calls, ``jax.lax.ragged_dot`` elsewhere.
 
 Importing this imports neither torch nor the rest of ``fusible``.
 """

@@ -1,4 +1,4 @@
-"""What is between the linears of an expert: as numbers for the kernels, and as functions of jax."""
+"""The activation between the linears of an expert, as numbers for the kernels and as jax functions."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class KernelActivation(NamedTuple):
     block: int | None
 
     def columns(self, preact_columns: int) -> int:
-        """Of the hidden rows."""
+        """The number of columns of the hidden rows."""
         return preact_columns // 2 if self.gated else preact_columns
 
     def attributes(self, columns: int) -> dict[str, Any]:
-        """As the handlers take it, for hidden rows with so many columns."""
+        """The attributes that the XLA handlers take, for hidden rows with this number of columns."""
         return {
             "curve": np.int64(CURVES.index(self.curve)),
             "gated": self.gated,
@@ -51,7 +51,7 @@ class KernelActivation(NamedTuple):
         }
 
     def refusal(self, columns: int) -> str | None:
-        """Why no kernel has it in its epilogue; None: one has."""
+        """The reason why no kernel has this activation in its epilogue, or None."""
         block = self.block or columns
         if columns % 8:
             return f"needs hidden rows of a multiple of 8 columns, got {columns}"
@@ -66,7 +66,7 @@ def activation(
     """The activation of that name.
 
     Raises:
-        ArgumentError: numbers that do not fit, or only fit a gated one.
+        ArgumentError: a parameter is invalid, or only valid for a gated activation.
     """
     if name not in ACTIVATIONS:
         raise ArgumentError(f"grouped_mlp: activation must be one of {', '.join(ACTIVATIONS)}; got {name!r}")
@@ -83,7 +83,7 @@ def activation(
 
 
 def activate(preact: Any, spec: KernelActivation) -> Any:
-    """The activation of rows [T, C], in float32 at least: [T, F]."""
+    """Applies the activation to rows [T, C], in at least float32; returns [T, F]."""
     wide = preact.astype(jnp.promote_types(preact.dtype, jnp.float32))
     if not spec.gated:
         return _curve(wide, spec)
@@ -91,7 +91,7 @@ def activate(preact: Any, spec: KernelActivation) -> Any:
     block = spec.block or columns
     pairs = wide.reshape(rows, columns // block, 2, block)
     gate, up = (pairs[:, :, side].reshape(rows, columns) for side in (0, 1))
-    if spec.limit != math.inf:  # what is clamped has no gradient, NaN passes
+    if spec.limit != math.inf:  # clamped values have no gradient, NaN passes
         gate = jnp.where(gate > spec.limit, spec.limit, gate)
         up = jnp.where(jnp.abs(up) > spec.limit, jnp.sign(up) * spec.limit, up)
     return _curve(gate, spec) * (up + spec.linear_offset)

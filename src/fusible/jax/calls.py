@@ -1,6 +1,6 @@
-"""The handlers of the extension as functions of jax. Sizes stay on the device; a workspace is a result more.
+"""The handlers of the extension as jax functions. Sizes stay on the device; the workspace is an additional result.
 
-What is not there, an operand or a result, is an array without elements.
+An absent operand or result is an array without elements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .versions import vary, varying_axes
 
 
 class Layout(IntEnum):
-    """Which operand is read transposed; as ``Layout`` in csrc."""
+    """The operand that is read transposed; equal to ``Layout`` in csrc."""
 
     NT = 0  # [T, K] x [G, N, K] -> [T, N]
     NN = 1  # [T, K] x [G, K, N] -> [T, N]
@@ -29,7 +29,10 @@ class Layout(IntEnum):
 def grouped_gemm(
     layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, row_scale: Any, into: Any
 ) -> jax.Array:
-    """One product a group, of features that are multiples of 8; ``row_scale`` and a tail of zeros for rows."""
+    """One product per group, for feature counts divisible by 8.
+
+    Supports ``row_scale``, and zeroes the tail of the rows.
+    """
     shape = output_shape(layout, a, b, sizes)
     workspace = extension.kernels().library.workspace_bytes(sizes.shape[0])
     operands = (a, b, sizes, _or_empty(bias, a.dtype), _or_empty(row_scale, np.float32), _or_empty(into, dtype))
@@ -37,7 +40,7 @@ def grouped_gemm(
 
 
 def ragged_gemm(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, into: Any) -> jax.Array:
-    """The same for any numbers of features."""
+    """:func:`grouped_gemm` for any feature counts."""
     shape = output_shape(layout, a, b, sizes)
     workspace = extension.kernels().library.ragged_workspace_bytes(sizes.shape[0])
     operands = (a, b, sizes, _or_empty(bias, a.dtype), _or_empty(into, dtype))
@@ -45,7 +48,7 @@ def ragged_gemm(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: An
 
 
 def _product(name: str, layout: Layout, result: Any, operands: Sequence[Any], into: Any, workspace: int) -> jax.Array:
-    """What is added to is written in place where XLA may, and copied before where it may not."""
+    """Calls a product. ``into`` is updated in place if XLA can donate it, and copied first otherwise."""
     out, _ = _call(
         name,
         (result, _bytes(workspace)),
@@ -61,7 +64,7 @@ def _product(name: str, layout: Layout, result: Any, operands: Sequence[Any], in
 def linear_activation(
     layout: Layout, spec: KernelActivation, keep_preact: bool, x: Any, w: Any, sizes: Any, bias: Any, scales: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The hidden rows [T, F] times their scales, and the pre-activation [T, C], without elements if it is not kept."""
+    """The hidden rows [T, F] times their scales, and the pre-activation [T, C]; without elements if it is not kept."""
     rows, columns = output_shape(layout, x, w, sizes)
     hidden = jax.ShapeDtypeStruct((rows, spec.columns(columns)), x.dtype)
     preact = jax.ShapeDtypeStruct((rows, columns) if keep_preact else (0, columns), x.dtype)
@@ -79,7 +82,7 @@ def linear_activation(
 def linear_activation_backward(
     layout: Layout, spec: KernelActivation, bias_dtype: Any, dy: Any, w: Any, sizes: Any, preact: Any, scales: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The gradients of the pre-activation, of the scales [T], and of the bias [G, C]; the hidden rows again.
+    """The gradients of pre-activation, scales [T] and bias [G, C], and the recomputed hidden rows.
 
     Without scales, or without a dtype of a bias, their gradient has no elements.
     """
@@ -118,12 +121,12 @@ def column_sums(dtype: Any, rows: Any, sizes: Any, scale: Any) -> jax.Array:
 
 
 def row_dots(rows: Any, vectors: Any, sizes: Any) -> jax.Array:
-    """Every row times the vector of its group, in float32 [T]; zero past the last group."""
+    """The dot product of every row with the vector of its group, in float32 [T]; zero past the last group."""
     return _call("row_dots", (jax.ShapeDtypeStruct(rows.shape[:1], np.float32),), (rows, vectors, sizes))[0]
 
 
 def output_shape(layout: Layout, a: Any, b: Any, sizes: Any) -> tuple[int, ...]:
-    """Of a product."""
+    """The shape of a product's result."""
     if layout is Layout.TN:
         return sizes.shape[0], a.shape[1], b.shape[1]
     return a.shape[0], b.shape[1 if layout is Layout.NT else 2]
@@ -132,7 +135,10 @@ def output_shape(layout: Layout, a: Any, b: Any, sizes: Any) -> tuple[int, ...]:
 def _call(
     name: str, results: Sequence[Any], operands: Sequence[Any], aliases: dict[int, int] | None = None, **attributes: Any
 ) -> Any:
-    """A custom call; under ``vmap`` one after the other. Inside ``shard_map`` all differ along the same axes."""
+    """Makes a custom call.
+
+    ``vmap`` runs the calls one after another; inside ``shard_map`` all operands vary along the same axes.
+    """
     axes = varying_axes(*operands)
     call = jax.ffi.ffi_call(
         extension.kernels().target(name), results, vmap_method="sequential", input_output_aliases=aliases or {}

@@ -1,4 +1,4 @@
-"""What a call asks of its arguments: raised while it is traced, as shapes and dtypes are known there."""
+"""Checks of a call's arguments. They raise while the call is traced, when shapes and dtypes are known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .errors import ArgumentError
 
 
 def check_array(function: str, name: str, array: Any, dimensions: int | None = None) -> None:
-    """An array of real numbers with so many dimensions."""
+    """Checks for an array of real numbers with this number of dimensions."""
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise ArgumentError(f"{function}: {name} must be an array, got a {type(array).__name__}")
     if dimensions is not None and array.ndim != dimensions:
@@ -27,7 +27,7 @@ def check_array(function: str, name: str, array: Any, dimensions: int | None = N
 
 
 def check_sizes(function: str, name: str, sizes: Any, groups: int | None = None) -> None:
-    """A number for each group, on the device or not."""
+    """Checks for one integer per group, on the device or not."""
     if not hasattr(sizes, "shape") or sizes.ndim != 1 or sizes.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
         came = f"{sizes.dtype} {list(sizes.shape)}" if hasattr(sizes, "shape") else f"a {type(sizes).__name__}"
         raise ArgumentError(f"{function}: {name} must be an int32 or int64 array [G], got {came}")
@@ -36,14 +36,14 @@ def check_sizes(function: str, name: str, sizes: Any, groups: int | None = None)
 
 
 def check_shape(function: str, name: str, array: Any, shape: tuple[int, ...]) -> None:
-    """An operand beside the others."""
+    """Checks that an operand has the shape that the others imply."""
     check_array(function, name, array)
     if tuple(array.shape) != shape:
         raise ArgumentError(f"{function}: {name} must be {list(shape)}, got shape {list(array.shape)}")
 
 
 def check_one_dtype(function: str, **arrays: Any) -> None:
-    """Operands that are multiplied."""
+    """Checks that operands that are multiplied have one dtype."""
     dtypes = {name: array.dtype for name, array in arrays.items()}
     if len(set(dtypes.values())) > 1:
         came = ", ".join(f"{name} has {dtype}" for name, dtype in dtypes.items())
@@ -51,7 +51,7 @@ def check_one_dtype(function: str, **arrays: Any) -> None:
 
 
 def check_depths(function: str, names: tuple[str, str], depths: tuple[int, int]) -> None:
-    """The contracted dims are equal."""
+    """Checks that the contracted dims are equal."""
     if depths[0] != depths[1]:
         raise ArgumentError(
             f"{function}: contracts {depths[0]} of {names[0]} with {depths[1]} of {names[1]}; they must be equal"
@@ -59,8 +59,10 @@ def check_depths(function: str, names: tuple[str, str], depths: tuple[int, int])
 
 
 def check_sharding(function: str, *arrays: Any) -> None:
-    """What is spread over devices belongs inside ``shard_map``: an error where a rule would have to say what becomes of
-    it, a warning where XLA gathers it. Under ``jit`` only explicit axes are known while tracing.
+    """Checks that operands spread over devices are inside ``shard_map``.
+
+    It raises for explicit mesh axes, which would need a sharding rule, and warns if XLA gathers the operands. Under
+    ``jit``, tracing only knows explicit axes.
     """
     present = [array for array in arrays if array is not None]
     for array in present:
@@ -68,7 +70,7 @@ def check_sharding(function: str, *arrays: Any) -> None:
         axes = [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit]
         if axes:
             raise ArgumentError(
-                f"{function}: an operand lies on a mesh with the explicit axes {', '.join(axes)}, for which there is "
+                f"{function}: an operand is on a mesh with the explicit axes {', '.join(axes)}, for which there is "
                 "no sharding rule; call it inside jax.shard_map, or in jax.sharding.auto_axes"
             )
     if any(_is_spread(array) for array in present):

@@ -1,4 +1,4 @@
-"""What runs, a kernel of the extension or jax's own product: chosen by the operands, while a call is traced."""
+"""The choice between a kernel of the extension and jax's own product, made by the operands while a call is traced."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def product(
 def _product_kernel(
     layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, row_scale: Any, into: Any
 ) -> jax.Array:
-    """Tensor maps reach features that are multiples of 8; another kernel takes the others, without scales.
+    """Runs the kernel: tensor maps need feature counts divisible by 8, others take the ragged kernel, without scales.
 
-    That one leaves out groups that do not fit, so their sizes are cut before it.
+    The ragged kernel skips groups that exceed the rows, so their sizes are clipped first.
     """
     if a.size == 0 or b.size == 0:
         return fallback.product(layout, dtype, a, b, sizes, bias, row_scale, into)
@@ -64,7 +64,7 @@ def _product_kernel(
 def linear_activation(
     layout: Layout, spec: KernelActivation, keep_preact: bool, x: Any, w: Any, sizes: Any, bias: Any, scales: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The hidden rows times their scales, and the pre-activation, without elements if it is not kept."""
+    """The hidden rows times their scales, and the pre-activation; without elements if it is not kept."""
     rows, columns = output_shape(layout, x, w, sizes)
     if _is_apart(spec, x.shape[1], spec.columns(columns), rows):
         preact = product(layout, x.dtype, x, w, sizes, bias)
@@ -109,7 +109,7 @@ def _column_sums_kernel(dtype: Any, rows: Any, sizes: Any, scale: Any) -> jax.Ar
 
 
 def row_dots(rows: Any, vectors: Any, sizes: Any) -> jax.Array:
-    """Every row times the vector of its group, in float32 at least."""
+    """The dot product of every row with the vector of its group, in at least float32."""
     why = None if rows.dtype in _FLOATS else f"needs rows of 16 or 32 bits, got {rows.dtype}"
     return _run(why or _empty_refusal(rows), _row_dots_kernel, fallback.row_dots, rows, vectors, sizes)
 
@@ -120,7 +120,7 @@ def _row_dots_kernel(rows: Any, vectors: Any, sizes: Any) -> jax.Array:
 
 
 def operands_refusal(a: Any, b: Any, dtype: Any, sizes: Any, bias: Any) -> str | None:
-    """Why no kernel multiplies these operands, whatever the device; None: one does."""
+    """The reason why no kernel multiplies these operands on any device, or None."""
     if a.dtype not in _SIXTEEN_BITS or b.dtype != a.dtype:
         return f"needs bfloat16 or float16 operands, got {a.dtype} and {b.dtype}"
     if dtype not in (a.dtype, np.dtype(np.float32)):
@@ -143,12 +143,12 @@ def _empty_refusal(rows: Any) -> str | None:
 
 
 def _is_apart(spec: KernelActivation, depth: int, columns: int, rows: int) -> bool:
-    """Whether the product and its activation run one after the other, because no kernel ends in the activation."""
+    """Whether the activation runs as a separate step after the product, because no kernel has it in its epilogue."""
     return spec.refusal(columns) is not None or depth % 8 != 0 or rows == 0
 
 
 def device_refusal() -> str | None:
-    """Why no kernel runs in this process, whatever the operands; None: kernels do."""
+    """The reason why no kernel runs in this process, whatever the operands, or None."""
     if active().backend == "xla":
         return _CHOSEN
     why = extension.unavailable()
@@ -156,7 +156,7 @@ def device_refusal() -> str | None:
 
 
 def _run(why: str | None, kernel: Callable[..., Any], other: Callable[..., Any], *operands: Any) -> Any:
-    """The kernel on GPUs, if nothing refuses it; jax elsewhere. ``vmap`` makes one call after the other of either."""
+    """Runs the kernel on GPUs unless it is refused, and jax elsewhere. ``vmap`` runs the calls one after another."""
     operands = vary_alike(*operands)
     default = jax.custom_batching.sequential_vmap(other)
     why = device_refusal() or why

@@ -1,4 +1,4 @@
-"""The compiled extension without torch: whether it can be used here, and its handlers, registered with jax once."""
+"""The compiled extension without torch: whether it is usable, and its handlers, registered with jax once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME = "fusible.ops._C"
 
 
 class Version(NamedTuple):
-    """Of XLA's foreign function interface."""
+    """The version of XLA's foreign function interface."""
 
     major: int
     minor: int
@@ -35,7 +35,7 @@ class Kernels(NamedTuple):
     platform: str
 
     def target(self, name: str) -> str:
-        """What a handler is called in compiled programs, which keep the name; hence the number."""
+        """The name of a handler in compiled programs. It has a version number because programs store it."""
         return f"fusible_{name}_v1"
 
 
@@ -44,7 +44,7 @@ def kernels() -> Kernels:
     """The extension, its handlers registered.
 
     Raises:
-        ImportError: it cannot be used here, and why.
+        ImportError: it cannot be used here; the message says why.
     """
     loaded = Kernels(_load(), "cuda")
     if (why := version_refusal(Version(*loaded.library.XLA_FFI_API), jaxlib_version())) is not None:
@@ -54,14 +54,14 @@ def kernels() -> Kernels:
 
 
 def register(loaded: Kernels) -> None:
-    """Makes the handlers known to XLA, each once: XLA refuses a name that it has with another address."""
+    """Registers the handlers with XLA, each once: XLA refuses to register a name again with another address."""
     platform = "CUDA" if loaded.platform == "cuda" else loaded.platform
     for name, handler in loaded.library.xla_handlers().items():
         jax.ffi.register_ffi_target(loaded.target(name), handler, platform=platform)
 
 
 def version_refusal(handlers: Version, jaxlib: Version) -> str | None:
-    """Why jaxlib would refuse handlers; None: it takes them. One that it refuses breaks every later call of jax."""
+    """The reason why jaxlib would refuse the handlers, or None. A refused handler would break later calls of jax."""
     if handlers.major == jaxlib.major and handlers.minor <= jaxlib.minor:
         return None
     return (
@@ -72,7 +72,7 @@ def version_refusal(handlers: Version, jaxlib: Version) -> str | None:
 
 @cache
 def jaxlib_version() -> Version:
-    """What the headers of the jaxlib that is installed say."""
+    """The version in the headers of the installed jaxlib; -1 if it is not found."""
     text = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
     numbers = (re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR"))
     major, minor = (int(number[1]) if number else -1 for number in numbers)
@@ -81,7 +81,7 @@ def jaxlib_version() -> Version:
 
 @cache
 def unavailable() -> str | None:
-    """Why the extension cannot be used with this jax, whatever the device; None: it can."""
+    """The reason why the extension cannot be used with this jax on any device, or None."""
     try:
         kernels()
     except Exception as error:
@@ -90,7 +90,7 @@ def unavailable() -> str | None:
 
 
 def device_refusal() -> str | None:
-    """Why the GPUs of the process cannot run the kernels; None: all of them can."""
+    """The reason why some GPU of the process cannot run the kernels, or None."""
     try:
         devices = jax.devices("cuda")
     except RuntimeError:
@@ -100,7 +100,7 @@ def device_refusal() -> str | None:
 
 
 def _load() -> Any:
-    """The module, by its path: importing its package would import torch. With torch, both have one module."""
+    """Loads the module by its path, as importing its package would import torch; torch then shares it."""
     if _NAME in sys.modules:
         return sys.modules[_NAME]
     files = [installation.FOLDER / "ops" / f"_C{suffix}" for suffix in EXTENSION_SUFFIXES]

@@ -1,4 +1,4 @@
-"""The same on any device, by jax's own ``ragged_dot``: sums in float32 at least, rounded once."""
+"""The same functions on any device by jax's ``ragged_dot``: sums in at least float32, rounded once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WGRAD = jax.lax.RaggedDotDimensionNumbers(
 
 
 def product(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, row_scale: Any, into: Any) -> jax.Array:
-    """One product a group; rows past the last group are zero, or what ``into`` has there."""
+    """One product per group. Rows past the last group are zero, or keep the value in ``into``."""
     out = _multiply(layout, a, b, sizes, jnp.promote_types(dtype, jnp.float32))
     if bias is not None:
         out = out + of_rows(bias, sizes, a.shape[0]).astype(out.dtype)
@@ -62,7 +62,7 @@ def linear_activation_backward(
 def through_activation(
     dpostact: Any, spec: KernelActivation, bias_dtype: Any, sizes: Any, preact: Any, scales: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The same from the gradient of the scaled hidden rows."""
+    """The gradients of :func:`linear_activation_backward`, from the gradient of the scaled hidden rows."""
     value, pull = jax.vjp(lambda rows: activate(rows, spec), preact.astype(dpostact.dtype))
     factor = 1 if scales is None else scales[:, None].astype(value.dtype)
     (dpreact,) = pull(dpostact * factor)
@@ -94,7 +94,7 @@ def row_dots(rows: Any, vectors: Any, sizes: Any) -> jax.Array:
 
 
 def of_rows(vectors: Any, sizes: Any, rows: int) -> jax.Array:
-    """The vector [G, N] of the group of each row [T, N]; zero past the last group."""
+    """Gathers for each row [T, N] the vector of its group from [G, N]; zero past the last group."""
     return jnp.where(in_a_group(sizes, rows)[:, None], vectors[group_of_rows(sizes, rows)], 0)
 
 
@@ -110,12 +110,12 @@ def in_a_group(sizes: Any, rows: int) -> jax.Array:
 
 
 def fitting(sizes: Any, rows: int) -> jax.Array:
-    """The sizes [G] as they are taken; see :func:`group_ends`."""
+    """The sizes [G] after clipping; see :func:`group_ends`."""
     return jnp.diff(group_ends(sizes, rows), prepend=0)
 
 
 def group_ends(sizes: Any, rows: int) -> jax.Array:
-    """Where each group [G] ends among the rows, as in the kernels: a size below 0 is 0, what is beyond is cut off."""
+    """The end row of each group [G], as in the kernels: negative sizes count as 0, rows past the end are cut off."""
     fitting = jnp.clip(sizes, 0, rows)
     ends: jax.Array = jax.lax.associative_scan(lambda a, b: jnp.minimum(a, rows - b) + b, fitting)  # cannot overflow
     return ends

@@ -1,4 +1,4 @@
-"""``grouped_gemm`` and ``ragged_dot``: one matrix product a group, differentiable in everything but the sizes."""
+"""``grouped_gemm`` and ``ragged_dot``: one matrix product per group, differentiable in all operands but the sizes."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def grouped_gemm(
     ``last_dims``: the contraction is ragged   [..., M]          [..., N]      [G, M, N]
     =========================================  ================  ============  ============
 
-    The leading dimensions of lhs, and of a ragged rhs, count as one. Rows are sorted by group. Those past the last
-    group take no part, whatever stands there, and are zero in the result and in gradients. A size below 0 counts as 0,
-    and rows that are not there are cut off. There is no forward mode. Sums are in float32, and rounded once. Weights
-    are read as they lie: use ``transpose_rhs`` rather than a transposition, which XLA would carry out.
+    The leading dimensions of lhs, and of a ragged rhs, count as one. Rows are sorted by group. Rows past the last group
+    are ignored, whatever their values, and are zero in the result and in gradients. A size below 0 counts as 0,
+    and sizes beyond the number of rows are cut off. There is no forward mode. Sums are in float32, and rounded once.
+    Use ``transpose_rhs`` rather than transposing the weights, which XLA would carry out.
 
     Args:
         lhs, rhs: of one dtype. Hopper's kernels take bfloat16 and float16, and any shapes.
@@ -52,7 +52,7 @@ def grouped_gemm(
         preferred_element_type: dtype of the result; None: that of ``into``, or of the operands.
 
     Raises:
-        ArgumentError: operands that do not fit; raised while tracing.
+        ArgumentError: operands do not fit; raised while tracing.
     """
     ragged_depth = _is_depth_ragged(first_dims, last_dims, transpose_rhs, bias)
     sizes = last_dims if ragged_depth else first_dims
@@ -80,16 +80,16 @@ def ragged_dot(
     group_offset: Any = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """In place of ``jax.lax.ragged_dot``: [T, K] x [G, K, N] -> [T, N], for rows that are sorted by group.
+    """A replacement of ``jax.lax.ragged_dot``: [T, K] x [G, K, N] -> [T, N], for rows that are sorted by group.
 
     Args:
-        lhs, rhs, group_sizes: as there; the sizes are int32 or int64.
-        precision: not taken; sums are in float32.
+        lhs, rhs, group_sizes: as in ``jax.lax.ragged_dot``; the sizes are int32 or int64.
+        precision: not supported; sums are in float32.
         preferred_element_type: dtype of the result; None: that of the operands.
-        group_offset, out_sharding: not taken.
+        group_offset, out_sharding: not supported.
 
     Raises:
-        ArgumentError: operands that do not fit, or an argument that is not taken; raised while tracing.
+        ArgumentError: operands do not fit, or an argument is not supported; raised while tracing.
     """
     fixes = {"group_offset": "slice the weights", "out_sharding": "use shard_map"}
     for name, value in (("group_offset", group_offset), ("out_sharding", out_sharding)):
@@ -144,7 +144,7 @@ def _multiply(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any,
 
 
 def _fwd(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, into: Any) -> Any:
-    """Of the differentiable product, so that what contains a gradient has one."""
+    """The forward rule of the product. It calls the differentiable product, so second derivatives exist."""
     return _product(layout, dtype, a, b, sizes, bias, into), (a, b, sizes, bias, into is not None)
 
 
@@ -157,7 +157,7 @@ def _bwd(layout: Layout, dtype: Any, saved: Any, dout: Any) -> Any:
 
 
 def _operand_grads(layout: Layout, a: Any, b: Any, sizes: Any, dout: Any) -> tuple[jax.Array, jax.Array]:
-    """Products as well, so that they can be differentiated again."""
+    """The gradients of the operands, as differentiable products, so they can be differentiated again."""
 
     def product(other: Layout, left: Any, right: Any) -> jax.Array:
         result: jax.Array = _product(other, a.dtype, *vary_alike(left, right, sizes), None, None)
@@ -173,12 +173,12 @@ def _operand_grads(layout: Layout, a: Any, b: Any, sizes: Any, dout: Any) -> tup
 
 
 def as_rows(array: Any) -> Any:
-    """[..., C] as [T, C], also where C is 0."""
+    """Reshapes [..., C] to [T, C], also if C is 0."""
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
 def no_gradient(sizes: Any) -> Any:
-    """The gradient of integers, as jax has it."""
+    """The gradient of an integer array, in jax's form (float0 zeros)."""
     return np.zeros(sizes.shape, jax.dtypes.float0)
 
 

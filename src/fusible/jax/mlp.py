@@ -1,4 +1,4 @@
-"""``grouped_mlp``: the experts of a mixture-of-experts layer, with one gradient for all of it.
+"""``grouped_mlp``: the experts of a mixture-of-experts layer, with one gradient rule for the whole.
 
 With s the probabilities before the second linear and o those after it, per row: ``y = o (W2 (s act(W1 x + b1)) + b2)``.
 The backward keeps x and the pre-activation, and computes the activation again, as GroupedMLP in ``ops/fused`` does.
@@ -23,11 +23,11 @@ from .versions import vary_alike
 
 _NAME = "grouped_mlp"
 PREACT = "fusible_pre"
-"""What policies of ``jax.checkpoint`` call the pre-activation, which the backward keeps."""
+"""The name of the pre-activation for policies of ``jax.checkpoint``; the backward reads it."""
 
 
 class StaticArguments(NamedTuple):
-    """What of a call is no array.
+    """The arguments of a call that are not arrays.
 
     Attributes:
         kn: weights are [G, in, out] rather than [G, out, in].
@@ -40,16 +40,16 @@ class StaticArguments(NamedTuple):
 
     @property
     def forward(self) -> Layout:
-        """Of both products."""
+        """The layout of both products of the forward."""
         return Layout.NN if self.kn else Layout.NT
 
     @property
     def backward(self) -> Layout:
-        """Of the gradients of their inputs."""
+        """The layout of the products that give the gradients of the inputs."""
         return Layout.NT if self.kn else Layout.NN
 
     def wgrad(self, inputs: Any, grads: Any, sizes: Any, dtype: Any) -> jax.Array:
-        """The gradient of weights, as they lie."""
+        """The gradient of a weight, in the weight's own layout."""
         a, b = (inputs, grads) if self.kn else (grads, inputs)
         return dispatch.product(Layout.TN, dtype, a, b, sizes)
 
@@ -74,9 +74,10 @@ def grouped_mlp(
 ) -> jax.Array:
     """The experts of a layer: two linears of G groups, an activation in between, and a probability for each row.
 
-    On Hopper the activation is a part of the first product, and its backward one of the second's. Rows past the last
-    group take no part, and are zero in the result and in gradients. A size below 0 counts as 0, and rows that are not
-    there are cut off. There is no forward mode, and there are no second derivatives.
+    On Hopper the activation runs in the epilogue of the first product, and its backward in the epilogue of the second
+    product's backward. Rows past the last group are ignored, and are zero in the result and in gradients. A size below
+    0 counts as 0, and sizes beyond the number of rows are cut off. There is no forward mode, and there are no second
+    derivatives.
 
     Args:
         x: rows [..., H], sorted by group.
@@ -86,7 +87,7 @@ def grouped_mlp(
         probs: [...], a factor for each row, of any float dtype.
         activation: silu, gelu (by erf), gelu_tanh, quick_gelu, relu, relu2 or sigmoid.
         gated: ``act(gate) * (up + linear_offset)`` rather than ``act(x)``.
-        interleave: so many columns of gate alternate with as many of up; None: gate is the first half.
+        interleave: the block size in which columns of gate and up alternate; None: gate is the first half.
         limit: gate is clamped to at most this, up to within plus and minus this.
         alpha: the slope inside silu.
         linear_offset: added to up.
@@ -98,7 +99,7 @@ def grouped_mlp(
         [..., H], in the dtype of x.
 
     Raises:
-        ArgumentError: arguments that do not fit; raised while tracing.
+        ArgumentError: arguments do not fit; raised while tracing.
     """
     spec = activation_of(activation, gated, limit, alpha, linear_offset, interleave)
     static = StaticArguments(
@@ -143,7 +144,7 @@ def _check(static: StaticArguments, x: Any, w13: Any, w2: Any, sizes: Any, probs
 
 
 class Arrays(NamedTuple):
-    """The arrays of a call, or their gradients; None for what is not there."""
+    """The arrays of a call, or their gradients; None for absent ones."""
 
     x: Any
     w13: Any
@@ -155,7 +156,7 @@ class Arrays(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward leaves for the backward."""
+    """The values that the forward keeps for the backward."""
 
     operands: Arrays
     preact: Any
@@ -205,7 +206,7 @@ def _backward(static: StaticArguments, saved: Saved, dy: Any) -> Arrays:
 
 
 def _once(function: Callable[..., Any]) -> Any:
-    """The function, of which no derivative is taken."""
+    """Wraps a function so that differentiating it raises an error."""
     once = jax.custom_jvp(function, nondiff_argnums=(0,))
     once.defjvp(_refuse)
     return once

@@ -1,4 +1,4 @@
-"""What runs in this process, and why."""
+"""A report on what runs in this process, and why."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ VERIFIED = "on an H200 under jax 0.11.2 (2026-11-23, commit 4c1d1b4), and on CPU
 
 
 def info() -> dict[str, Any]:
-    """What is here: versions, the devices that jax sees, and why jax's own products run, if they do.
+    """Reports versions, the devices that jax sees, and the reason if jax's own products run.
 
     Returns:
-        ``jax``; ``ffi_api``, the version of XLA's foreign function interface of jaxlib; ``handlers_api``, that of our
-        handlers, None where they cannot be used; ``targets``, their names in compiled programs; ``devices``;
+        ``jax``; ``ffi_api``, jaxlib's version of XLA's foreign function interface; ``handlers_api``, the version of our
+        handlers, None if they cannot be used; ``targets``, their names in compiled programs; ``devices``;
         ``fallback``, the reason why ``jax.lax.ragged_dot`` runs, or None where kernels do; ``verified``, where the
         custom calls have been tested.
     """
@@ -34,6 +34,6 @@ def info() -> dict[str, Any]:
 
 
 def targets() -> list[str]:
-    """What our custom calls are called in compiled programs; for ``jax.export``, which asks for them by name."""
+    """The names of our custom calls in compiled programs; ``jax.export`` asks for them."""
     kernels = extension.kernels()
     return [kernels.target(name) for name in kernels.library.xla_handlers()]

@@ -1,4 +1,4 @@
-"""The switches of this package. They are read while a function is traced, so what is compiled already keeps them."""
+"""The switches of this package. They are read while a function is traced; compiled functions keep them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BACKENDS = ("auto", "hopper", "xla")
 
 @dataclass(frozen=True)
 class Switches:
-    """What :func:`config` sets."""
+    """The values that :func:`config` sets."""
 
     backend: str = "auto"
     strict: bool = False
@@ -32,12 +32,12 @@ def active() -> Switches:
 
 @contextmanager
 def config(*, backend: str | None = None, strict: bool | None = None) -> Iterator[Switches]:
-    """Changes the given switches for what is traced in the body of the ``with``, in this thread.
+    """Changes the given switches for functions traced in the body of the ``with``, in this thread.
 
     Args:
-        backend: ``"auto"``: the Hopper kernels where all GPUs of the process can run them. ``"hopper"``: them, even if
-            there is no such GPU, to export for one. ``"xla"``: ``jax.lax.ragged_dot`` everywhere.
-        strict: raise :class:`RefusedError` where ``jax.lax.ragged_dot`` would run instead of the kernels.
+        backend: ``"auto"``: the Hopper kernels where all GPUs of the process can run them. ``"hopper"``: always the
+        Hopper kernels, to export a program without such a GPU. ``"xla"``: ``jax.lax.ragged_dot`` everywhere.
+        strict: raise :class:`RefusedError` if ``jax.lax.ragged_dot`` would run instead of the kernels.
 
     Raises:
         ValueError: an unknown backend.

@@ -10,7 +10,7 @@ import jax
 
 
 def varying_axes(*arrays: Any) -> frozenset[str]:
-    """The axes of a mesh along which one of the arrays differs, inside ``shard_map``; none elsewhere."""
+    """The mesh axes along which at least one of the arrays varies inside ``shard_map``; empty elsewhere."""
     return reduce(or_, (_varying(jax.typeof(array)) for array in arrays), frozenset())
 
 
@@ -21,7 +21,7 @@ def _varying(of: Any) -> frozenset[str]:
 
 
 def vary(array: Any, axes: frozenset[str]) -> Any:
-    """The array as one that differs along these axes. The gradient of what was replicated is summed over them."""
+    """Marks the array as varying along these axes. The gradient of a replicated array is then summed over them."""
     missing = tuple(sorted(axes - varying_axes(array)))
     if not missing:
         return array
@@ -31,6 +31,6 @@ def vary(array: Any, axes: frozenset[str]) -> Any:
 
 
 def vary_alike(*arrays: Any) -> tuple[Any, ...]:
-    """Arrays that differ along the same axes; None stays None."""
+    """Marks arrays as varying along the same axes; None stays None."""
     axes = varying_axes(*(array for array in arrays if array is not None))
     return tuple(None if array is None else vary(array, axes) for array in arrays)

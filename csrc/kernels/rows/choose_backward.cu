@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// The gradient of a token's logits by a team of warps, from the logits and the ids alone: weights and sums are formed
+// again. A row of zeros in shared memory gets the numbers of the chosen experts; dense terms are added where there are
+// any.
+#include <cuda_runtime.h>
+
+#include "device/rows/logits.cuh"
+#include "fusible/device.h"
+#include "kernels/rows/choose_launch.h"
+
+namespace fusible {
+namespace {
+
+// Numbers of a token that its whole row reads.
+struct DenseTerms {
+  float log_total = 0.f;         // the logarithm that softmax divides by
+  float top = 0.f, total = 1.f;  // the highest logarithm of a score, and the sum of scores by it
+  float lse = 0.f, pull = 0.f;   // the logsumexp of the logits; the mean of d_sums by the probabilities
+  float of_weights = 0.f;        // the gradient that unnormalised softmax weights share
+  bool sums = false, squares = false;
+};
+
+template <Scores kScores, int kCount, int kParts>
+DEVICE DenseTerms dense_terms(const float (&x)[kCount], const ChoiceBackward& c, const Team<kParts>& team) {
+  DenseTerms d;
+  const float highest = highest_of(x, team);
+  const bool regular = is_finite(highest);
+  d.sums = c.d_sums && regular, d.squares = c.d_squares && regular;
+  d.top = log_score<kScores>(highest), d.total = total_of<kScores>(x, highest, team);
+  if (kScores == Scores::kSoftmax) d.lse = d.log_total = d.top + logf(d.total);
+  else if (d.squares) d.lse = highest + logf(total_of<Scores::kSoftmax>(x, highest, team));
+  if (!d.sums) return d;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    if (x[i] != -kInfinity)
+      d.pull += expf(log_score<kScores>(x[i]) - d.top) / d.total * c.d_sums[expert_of<kCount>(i, team)];
+  d.pull = team.sum(d.pull);
+  return d;
+}
+
+template <Scores kScores>
+DEVICE float dense_gradient(float x, int expert, const DenseTerms& d, const ChoiceBackward& c) {
+  if (x == -kInfinity) return 0.f;
+  float gradient = 0.f;
+  if (d.of_weights != 0.f) gradient -= expf(x - d.lse) * d.of_weights;
+  if (d.sums) {
+    const float p = expf(log_score<kScores>(x) - d.top) / d.total;
+    gradient += p * (c.d_sums[expert] - d.pull) * slope<kScores>(x);
+  }
+  if (d.squares) gradient += 2.f * *c.d_squares * d.lse * expf(x - d.lse);
+  return gradient;
+}
+
+// Puts the gradients of the chosen logits into the row, of each expert once. Returns the sum of the gradients of the
+// logarithms of the weights.
+template <Scores kScores, int kParts>
+DEVICE float scatter_chosen(float* row, const ChoiceBackward& c, int64_t token, int id, float log_total,
+                            const Team<kParts>& team) {
+  const ChoiceRule& r = c.rule;
+  const Team<1> warp{team.lane, 0, nullptr};
+  const bool exists = id >= 0;
+  const float given = exists && c.d_weights ? c.d_weights[token * r.top_k + team.lane] : 0.f;
+  if (!__ballot_sync(~0u, given != 0.f)) return 0.f;  // be the logits NaN
+  const float at = exists ? read_number(r.logits, r.type, token * r.experts + id) : -kInfinity;
+  const bool never = at == -kInfinity;
+  const float weight = weight_of(never ? -kInfinity : log_score<kScores>(at), log_total, r.normalize);
+  const float product = never ? 0.f : r.scale * given * weight, of_all = warp.sum(product);
+  const float d_log = r.normalize ? product - weight * of_all : product;
+  const float d = never ? 0.f : d_log * slope<kScores>(at);
+  const unsigned peers = __match_any_sync(~0u, exists ? id : -1 - team.lane);  // an expert may be given twice
+  float together = 0.f;
+  for (int j = 0; j < r.top_k; ++j) {
+    const float theirs = __shfl_sync(~0u, d, j);
+    if (peers >> j & 1) together += theirs;
+  }
+  if (exists && team.part == 0 && team.lane == __ffs(peers) - 1) row[id] = together;
+  return of_all;
+}
+
+template <Scores kScores, int kCount, int kParts>
+__global__ void __launch_bounds__(kThreadsOfBlock<kParts>)
+    choose_experts_backward(const __grid_constant__ ChoiceBackward c, int64_t stretch, bool vectors) {
+  extern __shared__ __align__(16) float shared[];
+  constexpr int kTeams = kTeamsOfBlock<kParts>;
+  const ChoiceRule& r = c.rule;
+  const int warp = threadIdx.x / 32, own = warp / kParts;
+  const Team<kParts> team{static_cast<int>(threadIdx.x % 32), warp % kParts, reinterpret_cast<uint64_t*>(shared)};
+  float* row = shared + 8 + own * r.experts;
+  const int64_t begin = blockIdx.x * stretch, end = min(r.tokens, begin + stretch);
+  const bool spreads = kScores == Scores::kSoftmax && !r.normalize;
+  for (int64_t token = begin + own; token < end; token += kTeams) {
+    const int64_t id = team.lane < r.top_k ? c.ids[token * r.top_k + team.lane] : -1;
+    const bool valid = __ballot_sync(~0u, id != -1), dense = valid && (c.d_sums || c.d_squares || spreads);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (expert_of<kCount>(i, team) < r.experts) row[expert_of<kCount>(i, team)] = 0.f;
+    float x[kCount];
+    DenseTerms terms;
+    if (dense) {
+      load_logits(x, r, token, vectors, team);
+      terms = dense_terms<kScores>(x, c, team);
+    }
+    team.meet();
+    if (valid) {
+      const int expert = id >= 0 && id < r.experts ? static_cast<int>(id) : -1;
+      const float of_weights = scatter_chosen<kScores>(row, c, token, expert, terms.log_total, team);
+      if (spreads) terms.of_weights = of_weights;
+    }
+    team.meet();
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const int expert = expert_of<kCount>(i, team);
+      if (expert >= r.experts) continue;
+      float four[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        four[j] = expert + j < r.experts ? row[expert + j] : 0.f;
+        if (dense) four[j] += dense_gradient<kScores>(x[i + j], expert + j, terms, c);
+      }
+      store_four(c.d_logits, r.type, token * r.experts + expert, four, r.experts - expert, vectors);
+    }
+    team.meet();
+  }
+}
+
+}  // namespace
+
+void choose_backward(const ChoiceBackward& c, int device, cudaStream_t stream) {
+  const ChoiceRule& r = c.rule;
+  check_rule(r);
+  if (!r.tokens) return;
+  const DeviceGuard guard(device);
+  const TokenStretches stretches = token_stretches(r.tokens, r.experts);
+  const bool vectors = vectors_fit(4, {r.experts}, {r.logits, c.d_logits});
+  dispatch_choice(r, [&](auto scores, auto count, auto parts) {
+    const auto kernel =
+        choose_experts_backward<decltype(scores)::value, decltype(count)::value, decltype(parts)::value>;
+    const size_t bytes = sizeof(float) * (8 + static_cast<size_t>(kTeamsOfBlock<decltype(parts)::value>) * r.experts);
+    FUSIBLE_CUDA_CHECK(
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "gradient of a choice of experts with ", bytes, " bytes of shared memory");
+    kernel<<<stretches.blocks, kThreadsOfBlock<decltype(parts)::value>, bytes, stream>>>(c, stretches.tokens, vectors);
+  });
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "gradient of ", r.tokens, " choices of ", r.experts, " experts");
+}
+
+}  // namespace fusible

@@ -1,0 +1,106 @@
+"""A choice of experts by logits, as the door hands it to a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+from torch import Tensor
+
+from .gemm import nbytes
+
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How tokens choose experts.
+
+    Attributes:
+        top_k: how many experts a token goes to.
+        scores: one of :data:`SCORES`.
+        normalize: the weights of a token add up to ``scale``.
+        groups: of neighbouring experts; a token chooses from ``keep`` of them. 1: there are none.
+        best: how many of a group's keys are added up to choose groups.
+        tallied: whether sums for losses are wanted.
+    """
+
+    top_k: int
+    scores: str
+    normalize: bool
+    scale: float
+    groups: int = 1
+    keep: int = 1
+    best: int = 1
+    tallied: bool = False
+
+
+class Chosen(NamedTuple):
+    """What a choice gives. The last three are sums for losses, None where they are not wanted.
+
+    They leave out a token that is not valid, and one whose highest logit is NaN or infinite.
+
+    Attributes:
+        weights: [T, k], float32 at least.
+        ids: int64 [T, k], the best expert first; -1 for a token that is not valid.
+        counts: int64 [E], the slots of each expert.
+        slots: int64 [E + 1]: the same of the tokens in the sums; last, how many tokens those are.
+        sums: [E]: of each expert's probability.
+        squares: [1]: of the squared logsumexp of the logits.
+    """
+
+    weights: Tensor
+    ids: Tensor
+    counts: Tensor
+    slots: Tensor | None
+    sums: Tensor | None
+    squares: Tensor | None
+
+
+@final
+@dataclass(slots=True)
+class Choosing:
+    """T tokens choose experts.
+
+    Attributes:
+        logits: [T, E].
+        bias: [E], added to the scores that are compared.
+        valid: bool [T]: the others go to no expert.
+        fixed_ids: int64 [T, k]: the experts, not to be chosen; a row of -1 alone is missing, and chosen.
+    """
+
+    logits: Tensor
+    rule: Rule
+    bias: Tensor | None
+    valid: Tensor | None
+    fixed_ids: Tensor | None
+
+    @property
+    def bytes(self) -> int:
+        """Of what is read."""
+        return nbytes(self.logits, self.bias, self.valid, self.fixed_ids)
+
+
+@final
+@dataclass(slots=True)
+class ChoosingBackward:
+    """The gradient of the logits.
+
+    Attributes:
+        ids: as :class:`Chosen` has them.
+        d_weights: [T, k]; None: 0.
+        d_sums: [E]; None: 0.
+        d_squares: [1]; None: 0.
+    """
+
+    logits: Tensor
+    rule: Rule
+    ids: Tensor
+    d_weights: Tensor | None
+    d_sums: Tensor | None
+    d_squares: Tensor | None
+
+    @property
+    def bytes(self) -> int:
+        """Of what is read."""
+        return nbytes(self.logits, self.ids, self.d_weights, self.d_sums, self.d_squares)

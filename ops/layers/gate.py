@@ -1,0 +1,56 @@
+"""The product of a router, in float32 whatever the tokens and the weight are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...fuser import Grads, Op, Promises, TensorSpec
+
+
+class Gate(Op):
+    """Logits [T, E] of tokens [T, H]: few numbers, on which much depends, so that they are worth their bits.
+
+    Arxiv 2101.03961, section 2.4. For the backward it keeps the tokens as they are, which the experts keep anyway, and
+    no copy of them in float32.
+
+    Keywords:
+        weight: [E, H].
+        logit_bias: [E], added to the logits.
+    """
+
+    promises = Promises(values_checked=frozenset())
+
+    class Saved(NamedTuple):
+        x: Tensor | None
+        weight: Tensor
+        bias_dtype: torch.dtype | None
+
+    def check(self, x: TensorSpec, *, weight: Tensor, logit_bias: Tensor | None = None) -> TensorSpec:
+        return TensorSpec((x.shape[0], weight.shape[0]), _wide(x.dtype), x.device)
+
+    def fwd(
+        self, x: Tensor, *, weight: Tensor, logit_bias: Tensor | None = None, needs_grad: frozenset[str]
+    ) -> tuple[Tensor, Saved]:
+        dtype = _wide(x.dtype)
+        bias = None if logit_bias is None else logit_bias.to(dtype)
+        kept = x if "weight" in needs_grad else None
+        saved = self.Saved(kept, weight, None if logit_bias is None else logit_bias.dtype)
+        return F.linear(x.to(dtype), weight.to(dtype), bias), saved
+
+    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
+        x, weight, bias_dtype = saved
+        dtype = weight.dtype if x is None else x.dtype
+        grads: dict[str, object] = {"x": lambda: (dy @ weight.to(dy.dtype)).to(dtype)}
+        if x is not None:
+            grads["weight"] = lambda: (dy.T @ x.to(dy.dtype)).to(weight.dtype)
+        if bias_dtype is not None:
+            grads["logit_bias"] = lambda: dy.sum(0).to(bias_dtype)
+        return grads  # type: ignore[return-value]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,169 @@
+"""Losses of routers: each a factor and a formula over the tokens that count.
+
+A token that is not valid counts nowhere, and neither does one whose highest logit is NaN or infinite. Without tokens a
+loss is 0. Gradients flow through probabilities and logits alone, as counts have none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...fuser import ArgumentError
+from ..routed.choose import probabilities, tokens_per_expert, wide
+from ..values.checks import check_numbers
+
+
+@dataclass(frozen=True, eq=False)
+class Tally:
+    """What a call of a router leaves for its losses.
+
+    Attributes:
+        slots: int64 [E + 1]: how many slots each expert has; last, of how many tokens.
+        sums: [E]: the sums over these tokens of each expert's probability, differentiable.
+        squares: [1]: the sum of the squared logsumexp of their logits, differentiable.
+        logits: [T, E], differentiable.
+        top_k_index: int64 [T, k].
+        scores: what the logits are made into.
+        sequences: which sequence each token is of: int [T]; or the length of all.
+    """
+
+    slots: Tensor
+    sums: Tensor
+    squares: Tensor
+    logits: Tensor
+    top_k_index: Tensor
+    scores: str
+    sequences: Tensor | int | None = None
+
+
+class Loss(Protocol):
+    """A part of the loss of a router."""
+
+    def __call__(self, tally: Tally, /) -> Tensor:
+        """The loss of a call, with its factor; a number with a gradient."""
+
+
+@dataclass(frozen=True)
+class SwitchLoss:
+    """``alpha * E * sum over i of f_i P_i``: the load-balancing loss of the Switch Transformer.
+
+    Arxiv 2101.03961, equations 4 to 6. ``f_i`` is the share of expert i in all slots, and ``P_i`` is the mean of its
+    probability over the tokens. With k slots for each token the shares still add up to 1, so that the loss is alpha at
+    an even load. Transformers computes k times that, over all layers together.
+    """
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        check_numbers("SwitchLoss", alpha=self.alpha)
+
+    def __call__(self, tally: Tally) -> Tensor:
+        return self.alpha * _balance(tally.slots[:-1], tally.sums, tally.slots[-1])
+
+
+@dataclass(frozen=True)
+class GlobalLoss:
+    """:class:`SwitchLoss` with the shares of the tokens of all ranks: of the global batch (arxiv 2501.11873).
+
+    The mean over the ranks is the loss of all tokens together, also where ranks have different numbers of them. Each
+    call reduces E + 1 whole numbers over ``group``, so all ranks must call the router equally often.
+
+    Args:
+        alpha: the factor.
+        group: ranks with other tokens, as ``torch.distributed`` takes it; None: all of them.
+    """
+
+    alpha: float
+    group: Any = None
+
+    def __post_init__(self) -> None:
+        check_numbers("GlobalLoss", alpha=self.alpha)
+
+    def __call__(self, tally: Tally) -> Tensor:
+        slots = tally.slots.clone()
+        torch.distributed.all_reduce(slots, group=self.group)
+        ranks = torch.distributed.get_world_size(self.group)
+        return self.alpha * ranks * _balance(slots[:-1], tally.sums, slots[-1])
+
+
+@dataclass(frozen=True)
+class SequenceLoss:
+    """The mean over sequences of what :class:`SwitchLoss` is in each (DeepSeek-V3, arxiv 2412.19437, 17 to 20).
+
+    A call says by ``sequences`` which tokens belong together. A sequence without tokens that count is left out.
+    """
+
+    alpha: float
+
+    def __post_init__(self) -> None:
+        check_numbers("SequenceLoss", alpha=self.alpha)
+
+    def __call__(self, tally: Tally) -> Tensor:
+        tokens, experts = tally.logits.shape
+        of_token, most = _sequence_of_token(tally.sequences, tokens, tally.logits.device)
+        logits = wide(tally.logits)
+        left_out = ~logits.amax(-1).isfinite() | (tally.top_k_index == -1).all(-1)
+        chances = probabilities(logits.masked_fill(left_out.unsqueeze(-1), 0), tally.scores)
+        chances = chances.masked_fill(left_out.unsqueeze(-1), 0)
+        sums = chances.new_zeros(most, experts).index_add(0, of_token, chances)
+        sizes = tokens_per_expert(of_token.masked_fill(left_out, -1), most)
+        ids = tally.top_k_index
+        nowhere = left_out.unsqueeze(-1) | (ids < 0) | (ids >= experts)
+        at = (of_token.unsqueeze(-1) * experts + ids).masked_fill(nowhere, -1)
+        slots = tokens_per_expert(at, most * experts).view(most, experts)
+        return self.alpha * _balance(slots, sums, sizes).sum() / (sizes > 0).sum().clamp(min=1)
+
+
+@dataclass(frozen=True)
+class ZLoss:
+    """``beta * mean of logsumexp(logits)^2``, which keeps logits small (ST-MoE, arxiv 2202.08906, equation 5)."""
+
+    beta: float
+
+    def __post_init__(self) -> None:
+        check_numbers("ZLoss", beta=self.beta)
+
+    def __call__(self, tally: Tally) -> Tensor:
+        return self.beta * tally.squares.sum() / tally.slots[-1].clamp(min=1)
+
+
+def _balance(slots: Tensor, sums: Tensor, tokens: Tensor) -> Tensor:
+    """``E * sum of f_i P_i`` over the last dimension."""
+    shares = slots.to(sums.dtype) / slots.sum(-1, keepdim=True).clamp(min=1)
+    return slots.shape[-1] * (shares * sums).sum(-1) / tokens.clamp(min=1)
+
+
+def _sequence_of_token(sequences: Tensor | int | None, tokens: int, device: torch.device) -> tuple[Tensor, int]:
+    """int64 [T]: the number of each token's sequence, and a number that none reaches; waits for nothing."""
+    if isinstance(sequences, int):
+        return torch.arange(tokens, device=device) // sequences, -(-tokens // sequences)
+    assert sequences is not None
+    ordered, order = sequences.sort(stable=True)
+    begins = torch.zeros_like(ordered, dtype=torch.int64)
+    begins[1:] = ordered[1:] != ordered[:-1]
+    return torch.empty_like(begins).scatter_(0, order, begins.cumsum(0)), tokens
+
+
+def check_sequences(op: str, losses: tuple[Loss, ...], sequences: Any, tokens: int) -> None:
+    """Raises for sequences that are missing, or that do not fit the tokens."""
+    if sequences is None and any(isinstance(loss, SequenceLoss) for loss in losses):
+        raise ArgumentError(
+            f"{op}: SequenceLoss needs sequences, the number of each token's sequence, whole numbers [T], T={tokens}, "
+            "or the length of all"
+        )
+    if sequences is None or (type(sequences) is int and sequences > 0 and tokens % sequences == 0):
+        return
+    if isinstance(sequences, Tensor):
+        whole = not (sequences.is_floating_point() or sequences.is_complex() or sequences.dtype == torch.bool)
+        if whole and sequences.shape == (tokens,):
+            return
+        came = f"{str(sequences.dtype).removeprefix('torch.')} {list(sequences.shape)}"
+    else:
+        came = repr(sequences)
+    raise ArgumentError(
+        f"{op}: sequences must be whole numbers [T], T={tokens}, or a length that divides T; got {came}"
+    )

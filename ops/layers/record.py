@@ -1,0 +1,59 @@
+"""Experts that routers have chosen, noted to be given again: of a rollout, for the update that learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Record:
+    """The experts of the calls of some routers, in the layout that inference engines store.
+
+    Attributes:
+        names: of the routers in the model, in the order of their layers; of a router alone it is empty.
+    """
+
+    def __init__(self, routers: Sequence[nn.Module], names: Sequence[str] = ("",)) -> None:
+        self.names = tuple(names)
+        self._routers = routers
+        self._ids: list[list[Tensor]] = [[] for _ in routers]
+
+    @contextmanager
+    def recording(self) -> Iterator[Record]:
+        """In the body, notes what the routers choose."""
+        with ExitStack() as hooks:
+            for router, ids in zip(self._routers, self._ids, strict=True):
+                hooks.enter_context(router.register_forward_hook(_Noting(ids)))
+            yield self
+
+    @property
+    def ids(self) -> Tensor:
+        """int16 [T, L, k]: the experts of each token in each layer, of all calls together; [T, k] of a router alone.
+
+        Those of a token that was not valid are -1.
+
+        Raises:
+            RuntimeError: a router has had no tokens, or more than another one.
+        """
+        tokens = [sum(ids.shape[0] for ids in of_router) for of_router in self._ids]
+        if not all(self._ids) or len(set(tokens)) > 1:
+            counts = ", ".join(f"{name or 'the router'}: {n}" for name, n in zip(self.names, tokens, strict=True))
+            raise RuntimeError(
+                f"record: each router must have had tokens, as many as the others, got {counts or 'none'}"
+            )
+        layers = torch.stack([torch.cat(of_router) for of_router in self._ids], 1)
+        return layers.squeeze(1) if self.names == ("",) else layers
+
+
+class _Noting:
+    """A forward hook."""
+
+    def __init__(self, ids: list[Tensor]) -> None:
+        self._ids = ids
+
+    def __call__(self, router: nn.Module, arguments: Any, routes: Any) -> None:
+        self._ids.append(routes.top_k_index.to(torch.int16))

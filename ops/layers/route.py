@@ -1,0 +1,217 @@
+"""Which experts tokens go to, and with which weights, from logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...fuser import ArgumentError
+from ...fuser.contract.config import active_config, constant
+from ...fuser.contract.torch_private import serialized_as
+from ...fuser.contract.tracing import has_no_data
+from ...fuser.runtime.autograd import Runtime, run
+from ..routed.choose import SCORES, Choose, Rule, probabilities, wide
+from ..values.checks import check_sizes
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Experts lie in groups of neighbours, and a token chooses from some of them (arxiv 2412.19437, section 2.1.2).
+
+    Args:
+        count: how many groups there are.
+        keep: how many a token chooses from: those with the highest sums of their best keys.
+        best: how many keys of a group are added up: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
+
+    Raises:
+        ArgumentError: numbers that are not positive ints.
+        ValueError: more groups to keep than there are.
+    """
+
+    count: int
+    keep: int
+    best: int = 2
+
+    def __post_init__(self) -> None:
+        check_sizes("Groups", None, count=self.count, keep=self.keep, best=self.best)
+        if self.keep > self.count:
+            raise ValueError(f"Groups: keep must be at most count={self.count}, got {self.keep}")
+
+
+@serialized_as("fusible.Routes")
+class Routes(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+        top_k_index: int64 [T, k], the experts of each token, the best one first; -1 for a token that is not valid.
+        top_k_weights: [T, k], float32 at least, differentiable; 0 where there is no expert.
+        tokens_per_expert: int64 [E].
+        logits: [T, E], as they were given, differentiable.
+        scores: what the logits are made into.
+        loss: the sum of the losses of a :class:`Router`; None where it has none.
+    """
+
+    top_k_index: Tensor
+    top_k_weights: Tensor
+    tokens_per_expert: Tensor
+    logits: Tensor
+    scores: str
+    loss: Tensor | None = None
+
+    @property
+    def probabilities(self) -> Tensor:
+        """[T, E]: the scores of each token, divided by their sum; differentiable. Formed when it is asked for.
+
+        Those of a token that is not valid are equal, and have no gradient.
+        """
+        nowhere = (self.top_k_index == -1).all(-1, keepdim=True)
+        return probabilities(wide(self.logits).masked_fill(nowhere, 0), self.scores)
+
+
+def route(
+    logits: Tensor,
+    top_k: int,
+    *,
+    scores: str = "softmax",
+    normalize: bool | None = None,
+    scale: float = 1.0,
+    bias: Tensor | None = None,
+    groups: Groups | None = None,
+    valid: Tensor | None = None,
+    ids: Tensor | None = None,
+) -> Routes:
+    """Sends every token to the ``top_k`` experts with the highest keys; of equal ones the lower expert goes first.
+
+    A key is a score plus the bias. Where neither a bias nor groups decide, logits are compared, as sigmoids of 30 and
+    31 are both 1. Normalised weights come from logarithms of scores, so they add up to ``scale`` where all underflow.
+
+    Args:
+        logits: [T, E], of any floating-point dtype; computed in float32 at least.
+        top_k: k, from 1 to E.
+        scores: ``"softmax"`` over the experts, ``"sigmoid"`` of each (arxiv 2412.19437, equation 15), or
+            ``"sqrtsoftplus"``, the square root of ``log(1 + exp(logit))``.
+        normalize: the weights of a token are divided by their sum: for softmax, a softmax over the chosen logits.
+            None: if ``top_k`` is above 1, as a single weight would be 1 and have no gradient.
+        scale: a factor of every weight, applied last.
+        bias: [E], added to the scores when experts are chosen; no part of the weights.
+        groups: which experts a token may choose from.
+        valid: bool [T], True for a real token. Others go to no expert, are not counted, and have no gradient, whatever
+            their logits hold. A padding mask is ``valid=~mask``.
+        ids: whole numbers [T, k]: the experts, given; the weights are those of today's logits. A row of -1 alone is
+            missing, and chosen as without. Another id below 0, or of E or more, is of no expert, with the weight 0.
+
+    Raises:
+        ArgumentError: tensors of another shape or dtype.
+        ValueError: other scores; more choices than there are experts.
+
+    >>> import torch, fusible
+    >>> logits = torch.tensor([[3.0, 1.0, 1.0, 2.0], [9.0, 0.0, 0.0, 0.0]])
+    >>> routes = fusible.functional.route(logits, 2, valid=torch.tensor([True, False]))
+    >>> routes.top_k_index.tolist(), routes.tokens_per_expert.tolist()
+    ([[0, 3], [-1, -1]], [1, 0, 0, 1])
+    """
+    check_choice("route", logits.shape[-1], top_k, scores, groups)
+    check_tensors("route", logits, top_k, valid, ids)
+    rule = rule_of(top_k, scores, top_k > 1 if normalize is None else normalize, scale, groups)
+    if torch.compiler.is_dynamo_compiling():
+        _register_with_dynamo()
+        index, weights, counts = _in_graph(logits, bias, valid, whole(ids), *vars(rule).values())
+    else:
+        index, weights, counts = _chosen(logits, rule, bias, valid, whole(ids))
+    return Routes(index, weights, counts, logits, scores)
+
+
+def _chosen(
+    logits: Tensor, rule: Rule, bias: Tensor | None, valid: Tensor | None, ids: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    keywords = {"selection_bias": bias, "valid": valid, "ids": ids}
+    keywords = {name: value for name, value in keywords.items() if value is not None}
+    weights, index, counts = run(_op(rule), logits, keywords, Runtime.of(logits))
+    return index, weights, counts
+
+
+def _in_graph(logits: Any, bias: Any, valid: Any, ids: Any, *rule: Any) -> Any:
+    """:func:`_chosen` with what graphs have for arguments."""
+    return _chosen(logits, Rule(*rule), bias, valid, ids)
+
+
+@constant
+def _register_with_dynamo() -> None:
+    """Makes a call a node of the graph, at the first that is traced: the decorator imports the compiler."""
+    torch.compiler.allow_in_graph(_in_graph)  # type: ignore[no-untyped-call]
+
+
+@lru_cache(maxsize=64)
+def _op(rule: Rule) -> Choose:
+    return Choose(rule)
+
+
+def rule_of(
+    top_k: int, scores: str, normalize: bool, scale: float, groups: Groups | None, tallied: bool = False
+) -> Rule:
+    """The rule, as kernels have it."""
+    limited = () if groups is None else (groups.count, groups.keep, min(groups.best, 2**31 - 1))
+    return Rule(top_k, scores, normalize, float(scale), *limited or (1, 1, 1), tallied=tallied)
+
+
+def whole(ids: Tensor | None) -> Tensor | None:
+    """The ids as the kernels have them."""
+    return None if ids is None else ids.long()
+
+
+def check_choice(op: str, num_experts: int, top_k: int, scores: str, groups: Groups | None) -> None:
+    """Raises for a choice that cannot be."""
+    if scores not in SCORES:
+        raise ValueError(f"{op}: scores must be one of {', '.join(SCORES)}, got {scores!r}")
+    if top_k > num_experts:
+        raise ValueError(f"{op}: top_k must be at most num_experts={num_experts}, got {top_k}")
+    if groups is None:
+        return
+    if num_experts % groups.count:
+        raise ValueError(f"{op}: groups must divide num_experts={num_experts}, got groups={groups.count}")
+    held = num_experts // groups.count * groups.keep
+    if top_k > held:
+        raise ValueError(
+            f"{op}: {groups.keep} of {groups.count} groups hold {held} experts, which are fewer than top_k={top_k}"
+        )
+
+
+def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids: Tensor | None) -> None:
+    """Raises for tensors of another shape or dtype; with ``config(debug=True)`` for ids of no expert, too."""
+    if logits.dim() != 2 or not logits.is_floating_point():
+        raise ArgumentError(f"{op}: logits must be floating-point [T, E], got {_form(logits)}")
+    tokens, experts = logits.shape
+    if valid is not None and (valid.dtype != torch.bool or valid.shape != (tokens,)):
+        raise ArgumentError(
+            f"{op}: valid must be bool [T], True for a real token, T={tokens}; got {_form(valid)}; "
+            "a padding mask is valid=~mask"
+        )
+    if ids is None:
+        return
+    is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if not is_whole or ids.shape != (tokens, top_k):
+        raise ArgumentError(
+            f"{op}: ids must be whole numbers [T, top_k], T={tokens}, top_k={top_k}, -1 for a missing row; "
+            f"got {_form(ids)}"
+        )
+    for name, tensor in (("valid", valid), ("ids", ids)):
+        if tensor is not None and tensor.device != logits.device:
+            raise ArgumentError(f"{op}: {name} must be on {logits.device}, as the logits, got {tensor.device}")
+    if active_config().debug and not torch.compiler.is_dynamo_compiling() and not has_no_data(ids):
+        _check_ids(op, ids, experts)
+
+
+def _check_ids(op: str, ids: Tensor, experts: int) -> None:
+    """Waits for the device."""
+    wrong = ((ids.long() < -1) | (ids.long() >= experts)).any(-1).nonzero()
+    if wrong.numel():
+        row = int(wrong[0])
+        raise ArgumentError(f"{op}: ids must be from -1 to {experts - 1}, got {ids[row].tolist()} in row {row}")
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -1,0 +1,163 @@
+"""Checks of the choice of experts and its gradient, against the reference in float64, on a GPU or its emulation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusible.ops.kernels.hopper import choice as kernel
+from fusible.ops.kernels.problems.choice import Choosing, ChoosingBackward, Chosen, Rule
+from fusible.ops.kernels.pytorch import choice as reference
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and rules; ``groups`` are their number, how many are kept, and by how many of their best."""
+
+    experts: int
+    top_k: int
+    tokens: int = 21
+    scores: str = "softmax"
+    normalize: bool = True
+    groups: tuple[int, int, int] = (1, 1, 1)
+    biased: bool = False
+    pads: bool = False
+    given: bool = False
+    tallied: bool = True
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def rule(self) -> Rule:
+        return Rule(self.top_k, self.scores, self.normalize, 2.5, *self.groups, tallied=self.tallied)
+
+
+def numbers(device: str, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def problem(device: str, case: Case) -> Choosing:
+    """Logits all of which differ, so that float64 orders them alike."""
+    logits = 2 * numbers(device, case.tokens, case.experts)
+    if case.dtype != torch.float32:
+        ranks = logits.argsort(-1).argsort(-1)
+        logits = ((ranks - case.experts // 2) / 16.0).to(case.dtype)
+    bias = 0.1 * numbers(device, case.experts, seed=1) if case.biased else None
+    valid = torch.arange(case.tokens, device=device) % 6 > 0 if case.pads else None
+    return Choosing(logits, case.rule, bias, valid, _given(device, case) if case.given else None)
+
+
+def _given(device: str, case: Case) -> Tensor:
+    """Missing rows, ids of no expert, and some twice."""
+    ids = torch.randint(case.experts, (case.tokens, case.top_k), generator=torch.Generator().manual_seed(2)).to(device)
+    ids[::4], ids[1, 1:], ids[2], ids[3, 0] = -1, -1, case.experts - 1, case.experts
+    return ids
+
+
+def poisoned(p: Choosing) -> Chosen:
+    """Results that hold what no kernel writes."""
+    (tokens, experts), device = p.logits.shape, p.logits.device
+
+    def whole(*shape: int) -> Tensor:
+        return torch.full(shape, -7, dtype=torch.int64, device=device)
+
+    def real(*shape: int) -> Tensor:
+        return torch.full(shape, torch.nan, device=device)
+
+    k = p.rule.top_k
+    sums = (whole(experts + 1), real(experts), real(1)) if p.rule.tallied else (None, None, None)
+    return Chosen(real(tokens, k), whole(tokens, k), whole(experts), *sums)
+
+
+def wide(p: Choosing) -> Choosing:
+    return Choosing(p.logits.double(), p.rule, None if p.bias is None else p.bias.double(), p.valid, p.fixed_ids)
+
+
+def chosen(p: Choosing) -> Chosen:
+    """By our own kernel."""
+    assert (why := kernel.refusal(p)) is None, why
+    out = poisoned(p)
+    kernel.forward(p, out)
+    return out
+
+
+def gradient(p: Choosing, ids: Tensor, *d: Tensor | None) -> Tensor:
+    """By our own kernel."""
+    out = torch.full_like(p.logits, torch.nan)
+    kernel.backward(ChoosingBackward(p.logits, p.rule, ids, *d), out)
+    return out
+
+
+def check(device: str, case: Case) -> None:
+    """The choice and its counts exactly; weights, sums and gradients within the rounding of float32."""
+    p = problem(device, case)
+    out, true = chosen(p), reference.forward(wide(p))
+    assert torch.equal(out.ids, true.ids)
+    assert torch.equal(out.counts, true.counts)
+    torch.testing.assert_close(out.weights.double(), true.weights, rtol=4e-5, atol=1e-7)
+    if case.tallied:
+        assert torch.equal(out.slots, true.slots)
+        torch.testing.assert_close(out.sums.double(), true.sums, rtol=4e-5, atol=1e-6)
+        torch.testing.assert_close(out.squares.double(), true.squares, rtol=2e-5, atol=1e-6)
+    check_gradient(p, case, out.ids)
+
+
+def check_gradient(p: Choosing, case: Case, ids: Tensor) -> None:
+    device = str(p.logits.device)
+    d_weights, d_sums = numbers(device, *ids.shape, seed=3), numbers(device, case.experts, seed=4)
+    d_squares = torch.tensor([0.01], device=device)
+    d = (d_weights, d_sums, d_squares) if case.tallied else (d_weights, None, None)
+    out = gradient(p, ids, *d)
+    true = reference.backward(ChoosingBackward(p.logits.double(), p.rule, ids, *_doubled(d)))
+    tolerance: dict[str, Any] = {"rtol": 1e-4, "atol": 4e-6}
+    if case.dtype != torch.float32:
+        tolerance = {"rtol": torch.finfo(case.dtype).eps, "atol": 1e-5}
+    torch.testing.assert_close(out.double(), true, **tolerance)
+    if p.valid is not None:
+        assert not out[~p.valid].any()
+
+
+def _doubled(d: tuple[Tensor | None, ...]) -> list[Any]:
+    return [None if t is None else t.double() for t in d]
+
+
+def check_odd(device: str, scores: str, experts: int, by_scores: bool) -> None:
+    """NaN, infinities, ties, scores that saturate or underflow."""
+    x = 2 * numbers(device, 9, experts)
+    x[0], x[1], x[2, 7], x[3, 5:], x[4], x[5] = math.nan, -math.inf, math.nan, -math.inf, 0.0, -300.0
+    x[6] = torch.arange(float(experts), device=device) + 40  # sigmoid is 1 in all places
+    x[7, 3], x[7, 9] = math.inf, math.inf
+    bias = torch.zeros(experts, device=device) if by_scores else None
+    p = Choosing(x, Rule(8, scores, True, 1.0, tallied=True), bias, None, None)
+    out, true = chosen(p), reference.forward(p)
+    same = torch.tensor([0, 1, 2, 3, 4, 5, 7, 8] if by_scores else range(9), device=device)
+    assert torch.equal(out.ids[same], true.ids[same])
+    assert all(len(set(row)) == 8 for row in out.ids.tolist())
+    if not by_scores:
+        assert out.ids[4].tolist() == list(range(8))
+        assert out.ids[6].tolist() == list(range(experts - 1, experts - 9, -1))
+    torch.testing.assert_close(out.weights, true.weights, rtol=1e-4, atol=1e-7, equal_nan=True)
+    assert torch.equal(out.slots, true.slots)
+    torch.testing.assert_close(out.sums, true.sums, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(out.squares, true.squares, rtol=1e-4, atol=1e-6)
+    d = [torch.ones_like(out.weights), torch.ones(experts, device=device), torch.ones(1, device=device)]
+    d[0][[0, 2, 7]] = 0  # tokens without a gradient have none, be they NaN
+    grad = gradient(p, out.ids, *d)
+    true_grad = reference.backward(ChoosingBackward(p.logits, p.rule, out.ids, *d))
+    torch.testing.assert_close(grad, true_grad, rtol=1e-3, atol=1e-3)
+    assert grad.isfinite().all()
+
+
+def check_alone(device: str, case: Case) -> None:
+    """A token's bits depend on no other token; those of sums on no order of threads."""
+    p = problem(device, case)
+    whole = chosen(p)
+    for rows in (slice(7, 8), slice(3, 19)):
+        part = chosen(Choosing(p.logits[rows].contiguous(), p.rule, p.bias, None, None))
+        assert torch.equal(part.ids, whole.ids[rows])
+        assert torch.equal(part.weights, whole.weights[rows])
+    again = chosen(p)
+    assert all(torch.equal(*pair) for pair in zip(whole, again, strict=True))

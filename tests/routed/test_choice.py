@@ -1,0 +1,179 @@
+"""The choice of experts on the CPU (tests/emulation): the checks of a GPU, on small problems."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from checks import choice
+from checks.choice import Case
+from emulation import build, harness
+from torch import Tensor
+
+from fusible import RefusedError, Router, SignBias, SwitchLoss, ZLoss, config
+from fusible.fuser import replay
+from fusible.ops.kernels.hopper import choice as kernel
+from fusible.ops.kernels.problems.choice import SCORES, Choosing, Rule
+
+pytestmark = [
+    pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
+    pytest.mark.usefixtures("emulation"),
+]
+
+SIZES = [
+    {"experts": 8, "top_k": 2},
+    {"experts": 60, "top_k": 4, "biased": True},
+    {"experts": 128, "top_k": 8, "pads": True},
+    {"experts": 256, "top_k": 8, "groups": (8, 4, 2), "biased": True, "pads": True},
+    {"experts": 256, "top_k": 6, "groups": (8, 3, 1)},
+    {"experts": 513, "top_k": 10, "biased": True},
+    {"experts": 1024, "top_k": 32, "tokens": 9},
+    {"experts": 1025, "top_k": 3, "biased": True, "tokens": 7, "pads": True},
+    {"experts": 4096, "top_k": 32, "groups": (32, 16, 2), "tokens": 4},
+]
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{sizes['experts']}-{sizes['top_k']}")
+def test_choices_and_gradients(scores: str, sizes: dict[str, Any]) -> None:
+    for normalize in (True, False):
+        choice.check("cpu", Case(scores=scores, normalize=normalize, **sizes))
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_given_experts(scores: str, normalize: bool) -> None:
+    for pads, tallied in itertools.product((True, False), repeat=2):
+        choice.check("cpu", Case(60, 5, scores=scores, normalize=normalize, given=True, pads=pads, tallied=tallied))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("experts", [96, 61])
+def test_logits_of_16_bits(dtype: torch.dtype, experts: int) -> None:
+    for scores in SCORES:
+        choice.check("cpu", Case(experts, 6, scores=scores, dtype=dtype, pads=True))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 8, 9, 300])
+def test_tokens(tokens: int) -> None:
+    choice.check("cpu", Case(12, 3, tokens=tokens))
+    choice.check("cpu", Case(12, 3, tokens=tokens, tallied=False))
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("by_scores", [True, False])
+def test_odd_numbers(scores: str, by_scores: bool) -> None:
+    choice.check_odd("cpu", scores, 60, by_scores)
+
+
+@pytest.mark.parametrize("sizes", [(256, 8), (1100, 4)])
+def test_tokens_do_not_see_one_another(emulation: harness.Emulation, sizes: tuple[int, int]) -> None:
+    case = Case(*sizes, scores="sigmoid", biased=True)
+    choice.check_alone("cpu", case)
+    in_order = choice.chosen(choice.problem("cpu", case))
+    with emulation.shuffled(1):
+        for first, second in zip(in_order, choice.chosen(choice.problem("cpu", case)), strict=True):
+            assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("logits", "rule", "why"),
+    [
+        (torch.zeros(2, 5000), Rule(1, "softmax", True, 1.0), "takes at most 4096 experts, 32 choices and 2^25 tokens"),
+        (torch.zeros(2, 64), Rule(33, "softmax", True, 1.0), "got 64, 33 and 2"),
+        (torch.zeros(2, 8).double(), Rule(1, "softmax", True, 1.0), "needs logits of 16 or 32 bits"),
+        (torch.zeros(2, 80), Rule(1, "sigmoid", True, 1.0, 40, 2), "takes at most 32 groups by their best 1 or 2"),
+        (torch.zeros(2, 80), Rule(1, "sigmoid", True, 1.0, 4, 2, 3), "got 4 by 3"),
+    ],
+)
+def test_refusals(logits: Tensor, rule: Rule, why: str) -> None:
+    refused = kernel.refusal(Choosing(logits, rule, None, None, None))
+
+    assert refused is not None
+    assert why in refused
+
+
+H, E, K, T = 16, 12, 3, 10
+
+
+def router() -> Router:
+    torch.manual_seed(0)
+    losses = (SwitchLoss(0.5), ZLoss(0.125))
+    return Router(H, E, K, scores="sigmoid", losses=losses, balance=SignBias(1e-3), scale=1.5)
+
+
+def step(part: Router, x: Tensor, **given: Any) -> list[Tensor]:
+    """What a call gives, and the gradients."""
+    part.zero_grad()
+    routes = part(x, **given)
+    (routes.top_k_weights.square().sum() + routes.loss).backward()
+    return [*routes[:3], routes.loss.detach(), part.weight.grad]
+
+
+GIVEN: list[dict[str, Any]] = [{}, {"valid": torch.arange(T) % 3 > 0}, {"ids": torch.arange(T * K).view(T, K) % E}]
+
+
+@pytest.mark.parametrize("given", GIVEN, ids=lambda given: "".join(given))
+def test_a_router_runs_the_kernel(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    part, x, made = router(), torch.randn(T, H), []
+    for name in ("forward", "backward"):
+        run = getattr(kernel, name)
+        monkeypatch.setattr(kernel, name, lambda *a, name=name, run=run: (made.append(name), run(*a)))
+    ours = step(part, x, **given)
+    with config(backend="loop"):
+        theirs = step(part, x, **given)
+
+    assert made == ["forward", "backward"]
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_explain_shows_the_kernel() -> None:
+    part = router()
+    part(torch.randn(T, H))
+
+    assert "fusible (choose)" in str(part.choice.explain())
+    with config(backend="loop"):
+        part(torch.randn(T, H))
+        assert "config(backend='loop')" in str(part.choice.explain())
+
+
+def test_a_choice_that_the_kernel_does_not_take_is_refused_when_strict() -> None:
+    with config(strict=True), pytest.raises(RefusedError, match="the choice of experts has no kernel of hopper"):
+        Router(H, E, K, dtype=torch.float64)(torch.randn(T, H).double())
+
+
+@pytest.fixture
+def replayed() -> Iterator[None]:
+    with replay.simulated("cpu"):
+        yield
+
+
+@pytest.mark.usefixtures("replayed")
+def test_replays_give_the_bits_of_the_first_call() -> None:
+    part, before = router(), replay.stats().replayed
+    for tokens in (T, T, T, T + 3, T + 3, T + 5, 4):
+        x = torch.randn(tokens, H)
+        ours, theirs = step(part, x), step(router(), x)
+        assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+    assert replay.stats().replayed > before + 4
+
+
+def test_custom_ops_run_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What compiled code calls, which asks again whether the kernel takes the tensors."""
+    case, made = Case(60, 4, scores="sigmoid", groups=(4, 2, 2), biased=True, pads=True), list[str]()
+    p, run = choice.problem("cpu", case), kernel.forward
+    expected = choice.chosen(p)
+    monkeypatch.setattr(kernel, "forward", lambda *arguments: (made.append("forward"), run(*arguments)))
+    rule = vars(p.rule).values()
+    ours = torch.ops.fusible.choose_experts(p.logits, *rule, p.bias, p.valid, None)
+
+    assert made == ["forward"]
+    assert all(torch.equal(*pair) for pair in zip(ours, expected, strict=True))
+    d = [torch.ones_like(expected.weights), torch.ones(60), torch.ones(1)]
+    grad = torch.ops.fusible.choose_experts_backward(p.logits, *rule, expected.ids, *d)
+    assert torch.equal(grad, choice.gradient(p, expected.ids, *d))
