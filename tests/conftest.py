@@ -25,6 +25,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # workers share a GPU, of which each jax would take three quarters at its first array
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# without a GPU Triton interprets kernels; its own functions, too, if it is told so before any file imports it
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # four CPUs for shard_map: read once jax is asked for a device, by whichever file asks first
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 

@@ -1,8 +1,7 @@
-"""Our Triton kernels in Triton's interpreter, on tensors of the CPU."""
+"""Our Triton kernels in Triton's interpreter, on tensors of the CPU; ``conftest.py`` turns it on."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -10,31 +9,24 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+import torch
 
-PACKAGE = "fusible.ops.kernels.triton.device"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 
 
 @contextmanager
 def interpreted() -> Iterator[Any]:
-    """In the body, kernels run on the CPU; gives their ``launch``. What has been loaded of them is loaded anew."""
+    """In the body, kernels run on the CPU; gives their ``launch``."""
+    if find_spec("triton") is None or torch.cuda.is_available():
+        pytest.skip("needs Triton, and no GPU")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        _forget_kernels()
         interpreter = import_module("triton.runtime.interpreter")
         of_triton = interpreter._patch_lang_tensor
         patch.setattr(interpreter, "_patch_lang_tensor", lambda *arguments: _patch_tensor(of_triton, *arguments))
-        yield import_module(f"{PACKAGE}.launch")
-        _forget_kernels()
+        yield import_module("fusible.ops.kernels.triton.device.launch")
 
 
 def _patch_tensor(of_triton: Any, tensor: Any, scope: Any) -> None:
     """From NumPy 2.4 on, an array of one element is no integer, and Triton's own ``__index__`` fails."""
     of_triton(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-
-def _forget_kernels() -> None:
-    for name in [name for name in sys.modules if name.startswith(PACKAGE)]:
-        del sys.modules[name]
-    vars(import_module(PACKAGE.rpartition(".")[0])).pop("device", None)

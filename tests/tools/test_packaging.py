@@ -53,12 +53,11 @@ others = ("transformers", "peft", "torchtitan")
 missing = [f"integrations.{name}" for name in others if importlib.util.find_spec(name) is None]
 missing += ["integrations.torchtitan_dispatcher"] * (importlib.util.find_spec("torchtitan") is None)
 missing += ["integrations.megatron_dispatcher"]  # Megatron-Core warns while it is imported
-missing += ["kernels.triton.device"] * (importlib.util.find_spec("triton") is None)
 missing += ["fusible.jax"] * (importlib.util.find_spec("jax") is None)
 missing += ["examples.jax_moe_lm"] * any(importlib.util.find_spec(name) is None for name in ("jax", "flax"))
 left_out = ("__main__", "_C", *missing)
 for module in pkgutil.walk_packages(fusible.__path__, "fusible."):
-    if not module.name.endswith(left_out):
+    if not module.name.endswith(left_out) and "triton.device." not in module.name:
         importlib.import_module(module.name)
 files = Counter(Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None))
 root = Path(fusible.__file__).resolve().parents[2]
