@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,17 @@ def fused(problem: Problem) -> Contestant:
     model, x, scales = experts(problem), leaf(problem.x), leaf(problem.scales)
     leaves = (x, scales, *model.parameters())
     return Contestant(lambda: model(x, split_sizes=problem.split_sizes, scales=scales), leaves, problem.dy)
+
+
+def on_triton(problem: Problem) -> Contestant:
+    """The same plan, on our kernels in Triton."""
+    whole = fused(problem)
+
+    def forward() -> Tensor:
+        with fusible.config(backend="triton"):
+            return whole.forward()
+
+    return Contestant(forward, whole.leaves, problem.dy)
 
 
 def unfused(problem: Problem) -> Contestant:
@@ -138,6 +150,7 @@ def dense(problem: Problem) -> Contestant:
 
 CONTESTANTS: dict[str, Callable[[Problem], Contestant]] = {
     "fused": fused,
+    "triton": on_triton,
     "unfused": unfused,
     "loop": loop,
     "loop-on-streams": loop_on_streams,
@@ -154,6 +167,8 @@ def refusal(name: str, problem: Problem) -> str | None:
         return why or (None if problem.glu in PEERS[name].glus else f"does not compute {problem.glu}")
     if name == "loop-on-streams":
         return None if problem.x.is_cuda else "needs a CUDA device"
+    if name == "triton":
+        return None if problem.x.is_cuda and find_spec("triton") else "needs a CUDA device, and Triton"
     if not name.startswith("grouped_mm"):
         return None
     if not problem.x.is_cuda or problem.x.dtype != torch.bfloat16:

@@ -25,6 +25,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # workers share a GPU, of which each jax would take three quarters at its first array
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+# without a GPU Triton interprets kernels; its own functions, too, if it is told so before any file imports it
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # four CPUs for shard_map: read once jax is asked for a device, by whichever file asks first
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 
@@ -79,6 +83,8 @@ SLOW = {
     "test_transformers_classes": "models of transformers",
     "test_transformers_compile": "compiles with torch.compile",
     "test_transformers_float8": "models of transformers",
+    "test_triton": "runs the kernels on the CPU",
+    "test_triton_ahead": "compiles with Triton",
     "test_without_jax": "starts processes",
 }
 """What ``make test`` leaves out, by file, and why it takes so long; ``make test-all`` runs it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .dispatch import register
 from .hopper import backend as hopper
 from .pytorch import backend as pytorch
+from .triton import backend as triton
 
-for _backend in (hopper, pytorch):
+for _backend in (hopper, triton, pytorch):
     register(_backend.KERNELS)

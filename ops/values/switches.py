@@ -9,7 +9,7 @@ from typing import cast
 
 from ...fuser.contract.config import Config, active_config, changed, extend
 
-BACKENDS = ("auto", "hopper", "grouped_mm", "loop")
+BACKENDS = ("auto", "hopper", "triton", "grouped_mm", "loop")
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def config(
 
     Args:
         strict: raise :class:`RefusedError` where a fusion is refused or a kernel falls back.
-        backend: ``"auto"``, or the only grouped-GEMM backend to use: ``"hopper"``, ``"grouped_mm"``, ``"loop"``.
+        backend: ``"auto"``, or the only grouped-GEMM backend to use: ``"hopper"``, ``"triton"``,
+            ``"grouped_mm"``, ``"loop"``.
         disable_fusions: names of fusions that must not fire, such as ``{"GroupedMLP"}``.
         debug: also check what needs a device synchronisation, such as the values of split sizes.
         recipe: what ops that have no recipe of their own quantise their operands by, such as

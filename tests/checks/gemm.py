@@ -20,6 +20,7 @@ from fusible.ops.kernels import extension
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.hopper.operands import LAYOUTS
 from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout, OperandPair
+from fusible.ops.kernels.triton import gemm as triton
 
 from .device import synchronize
 
@@ -53,6 +54,7 @@ class Case:
     index: torch.dtype = torch.int32
     rank: int = 0  # depth of a second pair of operands
     pitch: int = 0  # elements between a row's end and the next
+    backend: str = hopper.NAME
     variant: int = -1
     dynamic: bool = True  # tasks on demand, or a static schedule
 
@@ -132,8 +134,20 @@ class Problem:
         """The written result; separate matrices are stacked."""
         return torch.stack(self.given_out) if isinstance(self.given_out, list) else self.given_out
 
+    @property
+    def gemm(self) -> GroupedGemm:
+        """The problem as the door states it."""
+        case, beta = self.case, self.betas if self.betas is not None else self.case.beta
+        alpha = self.alphas if self.alphas is not None else None if case.alpha == 1.0 else case.alpha
+        factors = {"alpha": alpha, "beta": beta if case.accumulate else None, "bias": self.given_bias}
+        scales = {"bias_scale": self.bias_scale, "row_scale": self.row_scale}
+        return GroupedGemm(case.layout, self.a, self.given_b, self.sizes, self.given_out, **factors, **scales)
+
     def launch(self) -> None:
         case = self.case
+        if case.backend == triton.NAME:
+            assert triton.refusal(self.gemm) is None, triton.refusal(self.gemm)
+            return triton.run(self.gemm)
         beta = self.betas if self.betas is not None else case.beta if isinstance(case.beta, float) else 1.0
         problem = GroupedGemm(
             *(case.layout, self.a, self.given_b, self.sizes, self.given_out),

@@ -377,7 +377,7 @@ PROPERTIES = {
 }
 BACKENDS = {  # by device, with the dtypes that are worth a column
     "cpu": {"loop": (FP64, FP32, BF16, FP16), "grouped_mm": (BF16,)},
-    "cuda": {"auto": (BF16, FP16), "grouped_mm": (BF16,), "loop": (FP64, FP32)},
+    "cuda": {"auto": (BF16, FP16), "triton": (BF16, FP32), "grouped_mm": (BF16,), "loop": (FP64, FP32)},
 }
 
 

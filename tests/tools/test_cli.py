@@ -76,7 +76,10 @@ def test_explain_takes_sizes(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("arch", "runs"),
-    [("sm_90", "hopper (activation in the epilogue) + hopper"), ("sm_80", "grouped_mm + torch")],
+    [
+        ("sm_90", "hopper (activation in the epilogue) + hopper"),
+        ("sm_80", "triton"),
+    ],
 )
 def test_explain_tells_what_runs_on_a_gpu_that_is_not_here(
     capsys: pytest.CaptureFixture[str], arch: str, runs: str

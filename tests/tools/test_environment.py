@@ -61,7 +61,10 @@ def test_what_variables_say(environment: dict[str, str], switches: dict[str, obj
     ("environment", "words"),
     [
         ({"FUSIBLE_STRICT": "true"}, "FUSIBLE_STRICT must be one of 0, 1, got 'true'"),
-        ({"FUSIBLE_BACKEND": "cuda"}, "FUSIBLE_BACKEND must be one of auto, hopper, grouped_mm, loop, got 'cuda'"),
+        (
+            {"FUSIBLE_BACKEND": "cuda"},
+            "FUSIBLE_BACKEND must be one of auto, hopper, triton, grouped_mm, loop, got 'cuda'",
+        ),
     ],
 )
 def test_values_that_variables_cannot_have(environment: dict[str, str], words: str) -> None:

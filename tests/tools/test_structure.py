@@ -32,7 +32,7 @@ LARGEST = {  # what must not grow unnoticed
     "files flat in tests": 12,
     "arrows between rooms of fuser": 30,
     "arrows between rooms of ops": 60,
-    "arrows between rooms of ops.kernels": 39,
+    "arrows between rooms of ops.kernels": 43,
     "arrows with a way back in fuser": 0,
     "arrows with a way back in ops": 0,
     "arrows with a way back in ops.kernels": 0,

@@ -1,0 +1,28 @@
+"""The problems that Triton solves: products, and passes over rows that know groups."""
+
+from __future__ import annotations
+
+from ..problems import kinds
+from ..problems.interface import GemmImplementation, Implementation, Implementations, solving
+from ..problems.rows import RowPass
+from . import gemm, row_kernels
+from .installed import NAME
+
+
+def _rows_refusal(p: RowPass) -> str | None:
+    return row_kernels.refusal(p.rows, p.split_sizes, p.out)
+
+
+_GEMM = GemmImplementation(
+    *(NAME, gemm.name_of, gemm.run, gemm.refusal),
+    device="cuda",
+    interpreted=True,
+    has_epilogues=True,
+    epilogue_refusal=gemm.epilogue_refusal,
+    finishes_backward=True,
+)
+
+KERNELS: Implementations = (
+    (kinds.GEMM, _GEMM),
+    (kinds.ROW_PASS, Implementation(NAME, NAME, solving(row_kernels), _rows_refusal, device="cuda", interpreted=True)),
+)

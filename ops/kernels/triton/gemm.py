@@ -1,0 +1,98 @@
+"""Grouped GEMMs in Triton: one launch for all groups, split sizes on the device, epilogues of any program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ....fuser.replay.capture import refuse
+from ..problems.gemm import Activate, GroupedGemm, Layout, first
+from ..pytorch import wrong_sizes
+from .installed import DTYPES, NAME, groups_refusal, triton_refusal
+
+__all__ = ["NAME", "epilogue_refusal", "name_of", "refusal", "run"]
+
+
+def refusal(problem: GroupedGemm) -> str | None:
+    """Why the problem cannot be run here; None: it can."""
+    p, a, b, out = problem, problem.a, first(problem.b), first(problem.out)
+    if (why := triton_refusal(a)) is not None:
+        return why
+    if a.dtype not in DTYPES or b.dtype != a.dtype:
+        return f"needs operands of one of bfloat16, float16 and float32, got {a.dtype} and {b.dtype}"
+    if out.dtype not in (a.dtype, torch.float32):
+        return f"gives {a.dtype} or float32, not {out.dtype}"
+    return groups_refusal(p.split_sizes, p.rows) or _factor_refusal(p) or _matrices_refusal(p)
+
+
+def _factor_refusal(p: GroupedGemm) -> str | None:
+    """Factors and biases that the kernels do not take."""
+    for name, factor in (("an alpha", p.alpha), ("a beta", p.beta)):
+        if isinstance(factor, Tensor) and factor.shape not in ((p.groups,), ()):
+            return f"needs {name} for each group or one for all, got shape {list(factor.shape)}"
+        if isinstance(factor, Tensor) and factor.dim() and factor.device != p.a.device:
+            return f"needs {name} on {p.a.device}, got {factor.device}"
+    if p.layout is Layout.TN and (p.row_scale is not None or p.bias_scale is not None):
+        return "has no rows to scale in a weight gradient"
+    for name, vectors in (("bias", p.bias), ("bias_scale", p.bias_scale), ("row_scale", p.row_scale)):
+        if vectors is not None and (first(vectors).dtype not in DTYPES or first(vectors).device != p.a.device):
+            return f"needs a {name} of 16 or 32 bits on {p.a.device}, got {first(vectors).dtype}"
+    return None
+
+
+def _matrices_refusal(p: GroupedGemm) -> str | None:
+    """Rows must be dense; the matrices of several groups have the same strides."""
+    for name, matrices in (("a", p.a), ("b", p.b), ("out", p.out)):
+        tensor = first(matrices)
+        if tensor.stride(-1) != 1 or 0 in tensor.shape[1:]:
+            return f"needs rows of {name} that are dense and not empty, got strides {list(tensor.stride())}"
+        if tensor.shape[-1] * tensor.stride(-2) >= 2**31 and name != "a" and tensor.dim() == 3:
+            return f"needs matrices of {name} of fewer than 2^31 elements, got shape {list(tensor.shape)}"
+        if not isinstance(matrices, Tensor) and any(matrix.stride() != tensor.stride() for matrix in matrices):
+            return f"needs matrices of {name} with the same strides"
+    return None
+
+
+def epilogue_refusal(problem: GroupedGemm) -> str | None:
+    """Why the epilogue follows as a kernel of its own; None: it need not."""
+    epilogue = problem.epilogue
+    if epilogue is None:
+        return None
+    if any(extra is not None for extra in (problem.alpha, problem.beta, problem.row_scale)):
+        return "takes no factor but the scales of the bias"
+    program, block = epilogue.spec.function, epilogue.spec.block
+    if len(program.rows) > 1 or program.constants:
+        return "takes one number of a row, and no constants"
+    buffers: Sequence[Tensor | None] = (first(problem.out), epilogue.scales)
+    if isinstance(epilogue, Activate):
+        features = first(problem.out).shape[-1]
+        buffers = (*buffers, epilogue.preact)
+    else:
+        features = problem.mnk[1]
+        buffers = (*buffers, epilogue.preact, *epilogue.grads[:3])
+    if any(each is not None and not (each.is_contiguous() and each.dtype in DTYPES) for each in buffers):
+        return "needs dense rows and scales of 16 or 32 bits"
+    if epilogue.spec.gated and features % (block or features):
+        return f"needs whole blocks of {block} columns, got {features}"
+    return None
+
+
+def name_of(problem: GroupedGemm) -> str:
+    """What ``explain`` calls the kernel."""
+    epilogue = problem.epilogue
+    if epilogue is None:
+        return NAME
+    return f"{NAME} ({'activation' if epilogue.spec.program is None else epilogue.spec.name} in the epilogue)"
+
+
+def run(problem: GroupedGemm) -> None:
+    """Computes ``problem.out``, and what its epilogue gives."""
+    from .device import launch
+
+    wrong_sizes.look_at(problem.split_sizes, problem.rows)
+    refuse("a kernel of Triton runs")
+    launch.run(problem)
+    if not problem.fresh:
+        torch.autograd.graph.increment_version(problem.out)

@@ -1,0 +1,51 @@
+"""Whether Triton is there, and for which devices. Importing this does not import it."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from ..architecture import Capability, assumed, capability_of
+
+NAME = "triton"
+OLDEST = Capability(8, 0)
+MAX_GROUPS = 4096  # sizes that a program reads at once
+MAX_ROWS = 2**30 - 1
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@cache
+def is_installed() -> bool:
+    """Whether Triton is."""
+    return find_spec("triton") is not None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels on the CPU, slowly, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def triton_refusal(rows: Tensor) -> str | None:
+    """Why no kernel runs where these rows are; None: some do."""
+    on_cuda = rows.device.type == "cuda"
+    if not on_cuda and not (is_interpreted() and rows.device.type == "cpu"):
+        return f"needs a CUDA device, got {rows.device.type}"
+    if assumed() is None and not is_installed():
+        return "is not installed (pip install triton)"
+    if on_cuda and torch.version.hip is None and (capability := capability_of(rows.device)) < OLDEST:
+        return f"needs compute capability {OLDEST} or above, got {capability}"
+    return None
+
+
+def groups_refusal(split_sizes: Tensor, rows: int) -> str | None:
+    """Why no kernel reads these sizes of groups of so many rows; None: all do."""
+    groups = split_sizes.shape[0]
+    if not 1 <= groups <= MAX_GROUPS or rows > MAX_ROWS:
+        return f"takes 1 to {MAX_GROUPS} groups and at most {MAX_ROWS} rows, got {groups} and {rows}"
+    if split_sizes.dtype not in (torch.int32, torch.int64) or not split_sizes.is_contiguous():
+        return "needs contiguous int32 or int64 split sizes"
+    return None

@@ -1,0 +1,99 @@
+"""Which tile a product gets: a small table per architecture, no autotuner."""
+
+from __future__ import annotations
+
+from .shape import Tile
+
+SHORT = {
+    "nt": Tile(16, 128, 128, 4, 4),
+    "nn": Tile(16, 128, 64, 4, 4),
+    "activate": Tile(16, 128, 128, 4, 4),
+    "activate_backward": Tile(16, 128, 64, 4, 4),
+}
+"""Groups of up to a few rows: weights are read once, as fast as memory gives them."""
+
+_PERSISTENT = Tile(128, 256, 64, 8, 4, per_sm=1, tma=True, flatten=True)
+TABLE: dict[str, dict[str, Tile]] = {
+    "sm_80": {  # mma.sync, cp.async
+        "nt": Tile(128, 128, 64, 8, 3),
+        "nn": Tile(128, 128, 64, 8, 3),
+        "activate": Tile(128, 128, 64, 8, 3),
+        "activate_backward": Tile(128, 128, 32, 8, 4),
+        "tn": Tile(128, 128, 32, 8, 4, strip=4),
+    },
+    "sm_89": {  # also sm_86 and sm_120
+        "nt": Tile(128, 128, 32, 8, 4),
+        "nn": Tile(128, 128, 32, 8, 4),
+        "activate": Tile(128, 128, 32, 8, 4),
+        "activate_backward": Tile(128, 64, 32, 4, 4, part=16),
+        "tn": Tile(128, 128, 32, 8, 4, strip=4),
+    },
+    "sm_90": {  # wgmma, TMA
+        "nt": _PERSISTENT,
+        "nn": _PERSISTENT,
+        "activate": _PERSISTENT,
+        "activate_backward": _PERSISTENT._replace(stages=3, part=16),
+        "tn": _PERSISTENT._replace(stages=3, strip=4),
+    },
+    "sm_100": {  # tcgen05 with tensor memory, TMA
+        "nt": _PERSISTENT,
+        "nn": _PERSISTENT,
+        "activate": Tile(128, 256, 64, 8, 3, per_sm=1, tma=True),
+        "activate_backward": Tile(128, 128, 64, 8, 4, per_sm=1, tma=True),
+        "tn": Tile(128, 256, 64, 8, 3, strip=4, tma=True),
+    },
+    "gfx942": {  # MFMA
+        "nt": Tile(128, 128, 32, 4, 2, strip=4),
+        "nn": Tile(128, 128, 32, 4, 2, strip=4),
+        "activate": Tile(128, 128, 32, 4, 2, strip=4),
+        "activate_backward": Tile(128, 128, 32, 4, 2, strip=4),
+        "tn": Tile(128, 128, 32, 4, 2, strip=4),
+    },
+}
+_TWO_A_MULTIPROCESSOR = Tile(128, 128, 64, 8, 3, per_sm=2, tma=True, registers=128)
+FEW: dict[str, dict[str, Tile]] = {
+    "sm_90": {"nt": _TWO_A_MULTIPROCESSOR, "activate_backward": _TWO_A_MULTIPROCESSOR._replace(part=16)}
+}
+"""What is faster for groups of up to ``FEW_ROWS``, where it has been measured."""
+FEW_ROWS = 768
+TABLE |= {"sm_86": TABLE["sm_89"], "sm_120": TABLE["sm_89"], "sm_103": TABLE["sm_100"], "gfx950": TABLE["gfx942"]}
+SHARED = {
+    **{"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99},
+    **{"gfx942": 64, "gfx950": 160},
+}
+"""Kilobytes of shared memory that a program may have."""
+WITHOUT_BULK_COPIES = dict.fromkeys(("sm_90", "sm_100", "sm_103"), "sm_80")
+"""Whose tiles serve for operands that are not aligned, or lie apart: large ones spill their addresses."""
+_LIKE = {8: "sm_86", 9: "sm_90", 10: "sm_100"}
+
+
+def nearest(architecture: str) -> str:
+    """The architecture of the table whose row serves for ``sm_90`` and the like; the least of those that are alike."""
+    if architecture in TABLE:
+        return architecture
+    return _LIKE.get(int(architecture[3:]) // 10, "sm_120") if architecture.startswith("sm_") else "gfx942"
+
+
+def choose(architecture: str, kind: str, rows_per_group: float, itemsize: int, strict: bool = False) -> Tile:
+    """The tile of a product.
+
+    Args:
+        kind: a key of the table.
+        itemsize: bytes of an operand's element; a step of 4 has half the depth.
+        strict: operands of float32 that are multiplied as such, without tensor cores.
+    """
+    architecture = nearest(architecture)
+    tile = TABLE[architecture][kind]
+    if strict:
+        return Tile(64, 64, 16, 8, 2, strip=tile.strip)
+    if kind != "tn" and rows_per_group <= 16:
+        tile = SHORT[kind]
+    elif kind != "tn" and rows_per_group <= 64:
+        m = 32 if rows_per_group <= 32 else 64
+        tile = Tile(m, min(tile.n, 128), tile.k, 4, tile.stages, tile.strip, tma=tile.tma)
+    elif rows_per_group <= FEW_ROWS:
+        tile = FEW.get(architecture, {}).get(kind, tile)
+    if itemsize == 4:
+        tile = tile._replace(k=max(16, tile.k // 2), n=min(tile.n, 128))
+    stage = (tile.m + tile.n) * tile.k * itemsize
+    return tile._replace(stages=max(1, min(tile.stages, SHARED[architecture] * 1024 // stage)))

@@ -1,0 +1,194 @@
+"""Our Triton kernels in Triton's interpreter against float64, on ragged groups of a few rows; no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton_interpreter
+from checks import fused, gemm
+from checks.functions import ACTS_OF_COLUMNS, ACTS_OF_MATRICES, PUBLISHED, op_of
+
+from fusible import config
+from fusible.fuser import RefusedError
+from fusible.ops import kernels
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
+from fusible.ops.kernels.triton import gemm as triton
+from fusible.ops.kernels.triton import row_kernels
+from fusible.ops.kernels.triton.shape import Tile
+from fusible.ops.programs.program import OPERATIONS
+from fusible.ops.programs.triton import CODE
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, which computes rows of no group, too
+
+SIZES = (5, 0, 1, 19, 16)
+TILE = Tile(16, 32, 16, 4, 2, strip=2)
+F32, F16 = torch.float32, torch.float16
+GEMM = gemm.Case(Layout.NT, SIZES, k=24, n=40, tail=3, dtype=F32, backend=triton.NAME)
+FUSED = fused.Case(fused.SPECS["silu glu"], SIZES, 24, 20, tail=3, dtype=F32, backend=triton.NAME)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Any]:
+    with triton_interpreter.interpreted() as launch:
+        yield launch
+
+
+@pytest.fixture(params=[TILE, TILE._replace(tma=True)], ids=["pointers", "bulk copies"])
+def tile(request: pytest.FixtureRequest, interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "tile_of", lambda problem: request.param)
+
+
+@pytest.fixture
+def small(interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interpreter, "tile_of", lambda problem: TILE)
+
+
+def check(case: gemm.Case, **changes: Any) -> None:
+    gemm.Problem("cpu", replace(case, **changes)).check()
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("dtype", [F16, F32])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_products(layout: Layout, dtype: torch.dtype) -> None:
+    check(GEMM, layout=layout, dtype=dtype)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("k", "n"), [(17, 33), (1, 1), (7, 40)])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_odd_features(layout: Layout, k: int, n: int) -> None:
+    check(GEMM, layout=layout, k=k, n=n)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("sizes", [(7,), (0,), (0, 0, 3), (33, 0), (1,) * 20])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_groups(layout: Layout, sizes: tuple[int, ...]) -> None:
+    check(GEMM, layout=layout, sizes=sizes, k=16, n=32)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("accumulate", [{"beta": 1.0}, {"beta": "groups"}, {"beta": 0.5, "out_dtype": F32}])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_sums_into_what_stands_there(layout: Layout, accumulate: dict[str, Any]) -> None:
+    check(GEMM, layout=layout, dtype=F16, accumulate=True, pitch=8, **accumulate)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("factors", [{"alpha": 0.5}, {"alpha": "groups", "bias": F16}])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_factors(layout: Layout, factors: dict[str, Any]) -> None:
+    of_rows = {} if layout is Layout.TN else {"row_scale": True, "bias_scale": "bias" in factors}
+    check(GEMM, layout=layout, **factors, **of_rows, index=torch.int64)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("layout", list(Layout))
+def test_matrices_anywhere_in_memory(layout: Layout) -> None:
+    check(GEMM, layout=layout, separate=True, bias=F32, accumulate=layout is Layout.TN)
+
+
+@pytest.mark.usefixtures("small")
+def test_more_matrices_than_addresses_of_a_launch() -> None:
+    check(GEMM, sizes=tuple([int(i % 100 == 0) for i in range(260)]), k=8, n=8, separate=True)
+
+
+def test_sizes_out_of_the_buffer(interpreter: Any) -> None:
+    plan = interpreter.plan_of(torch.tensor([4, -3, 2**31 - 1, 5, 2**30]), 20, 16)
+
+    assert plan.starts.tolist() == [[0, 4, 4, 20, 20, 20], [0, 1, 1, 2, 2, 2]]
+    assert plan.tiles[[0, 1, 2]].tolist() == [2, 0, 2]
+
+
+@pytest.mark.usefixtures("tile")
+@pytest.mark.parametrize("spec", ["silu glu", "gpt-oss", "blocks of 4", "gelu"])
+def test_activations_in_the_epilogue(spec: str) -> None:
+    case = replace(FUSED, spec=fused.SPECS[spec])
+    fused.check_forward("cpu", replace(case, bias=F32, bias_scale=True, transposed=spec == "gpt-oss"), alone=False)
+    fused.check_backward("cpu", case)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("spec", [name for name in fused.SPECS if "blocks" not in name])
+def test_every_activation(spec: str) -> None:
+    case = replace(FUSED, spec=fused.SPECS[spec], sizes=(2, 0, 1), columns=16, features=8, scales=None)
+    fused.check_forward("cpu", case)
+    fused.check_backward("cpu", case, bias_dtype=None)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_functions_of_users(name: str) -> None:
+    function, count = PUBLISHED[name]
+    case = fused.case_of(op_of(function, count), function, **of_functions())
+    fused.check_forward("cpu", case, alone=False)
+    fused.check_backward("cpu", case)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", ACTS_OF_COLUMNS)
+def test_numbers_of_columns(name: str) -> None:
+    make, function = ACTS_OF_COLUMNS[name]
+    case = fused.case_of(make("concat"), function, **of_functions())
+    fused.check_forward("cpu", case)
+    fused.check_backward("cpu", case)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", ACTS_OF_MATRICES)
+def test_numbers_of_elements(name: str) -> None:
+    make, function = ACTS_OF_MATRICES[name]
+    fused.check_forward("cpu", fused.case_of(make("concat"), function, **of_functions()))
+
+
+def of_functions() -> dict[str, Any]:
+    return {"sizes": (2, 0, 3), "features": 8, "columns": 12, "tail": 3, "dtype": F32, "backend": triton.NAME}
+
+
+def test_every_operation_has_an_expression() -> None:
+    assert CODE.keys() == OPERATIONS.keys()
+
+
+def test_passes_over_rows(interpreter: Any) -> None:
+    sizes, rows = torch.tensor(SIZES), torch.randn(sum(SIZES) + 3, 24)
+    vectors, sums, dots = torch.randn(len(SIZES), 24), torch.empty(len(SIZES), 24), torch.empty(len(rows))
+    valid = sum(SIZES)
+    rows[valid:] = torch.nan
+    row_kernels.column_sums(rows, sizes, sums, None)
+    row_kernels.row_dots(rows, vectors, sizes, dots)
+
+    parts = rows[:valid].split(list(SIZES))
+    torch.testing.assert_close(sums, torch.stack([part.sum(0) for part in parts]))
+    torch.testing.assert_close(dots[:valid], (rows[:valid] * vectors.repeat_interleave(sizes, 0)).sum(1))
+    assert dots[valid:].eq(0).all()
+    row_kernels.zero_tail(rows, sizes)
+    assert rows[valid:].eq(0).all()
+
+
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    a, sizes = torch.zeros(4, 8), torch.tensor([4])
+    problem = GroupedGemm(Layout.NT, a, a[None], sizes, a)
+
+    assert triton.refusal(problem) == "needs a CUDA device, got cpu"
+    with config(backend="triton"), pytest.raises(RefusedError, match="triton needs a CUDA device, got cpu"):
+        kernels.grouped_gemm(Layout.NT, a, a[None], sizes)
+
+
+@pytest.mark.usefixtures("interpreter")
+def test_refusals_of_operands() -> None:
+    a, sizes = torch.zeros(4, 8, dtype=torch.float64), torch.tensor([4])
+    problem = GroupedGemm(Layout.NT, a, a[None], sizes, a)
+
+    assert triton.refusal(problem) == (
+        "needs operands of one of bfloat16, float16 and float32, got torch.float64 and torch.float64"
+    )
+    a = a.float()
+    assert triton.refusal(GroupedGemm(Layout.NT, a, a[None], sizes.expand(4097), a)) == (
+        "takes 1 to 4096 groups and at most 1073741823 rows, got 4097 and 4"
+    )

@@ -1,0 +1,55 @@
+"""Our Triton kernels are compiled for GPUs that are not here: none spills, or takes more memory than its card has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from triton_interpreter import needs_triton
+
+SCRIPT = Path(__file__).parents[1] / "support/triton_ahead.py"
+EXPECTED = {"sm_80": "mma.sync", "sm_89": "mma.sync", "sm_120": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
+
+
+def compiled(cache: Path, *arguments: str) -> list[str]:
+    """What the script prints, in a process in which kernels are not interpreted."""
+    paths = os.pathsep.join(filter(None, sys.path))
+    environment = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+@needs_triton
+@pytest.mark.parametrize("arguments", [(), ("--dtype", "float32", "--products", "fc1", "wgrad1", "--wide")])
+@pytest.mark.parametrize("architecture", EXPECTED)
+def test_compiles(architecture: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
+    printed = compiled(tmp_path, architecture, "--products", "fc1", "dgrad2", "wgrad1", *arguments)
+
+    assert len(printed) >= 2
+    for line in printed:
+        assert " fits " in line
+        assert " 0 spilled" in line
+        assert ("fma.rn.f32" if arguments else EXPECTED[architecture]) in line
+
+
+@needs_triton
+def test_compiles_what_lies_apart_and_functions_of_columns_and_elements(tmp_path: Path) -> None:
+    printed = compiled(tmp_path, "sm_80", "--operands")
+
+    assert len(printed) == 5
+    assert all("mma.sync" in line for line in printed)
+
+
+def test_every_tile_takes_less_shared_memory_than_its_card_has() -> None:
+    from fusible.ops.kernels.triton import tiles
+
+    for architecture, kinds in tiles.TABLE.items():
+        for kind in kinds:
+            for rows in (1.0, 40.0, 500.0, 1e4):
+                for itemsize in (2, 4):
+                    tile = tiles.choose(architecture, kind, rows, itemsize)
+                    used = tile.stages * (tile.m + tile.n) * tile.k * itemsize
+                    assert used <= tiles.SHARED[architecture] * 1024, (architecture, kind, rows, itemsize)

@@ -1,0 +1,193 @@
+"""Compiles our Triton kernels for GPUs that are not here, and says what came of it.
+
+``python tests/support/triton_ahead.py [sm_80 ...] [--dtype bfloat16]`` prints registers, spills, shared memory and
+matrix instructions of the kernels of an MLP; a process of its own, in which kernels are not interpreted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import triton
+from checks import fused, gemm
+from checks.functions import ACTS_OF_COLUMNS, ACTS_OF_MATRICES
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
+from fusible.ops.kernels.triton import gemm as triton_gemm
+from fusible.ops.kernels.triton import tiles
+from fusible.ops.kernels.triton.device import launch, passes, plan
+from fusible.ops.values.activation_spec import ActivationSpec, gated
+
+SWIGLU = gated("silu", None, 1.0, 0.0, "concat")
+TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
+ROWS = {"long": 65536, "middle": 128 * 40, "short": 1024}
+PRODUCTS = ("rows_kernel", "weights_kernel")
+
+
+class Recorder:
+    """Stands for a kernel: compiles each launch for a target instead of launching it."""
+
+    def __init__(self, kernel: JITFunction, target: GPUTarget, compiled: list[Any]) -> None:
+        self.kernel, self.target, self.compiled = kernel, target, compiled
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self.compile
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        backend = make_backend(self.target)
+        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        kwargs = {"debug": False, "instrumentation_mode": "", **kwargs}
+        bound, specialization, options = bind(*args, **kwargs)
+        packed, signature, constexprs, attrs = self.kernel._pack_args(backend, kwargs, bound, specialization, options)
+        source = ASTSource(self.kernel, signature, constexprs, attrs)
+        self.compiled.append(triton.compile(source, target=self.target, options=packed.__dict__))
+
+
+def target_of(name: str) -> GPUTarget:
+    return GPUTarget("hip", name, 64) if name.startswith("gfx") else GPUTarget("cuda", int(name[3:]), 32)
+
+
+@contextmanager
+def compiled_for(name: str) -> Iterator[list[Any]]:
+    """In the body, launches become compilations for ``sm_80`` and the like; gives the list of what they compiled."""
+    compiled = list[Any]()
+    saved = [
+        (module, key, value)
+        for module in (launch, passes, plan)
+        for key, value in vars(module).items()
+        if isinstance(value, JITFunction) and key.endswith("kernel")
+    ]
+    for module, key, value in saved:
+        setattr(module, key, Recorder(value, target_of(name), compiled))
+    architecture_of, launch.architecture_of = launch.architecture_of, lambda device: name
+    try:
+        yield compiled
+    finally:
+        launch.architecture_of = architecture_of
+        for module, key, value in saved:
+            setattr(module, key, value)
+
+
+def problems(
+    groups: int, hidden: int, features: int, rows: int, dtype: torch.dtype, wide: bool, spec: ActivationSpec = SWIGLU
+) -> dict[str, GroupedGemm]:
+    """The six products of an MLP, with a bias; of tensors that nothing reads.
+
+    Args:
+        wide: weight gradients are added to float32.
+    """
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    sizes, columns = torch.zeros(groups, dtype=torch.int64), features * (2 if spec.gated else 1)
+    x, y, h, a = empty(rows, hidden), empty(rows, hidden), empty(rows, columns), empty(rows, features)
+    w1, w2, p = empty(groups, columns, hidden), empty(groups, hidden, features), torch.empty(rows)
+    fc1 = GroupedGemm(
+        Layout.NT, x, w1, sizes, a, bias=empty(groups, columns), fresh=True, epilogue=Activate(spec, p, h)
+    )
+    dfc2 = GroupedGemm(Layout.NN, y, w2, sizes, empty(rows, columns), fresh=True)
+    grads = ActivationGrads(dfc2.out, torch.empty(rows), empty(rows, features))  # type: ignore[arg-type]
+    dfc2.epilogue = ActivateBackward(spec, p, h, grads)
+    out, beta = torch.float32 if wide else dtype, 1.0 if wide else None
+    return {
+        "fc1": fc1,
+        "fc2": GroupedGemm(Layout.NT, a, w2, sizes, y, fresh=True),
+        "dgrad2": dfc2,
+        "dgrad1": GroupedGemm(Layout.NN, h, w1, sizes, empty(rows, hidden), fresh=True),
+        "wgrad2": GroupedGemm(Layout.TN, y, a, sizes, empty(groups, hidden, features, dtype=out), beta=beta),
+        "wgrad1": GroupedGemm(Layout.TN, h, x, sizes, empty(groups, columns, hidden, dtype=out), beta=beta),
+    }
+
+
+def with_operands(architecture: str) -> list[Any]:
+    """The kernels of products of matrices anywhere in memory, and of a function that reads columns and elements.
+
+    The interpreter takes tuples that the compiler does not.
+    """
+    with compiled_for(architecture) as compiled, patch.object(triton_gemm, "triton_refusal", lambda rows: None):
+        for layout in Layout:
+            form = {"bias": torch.bfloat16, "alpha": "groups", "beta": "groups", "accumulate": True, "separate": True}
+            gemm.Problem("cpu", gemm.Case(layout, (70, 0, 30), backend="triton", **form)).launch()  # type: ignore[arg-type]
+        make, function = ACTS_OF_MATRICES["added to gate and up"]
+        fused.forward(fused.Tensors("cpu", fused.case_of(make("concat"), function, sizes=(70, 0), backend="triton")))
+        make, function = ACTS_OF_COLUMNS["slopes of gate and up"]
+        tensors = fused.Tensors("cpu", fused.case_of(make("concat"), function, sizes=(70, 0), backend="triton"))
+        fused.backward(tensors, tensors.rows(tensors.case.width))
+    return [kernel for kernel in compiled if kernel.name in PRODUCTS]
+
+
+def report(architecture: str, problem: GroupedGemm, tile: tiles.Tile | None = None) -> str:
+    """A line on the kernel of a problem; it starts with ``over`` where the card has less shared memory."""
+    with compiled_for(architecture) as compiled:
+        tile = tile or launch.tile_of(problem)
+        launch.run(problem, tile)
+    (kernel,) = [kernel for kernel in compiled if kernel.name in PRODUCTS]
+    over = "over" if kernel.metadata.shared > tiles.SHARED[tiles.nearest(architecture)] * 1024 else "fits"
+    return f"{over} {short(tile):28} {summary(kernel)}"
+
+
+def summary(kernel: Any) -> str:
+    """Registers, spilled bytes, shared memory, and which matrix instructions and copies a kernel has."""
+    text = kernel.asm.get("ptx") or kernel.asm["amdgcn"]
+    names = r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.bulk\.tensor|cp\.async\.c[ag]|v_mfma_\w+|fma\.rn\.f32"
+    counts = collections.Counter(re.findall(names, text))
+    used = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
+    registers, spills = ptxas(kernel) if "ptx" in kernel.asm else (0, 0)
+    return f"{registers} registers, {spills} spilled, {kernel.metadata.shared / 1024:.1f} KB; {used}"
+
+
+def ptxas(kernel: Any) -> tuple[int, int]:
+    """Registers of a thread and spilled bytes, as ptxas says."""
+    capability = kernel.metadata.target.arch
+    tool = TOOLS / ("ptxas-blackwell" if capability >= 100 else "ptxas")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(kernel.asm["ptx"])
+        name = f"sm_{capability}{'a' if capability >= 90 else ''}"
+        command = [str(tool), "-v", f"--gpu-name={name}", str(path), "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
+    found = re.search(r"Used (\d+) registers", said)
+    return int(found[1]) if found else 0, spills
+
+
+def short(tile: tiles.Tile) -> str:
+    flags = "".join(c for c, on in (("t", tile.tma), ("f", tile.flatten)) if on)
+    return f"{tile.m}x{tile.n}x{tile.k}/{tile.warps}w{tile.stages}s{tile.per_sm}p{'.' + flags if flags else ''}"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("targets", nargs="*", default=["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rows", nargs="*", default=["long"])
+    parser.add_argument("--products", nargs="*", default=["fc1", "fc2", "dgrad2", "dgrad1", "wgrad1"])
+    parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--operands", action="store_true", help="those of matrices apart and of functions instead")
+    arguments = parser.parse_args()
+    if arguments.operands:
+        for architecture in arguments.targets:
+            for kernel in with_operands(architecture):
+                print(f"{architecture:7} {summary(kernel)}", flush=True)
+        sys.exit()
+    for architecture in arguments.targets:
+        for rows in arguments.rows:
+            of_rows = problems(128, 2048, 768, ROWS[rows], getattr(torch, arguments.dtype), arguments.wide)
+            for name in arguments.products:
+                print(f"{architecture:7} {rows:6} {name:7} {report(architecture, of_rows[name])}", flush=True)
