@@ -88,6 +88,8 @@ def test_the_benchmark_compares_with_one_rank_and_times(capsys: pytest.CaptureFi
     assert max(result["differences"].values()) < 1e-6
     assert all(seconds > 0 for seconds in result["seconds"].values())
     assert len(result["seconds"]) == 6
+    assert result["steady"].keys() == result["seconds"].keys()
+    assert all(seconds > 0 for seconds in result["steady"].values())
     assert 1 <= result["skew"] < 2
 
 
