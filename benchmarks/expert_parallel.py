@@ -56,8 +56,8 @@ class Setting(NamedTuple):
     overlap: int | None
     rounds: int
     check: bool
-    overlap_dispatch: int = 0
-    overlap_combine: bool = False
+    overlap_dispatch: int | None = None
+    overlap_combine: bool | None = None
 
     def of_rank(self, rank: int) -> torch.device:
         return torch.device(self.device, rank) if self.device == "cuda" else torch.device(self.device)
@@ -401,13 +401,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def beside(setting: Setting) -> str:
-    """Describes the settings of overlap that differ from the default."""
+    """Describes the settings of overlap that are given; the group chooses the others."""
     said = ""
     if setting.overlap is not None:
         said += f" with {setting.overlap} multiprocessors beside weight gradients"
-    if setting.overlap_dispatch:
+    if setting.overlap_dispatch is not None:
         said += f" with {setting.overlap_dispatch} that bring rows beside the first product"
-    return said + (", rows sent from the second product" if setting.overlap_combine else "")
+    sent = {None: "", True: ", rows sent from the second product", False: ", rows sent after the second product"}
+    return said + sent[setting.overlap_combine]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -424,10 +425,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--transport", choices=TRANSPORTS, nargs="+", default=["collective"], help="what moves rows")
     take = "multiprocessors that sum gradients of tokens beside those of weights (symmetric); else the group decides"
     parser.add_argument("--overlap", type=int, help=take)
-    bring = "multiprocessors that bring rows beside the first product (symmetric)"
-    parser.add_argument("--overlap-dispatch", type=int, default=0, help=bring)
-    send = "the second product sends its rows to the ranks of their tokens (symmetric)"
-    parser.add_argument("--overlap-combine", action="store_true", help=send)
+    bring = "multiprocessors that bring rows beside the first product (symmetric); else the group decides"
+    parser.add_argument("--overlap-dispatch", type=int, help=bring)
+    send = "whether the second product sends its rows to the ranks of their tokens (symmetric); else the group decides"
+    parser.add_argument("--overlap-combine", action=argparse.BooleanOptionalAction, help=send)
     parser.add_argument("--rounds", type=positive, default=9, help="how often each is timed; the median counts")
     parser.add_argument("--no-check", action="store_true", help="do not compare with one rank that has everything")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
