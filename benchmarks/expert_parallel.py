@@ -3,12 +3,12 @@
     python -m fusible bench ep --preset qwen3 --ranks 2
 
 Each rank is a process: with its own GPU over NCCL, or on the CPU over gloo. ``torch`` is the same exchange written by
-hand: sort,
-``index_select`` and ``all_to_all_single``. Times are of the slowest rank. Before anything is timed, outputs and
-gradients are compared with those of one rank that has all experts and all tokens. The transport ``vdev_2d`` is torch's
-``all_to_all_vdev_2d`` through NVSHMEM, its rows are compared with the hand-written exchange; if it cannot run, the
-reason is printed. A failure is reported in place of its table; the other measurements go on, and the command exits with
-1.
+hand: sort, ``index_select`` and ``all_to_all_single``. Times are of the slowest rank. *Idle* is a call that starts on
+an idle device; *steady* is one of many, between which the host does not wait for the device, as in training. Before
+anything is timed, outputs and gradients are compared with those of one rank that has all experts and all tokens. The
+transport ``vdev_2d`` is torch's ``all_to_all_vdev_2d`` through NVSHMEM, its rows are compared with the hand-written
+exchange; if it cannot run, the reason is printed. A failure is reported in place of its table; the other measurements
+go on, and the command exits with 1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from . import vdev
 from .arguments import command, file, positive
 from .problem import DTYPES, PRESETS, InaccurateError, Preset
 from .report import Report
-from .timing import markdown
+from .timing import markdown, phases_in_a_row
 
 DISTRIBUTIONS = ("uniform", "skewed")
 TRANSPORTS = ("collective", "symmetric", "vdev_2d")
@@ -56,8 +56,8 @@ class Setting(NamedTuple):
     overlap: int | None
     rounds: int
     check: bool
-    overlap_dispatch: int = 0
-    overlap_combine: bool = False
+    overlap_dispatch: int | None = None
+    overlap_combine: bool | None = None
 
     def of_rank(self, rank: int) -> torch.device:
         return torch.device(self.device, rank) if self.device == "cuda" else torch.device(self.device)
@@ -197,16 +197,26 @@ def in_graphs(batch: Batch, dispatch: ep.EPDispatch, combine: ep.EPCombine) -> C
 
 
 def timed(setting: Setting, names: Phases, run: Callable[[], Iterator[None]]) -> dict[str, float]:
-    """Median seconds of each phase, of the slowest rank."""
+    """Median seconds of each phase from an idle device, of the slowest rank."""
     seconds: list[list[float]] = []
     for _ in range(setting.rounds + 2):
         dist.barrier()
         marks = [_now(setting.device), *(_now(setting.device) for _ in run())]
         seconds.append([after - before for before, after in pairwise(marks)])
-    mine = torch.tensor([median(times) for times in zip(*seconds[2:], strict=True)], dtype=torch.float64)
-    mine = mine.to(setting.of_rank(dist.get_rank()))
-    dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return dict(zip(names, mine.tolist(), strict=True))
+    return _of_slowest(setting, names, [median(times) for times in zip(*seconds[2:], strict=True)])
+
+
+def timed_in_a_row(setting: Setting, names: Phases, run: Callable[[], Iterator[None]]) -> dict[str, float]:
+    """Mean seconds of each phase in the steady state, of the slowest rank."""
+    dist.barrier()
+    seconds = phases_in_a_row(run, setting.rounds, setting.device)
+    return _of_slowest(setting, names, seconds)
+
+
+def _of_slowest(setting: Setting, names: Phases, seconds: list[float]) -> dict[str, float]:
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=setting.of_rank(dist.get_rank()))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return dict(zip(names, slowest.tolist(), strict=True))
 
 
 def _now(device: str) -> float:
@@ -297,16 +307,19 @@ def measure(setting: Setting) -> dict[str, Any]:
     if any(value > 0.1 for value in off.values()):
         raise InaccurateError(f"not what one rank computes: {off}")
     seconds: dict[str, float] = {}
+    steady: dict[str, float] = {}
     for names, run in phases(setting, batch, group):
         seconds |= timed(setting, names, run)
+        steady |= timed_in_a_row(setting, names, run)
     group.close()
-    return {"seconds": seconds, "differences": off, "skew": skew(batch, setting), "transport": group.transport}
+    times = {"seconds": seconds, "steady": steady}
+    return {**times, "differences": off, "skew": skew(batch, setting), "transport": group.transport}
 
 
 def measure_vdev(setting: Setting, batch: Batch) -> dict[str, Any]:
     """Times torch's exchange on the device, and compares its rows and sums with those of the hand-written one."""
     reason, experts = vdev.refusal(batch.x.device), PRESETS[setting.preset].experts
-    results = {"seconds": {}, "differences": {}, "skew": skew(batch, setting), "transport": "vdev_2d"}
+    results = {"seconds": {}, "steady": {}, "differences": {}, "skew": skew(batch, setting), "transport": "vdev_2d"}
     if reason is not None:
         return {**results, "refusal": reason}
     rows, went = dispatch_by_hand(batch, experts, setting.ranks)
@@ -327,8 +340,8 @@ def measure_vdev(setting: Setting, batch: Batch) -> dict[str, Any]:
     off = {name: float((a.double() - b.double()).abs().max()) for name, (a, b) in pairs.items()}
     if any(value > 0 for value in off.values()):
         raise InaccurateError(f"all_to_all_vdev_2d does not give what all_to_all_single gives: {off}")
-    seconds = timed(setting, ("dispatch, vdev_2d", "combine, vdev_2d"), run)
-    return {**results, "seconds": seconds, "differences": off}
+    phases = setting, ("dispatch, vdev_2d", "combine, vdev_2d"), run
+    return {**results, "seconds": timed(*phases), "steady": timed_in_a_row(*phases), "differences": off}
 
 
 def table(setting: Setting, results: dict[str, Any]) -> str:
@@ -342,11 +355,17 @@ def table(setting: Setting, results: dict[str, Any]) -> str:
     rows = []
     for name, seconds in results["seconds"].items():
         work = {"layer forward": flops, "layer backward": 2 * flops}.get(name)
-        rows.append((name, f"{seconds * 1e3:.3f}", f"{work / seconds / 1e12:.1f}" if work else ""))
+        times = seconds, results["steady"][name]
+        rows.append((name, *(f"{time * 1e3:.3f}" for time in times), *(_teraflops(work, time) for time in times)))
     off = ", ".join(f"{name} {value:.1e}" for name, value in results["differences"].items())
     other = "torch by hand" if setting.transport == "vdev_2d" else "one rank"
     said = f"differs from {other} by at most: {off}" if off else f"not compared with {other}"
-    return f"{markdown(('', 'ms', 'TFLOP/s a rank'), rows)}\n\n{said}; skew {results['skew']:.2f}"
+    heading = ("", "idle, ms", "steady, ms", "idle, TFLOP/s a rank", "steady, TFLOP/s a rank")
+    return f"{markdown(heading, rows)}\n\n{said}; skew {results['skew']:.2f}"
+
+
+def _teraflops(work: int | None, seconds: float) -> str:
+    return f"{work / seconds / 1e12:.1f}" if work else ""
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -382,13 +401,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def beside(setting: Setting) -> str:
-    """Describes the settings of overlap that differ from the default."""
+    """Describes the settings of overlap that are given; the group chooses the others."""
     said = ""
     if setting.overlap is not None:
         said += f" with {setting.overlap} multiprocessors beside weight gradients"
-    if setting.overlap_dispatch:
+    if setting.overlap_dispatch is not None:
         said += f" with {setting.overlap_dispatch} that bring rows beside the first product"
-    return said + (", rows sent from the second product" if setting.overlap_combine else "")
+    sent = {None: "", True: ", rows sent from the second product", False: ", rows sent after the second product"}
+    return said + sent[setting.overlap_combine]
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -405,10 +425,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--transport", choices=TRANSPORTS, nargs="+", default=["collective"], help="what moves rows")
     take = "multiprocessors that sum gradients of tokens beside those of weights (symmetric); else the group decides"
     parser.add_argument("--overlap", type=int, help=take)
-    bring = "multiprocessors that bring rows beside the first product (symmetric)"
-    parser.add_argument("--overlap-dispatch", type=int, default=0, help=bring)
-    send = "the second product sends its rows to the ranks of their tokens (symmetric)"
-    parser.add_argument("--overlap-combine", action="store_true", help=send)
+    bring = "multiprocessors that bring rows beside the first product (symmetric); else the group decides"
+    parser.add_argument("--overlap-dispatch", type=int, help=bring)
+    send = "whether the second product sends its rows to the ranks of their tokens (symmetric); else the group decides"
+    parser.add_argument("--overlap-combine", action=argparse.BooleanOptionalAction, help=send)
     parser.add_argument("--rounds", type=positive, default=9, help="how often each is timed; the median counts")
     parser.add_argument("--no-check", action="store_true", help="do not compare with one rank that has everything")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -75,6 +76,28 @@ def relative(functions: Mapping[str, Function], rounds: int, device: torch.devic
         before, *its, after = [marks[i + 1](marks[i]) for i in range(4)]
         ratios[name].append(sum(its) / (before + after))
     return {first: 1.0, **{name: median(each) for name, each in ratios.items()}}
+
+
+def phases_in_a_row(
+    run: Callable[[], Iterable[None]], calls: int, device: torch.device | str = "cpu", warm_up: int = 2
+) -> list[float]:
+    """Mean seconds of each phase of calls that follow one another, without a wait for the device in between.
+
+    So a GPU has the next call queued before it ends one, as in training. The sum over phases is the time of a call.
+
+    Args:
+        run: yields after each phase.
+        calls: how many are timed; ``warm_up`` more go before, in the same row.
+    """
+    for _ in range(warm_up):
+        for _ in run():
+            pass
+    marks = [_mark(device)]
+    for _ in range(calls):
+        marks.extend(_mark(device) for _ in run())
+    seconds = [after(before) for before, after in pairwise(marks)]
+    phases = len(seconds) // calls
+    return [sum(seconds[i::phases]) / calls for i in range(phases)]
 
 
 class _HostMark:

@@ -27,6 +27,7 @@ from ..kernels.doors import routing as permutation
 from ..kernels.doors.routing import Routing
 from . import memory, messages
 from .errors import CapacityError, PeerError
+from .overlap import Overlaps
 from .settings import Settings
 from .transport import DispatchedRows, Exchange
 
@@ -101,6 +102,7 @@ class CollectiveTransport:
     """The transport ``collective``; see the module."""
 
     name = "collective"
+    overlaps = Overlaps()
 
     def __init__(self, settings: Settings, process_group: dist.ProcessGroup) -> None:
         self._settings, self._group = settings, process_group

@@ -124,9 +124,11 @@ class Group:
             of a smaller device, unless rows are too few.
         overlap_dispatch: with transport ``"symmetric"``, how many multiprocessors bring rows to the experts of an
             :class:`EPGroupedMLP` in bfloat16 while the others multiply those that are there; 0: one after the other.
+            None: 16 where that gains in training, judged by rows, dtype, recipe and ranks; ``explain()`` says why.
         overlap_combine: with transport ``"symmetric"``, whether rows go to the ranks of their tokens as the second
             linear of an :class:`EPGroupedMLP` computes them (in bfloat16; else right behind it), so that each rank
-            sums from its own memory. Takes memory for ``max_tokens * top_k`` rows more.
+            sums from its own memory. Takes memory for ``max_tokens * top_k`` rows more in each lane. None: where it
+            gains, as above.
 
     Attributes:
         rank, size: the index of this rank; the number of ranks.
@@ -157,8 +159,8 @@ class Group:
         lanes: int = 1,
         timeout: float = 60.0,
         overlap: int | None = None,
-        overlap_dispatch: int = 0,
-        overlap_combine: bool = False,
+        overlap_dispatch: int | None = None,
+        overlap_combine: bool | None = None,
     ) -> None:
         self.settings = Settings(
             *(num_experts, max_tokens, top_k, hidden, dtype, capacity, overflow, combine),

@@ -33,8 +33,8 @@ class Settings(NamedTuple):
     lanes: int
     timeout: float
     overlap: int | None
-    overlap_dispatch: int
-    overlap_combine: bool
+    overlap_dispatch: int | None
+    overlap_combine: bool | None
 
     def problem(self, ranks: int) -> str | None:
         """The first problem of the settings for this number of ranks, or None."""
@@ -59,8 +59,8 @@ class Settings(NamedTuple):
         for name, blocks in self._multiprocessors():
             if type(blocks) is not int or blocks < 0:
                 yield f"{name} must be a number of multiprocessors, 0 for none, got {blocks!r}"
-        if type(self.overlap_combine) is not bool:
-            yield f"overlap_combine must be True or False, got {self.overlap_combine!r}"
+        if self.overlap_combine is not None and type(self.overlap_combine) is not bool:
+            yield f"overlap_combine must be True, False or None, got {self.overlap_combine!r}"
         if not _is_number(self.timeout) or self.timeout < 0:
             yield f"timeout must be a number of seconds, 0 for none, got {self.timeout!r}"
         if not self._is_capacity():
@@ -74,9 +74,10 @@ class Settings(NamedTuple):
             yield "combine 'reduced' needs transport 'collective'; 'symmetric' sums exactly"
 
     def _multiprocessors(self) -> Iterator[tuple[str, Any]]:
-        if self.overlap is not None:
-            yield "overlap", self.overlap
-        yield "overlap_dispatch", self.overlap_dispatch
+        """The names and values of the settings that are numbers of multiprocessors, where they are given."""
+        for name in ("overlap", "overlap_dispatch"):
+            if getattr(self, name) is not None:
+                yield name, getattr(self, name)
 
     def _is_capacity(self) -> bool:
         if isinstance(self.capacity, str):

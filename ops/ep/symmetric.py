@@ -24,7 +24,7 @@ from . import memory, messages
 from .barrier import barrier
 from .errors import CapacityError, PeerError
 from .memory import SharedMemory
-from .overlap import multiprocessors_beside
+from .overlap import Overlaps, multiprocessors_beside
 from .settings import Settings
 from .transport import DispatchedRows, Exchange
 
@@ -71,13 +71,13 @@ class Regions(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, settings: Settings, ranks: int, capacity: int, first: int) -> Regions:
+    def of(cls, settings: Settings, overlaps: Overlaps, ranks: int, capacity: int, first: int) -> Regions:
         """The regions of a lane that starts at byte ``first``."""
         slots, row = settings.slots, settings.hidden * settings.dtype.itemsize
         sizes = (
             *(2 * ranks * kernels.SIGNAL_BYTES, 4 * ranks * slots, _NUMBER_BYTES * ranks * slots),
             *(settings.max_tokens * row, capacity * _NUMBER_BYTES, capacity * row),
-            slots * row if settings.overlap_combine else 0,
+            slots * row if overlaps.combine else 0,
         )
         return cls(*accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=first))
 
@@ -140,9 +140,11 @@ class SymmetricTransport:
         assert capacity is not None
         self._settings, self._capacity, self._device = settings, capacity, on
         self._rank, self._ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self.overlaps = Overlaps.of(settings, self._ranks)
         regions: list[Regions] = []
         for _ in range(settings.lanes):
-            regions.append(Regions.of(settings, self._ranks, capacity, regions[-1].end if regions else 0))
+            first = regions[-1].end if regions else 0
+            regions.append(Regions.of(settings, self.overlaps, self._ranks, capacity, first))
         self._beside: torch.cuda.Stream | None = None
         self._multiprocessors = memory.multiprocessors(on)
         with torch.inference_mode(False):
@@ -187,10 +189,10 @@ class SymmetricTransport:
         table, slot_of_row = self._table(lane, exchange, top_k_index.shape[0], wanted)
         scales = numbers.new_empty(self._capacity)
         kernels.numbers_to_rows(lane.launch, exchange.number, table.slots, lane.regions.slot_numbers, scales)
-        if not (beside and s.overlap_dispatch):
+        if not (beside and self.overlaps.dispatch):
             return DispatchedRows(table, self._pulled(lane, table, fill), scales)
         counters = waiting.counters(self._capacity, table.split_sizes.shape[0], self._device)
-        arriving = kernels.RowsArriving(slot_of_row, counters, s.overlap_dispatch)
+        arriving = kernels.RowsArriving(slot_of_row, counters, self.overlaps.dispatch)
         return DispatchedRows(table, self._pulled(lane, table, fill, arriving), scales, arriving)
 
     def _write_tokens(self, lane: SymmetricLane, tokens: Tensor, exchange: Exchange) -> None:
@@ -209,7 +211,7 @@ class SymmetricTransport:
         slots = kernels.Slots(row_of_slot, firsts, self._capacity)
         first = self._rank * s.max_tokens
         mine = row_of_slot[first : first + tokens]
-        sent = slot_of_row if s.overlap_combine else None
+        sent = slot_of_row if self.overlaps.combine else None
         return SymmetricTable(exchange, sizes, slots, mine, self._capacity, wanted, sent), slot_of_row
 
     def _pulled(

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .overlap import Overlaps
+
 
 class Exchange(NamedTuple):
     """One use of a lane: dispatch and combine, with their backward.
@@ -68,6 +70,8 @@ class Transport(Protocol):
     """
 
     name: str
+    overlaps: Overlaps
+    """The moves that run beside products."""
 
     def dispatch(
         self,

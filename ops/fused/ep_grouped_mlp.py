@@ -18,6 +18,8 @@ from ...fuser.contract import tracing as trace
 from ...fuser.runtime.call import evaluate
 from ..ep.combine import EPCombine
 from ..ep.dispatch import EPDispatch, pulled, returned, start_sum
+from ..quantized.linear import followed_by
+from .activation_role import spec_of
 from .grouped_mlp import GroupedMLP
 from .inner_mlp import InnerMLP, tokens_to_tokens
 
@@ -56,8 +58,8 @@ class EPGroupedMLP(InnerMLP):
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Tensor, Saved]:
         group = self.dispatch.group
-        tokens = x, top_k_index, top_k_weights
-        table, rows, scales, arriving = self.dispatch.exchange(*tokens, needs_grad, fill=False, beside=True)
+        tokens, beside = (x, top_k_index, top_k_weights), self._rows_may_come()
+        table, rows, scales, arriving = self.dispatch.exchange(*tokens, needs_grad, fill=False, beside=beside)
         buffer, slots = (
             (None, None) if trace.active() else (group.mover.row_buffer(table), group.mover.row_slots(table))
         )
@@ -75,6 +77,29 @@ class EPGroupedMLP(InnerMLP):
         )
         y = start_sum(group, mlp_rows if slots is None else None, table, "combine")()
         return y, self.Saved(table, x.dtype, top_k_weights.dtype, mlp)
+
+    def _rows_may_come(self) -> bool:
+        """Whether rows may come while the first product runs; a choice of the group's is followed if it waits."""
+        group = self.dispatch.group
+        if not group.mover.overlaps.dispatch or group.settings.overlap_dispatch is not None:
+            return True
+        why = self._not_waiting(group.settings.dtype)
+        if why is not None:
+            trace.note(f"rows come before the first product: {why}")
+        return why is None
+
+    def _not_waiting(self, dtype: torch.dtype) -> str | None:
+        """The reason why the first product cannot start before all rows of this dtype are there, or None."""
+        recipe, weight = followed_by(self.fc1), self.fc1.one_parameter("weight")
+        if recipe is not None:
+            return f"they are quantised for it, under {recipe}"
+        if weight.dtype != dtype:
+            return f"its weights are cast to {dtype} in between"
+        if self.fc1.transposed_weight:
+            return "products with transposed weights do not wait for rows"
+        if spec_of(self.act).program is not None:
+            return "only products with built-in activations wait for rows"
+        return None
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         """Sends the gradients of rows first, and computes the weight gradients meanwhile."""

@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import ep_cases
 import ep_failures
@@ -17,7 +18,8 @@ import torch
 from fusible import ep
 from fusible.benchmarks import expert_parallel, vdev
 from fusible.examples import moe_lm
-from fusible.ops.ep.overlap import multiprocessors_beside
+from fusible.ops.ep.overlap import Overlaps, multiprocessors_beside
+from fusible.ops.ep.settings import Settings
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +82,46 @@ def test_how_many_multiprocessors_sum_beside_products(
     assert multiprocessors_beside(asked, there, megabytes << 20) == expected
 
 
+QWEN3 = {"num_experts": 128, "max_tokens": 8192, "top_k": 8, "hidden": 2048}
+DEEPSEEK = {**QWEN3, "hidden": 7168}
+MIXTRAL = {"num_experts": 8, "max_tokens": 8192, "top_k": 2, "hidden": 4096}
+CHOSEN, OFF = "overlap_dispatch=16 (chosen), overlap_combine=True (chosen): ", "overlap_combine=False (chosen): "
+
+
+@pytest.mark.parametrize(
+    ("problem", "ranks", "expected", "words"),
+    [
+        (QWEN3, 2, (16, True), CHOSEN),
+        (QWEN3, 4, (16, True), CHOSEN),
+        (DEEPSEEK, 4, (16, True), CHOSEN),
+        ({**DEEPSEEK, "num_experts": 64}, 2, (16, True), CHOSEN),
+        (MIXTRAL, 4, (0, False), OFF + "an expert has up to 2048 rows of each rank, and with over 1024"),
+        ({**QWEN3, "max_tokens": 128}, 4, (0, False), OFF + "a rank has at most 4096 KB of rows"),
+        ({**QWEN3, "dtype": torch.float16}, 4, (0, False), OFF + "products of torch.float16 neither wait"),
+        (QWEN3, 1, (0, False), OFF + "no row leaves the only rank"),
+        (
+            {**QWEN3, "overlap_dispatch": 0},
+            2,
+            (0, True),
+            "overlap_dispatch=0 (asked for), overlap_combine=True (chosen)",
+        ),
+        ({**QWEN3, "overlap_combine": False}, 2, (16, False), "overlap_combine=False (asked for): "),
+        ({**MIXTRAL, "overlap_dispatch": 8, "overlap_combine": True}, 2, (8, True), "overlap_combine=True (asked for)"),
+    ],
+)
+def test_which_moves_run_beside_products(
+    problem: dict[str, Any], ranks: int, expected: tuple[int, bool], words: str
+) -> None:
+    rest = {"dtype": torch.bfloat16, "capacity": 2.0, "overflow": "raise", "combine": "exact"}
+    rest |= {"transport": "symmetric", "lanes": 1, "timeout": 60.0}
+    overlaps = dict.fromkeys(("overlap", "overlap_dispatch", "overlap_combine"))
+
+    chosen = Overlaps.of(Settings(**{**rest, **overlaps, **problem}), ranks)
+
+    assert chosen[:2] == expected
+    assert words in chosen.reason
+
+
 def test_the_benchmark_compares_with_one_rank_and_times(capsys: pytest.CaptureFixture[str]) -> None:
     expert_parallel.main(["--tokens", "16", "--rounds", "1", "--json", "--device", "cpu", "--ranks", "2"])
     (result,) = json.loads(capsys.readouterr().out)["results"]
@@ -88,6 +130,8 @@ def test_the_benchmark_compares_with_one_rank_and_times(capsys: pytest.CaptureFi
     assert max(result["differences"].values()) < 1e-6
     assert all(seconds > 0 for seconds in result["seconds"].values())
     assert len(result["seconds"]) == 6
+    assert result["steady"].keys() == result["seconds"].keys()
+    assert all(seconds > 0 for seconds in result["steady"].values())
     assert 1 <= result["skew"] < 2
 
 

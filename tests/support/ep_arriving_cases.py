@@ -20,6 +20,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.nn import functional as F
 
+from fusible.ops.ep import overlap
 from fusible.ops.kernels.extension import TYPE_CODES
 from fusible.ops.kernels.hopper import arrivals, gemm, peers
 from fusible.ops.kernels.hopper.epilogue import activation
@@ -333,6 +334,26 @@ def the_second_product_of_a_layer_sends_its_rows_to_slots(world: World) -> None:
         both, _ = products_of(world, overlap_combine=True, overlap_dispatch=2)
         same(both, expected)
     assert len(launches) == 2
+
+
+@case
+def chosen_overlaps_give_the_bits_of_none(world: World) -> None:
+    """Rows of this size are too few by default."""
+    expected, off = products_of(world, overlap_dispatch=0, overlap_combine=False)
+    unless_told, _ = products_of(world)
+    same(unless_told, expected)
+    library, sent = peers.compiled(), []
+
+    def send(**arguments: Any) -> None:
+        sent.append(arguments)
+        library._module.gemm_to_slots(**arguments)
+
+    noted = patch.object(library, "gemm_to_slots", library._call(send), create=True)
+    with noted, patch.object(overlap, "_LEAST_BYTES", 0), patch.object(overlap, "_BRINGING", 2):
+        came, launches = products_of(world)
+    same(came, expected)
+    assert [("arrived" in launch) for launch in (*off, *launches)] == [False, True]
+    assert len(sent) == 1
 
 
 SLOTS = ((75, 6, 136, False, 70), (300, 4, 264, True, 0), (700, 4, 320, False, -50), (700, 4, 64, True, 9))

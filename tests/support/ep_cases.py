@@ -428,13 +428,13 @@ def any_problem_gives_the_bits_of_one_process(world: World) -> None:
         index_dtype=st.sampled_from([torch.int32, torch.int64]),
         unfused=st.sampled_from([set(), {"EPGroupedMLP"}, {"EPGroupedMLP", "GroupedMLP", "RoutedMLP"}]),
         lane=st.integers(0, 1),
-        overlap_dispatch=st.integers(0, 2),
-        overlap_combine=st.booleans(),
+        overlap_dispatch=st.sampled_from([None, 0, 1, 2]),
+        overlap_combine=st.sampled_from([None, False, True]),
         seed=st.integers(0, 99),
     )
     def check(
         counts: list[int], owned: int, top_k: int, capacity: object, dtype: torch.dtype, index_dtype: torch.dtype,
-        unfused: set[str], lane: int, overlap_dispatch: int, overlap_combine: bool, seed: int,
+        unfused: set[str], lane: int, overlap_dispatch: int | None, overlap_combine: bool | None, seed: int,
     ) -> None:  # fmt: skip
         group = world.group(
             num_experts=owned * world.size, top_k=top_k, capacity=capacity, overflow="drop", lanes=2, dtype=dtype,
@@ -1025,7 +1025,7 @@ def settings_that_are_wrong(world: World) -> None:
         ({"overlap": False}, "overlap must be a number of multiprocessors, 0 for none, got False"),
         ({"overlap": -1}, "overlap must be a number of multiprocessors, 0 for none, got -1"),
         ({"overlap_dispatch": 1.5}, "overlap_dispatch must be a number of multiprocessors, 0 for none, got 1.5"),
-        ({"overlap_combine": 1}, "overlap_combine must be True or False, got 1"),
+        ({"overlap_combine": 1}, "overlap_combine must be True, False or None, got 1"),
     ):
         with raises(ValueError, words):
             world.group(**wrong)

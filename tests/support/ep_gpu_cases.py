@@ -50,7 +50,8 @@ HERE = (
 CASES: list[Callable[[World], None]] = []
 NEED_GPUS: list[Callable[[World], None]] = []
 BF16 = {"dtype": torch.bfloat16, "timeout": 8.0 if HERE.device == "cuda" else 60.0}
-OVERLAPS = ({}, {"overlap": 16}, {"overlap_dispatch": 8}, {"overlap_dispatch": 8, "overlap_combine": True})
+OFF = {"overlap_dispatch": 0, "overlap_combine": False}
+OVERLAPS = ({}, OFF, {"overlap": 16}, {"overlap_dispatch": 8}, {"overlap_dispatch": 8, "overlap_combine": True})
 
 
 def case(function: Callable[[World], None]) -> Callable[[World], None]:

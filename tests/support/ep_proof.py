@@ -71,8 +71,9 @@ def measurements(run: Run) -> Iterator[tuple[str, str, float]]:
         return
     models = "--preset qwen3 mixtral gpt-oss deepseek-v3-ep8"
     yield "times", f"{models} --transport symmetric collective vdev_2d", 240
-    overlaps = [f"--overlap-dispatch {n}" for n in (8, 16, 32)] + [f"--overlap {n}" for n in (0, 16, 64)]
-    for overlap in ("--overlap-combine", "--overlap-combine --overlap-dispatch 16", *overlaps):
+    overlaps = [f"--overlap-dispatch {n}" for n in (0, 8, 16, 32)] + [f"--overlap {n}" for n in (0, 16, 64)]
+    off = "--no-overlap-combine --overlap-dispatch 0"
+    for overlap in (off, "--overlap-combine", "--overlap-combine --overlap-dispatch 16", *overlaps):
         yield f"times {overlap.replace('--', '')}", f"--preset qwen3 --transport symmetric --no-check {overlap}", 45
     yield "times skewed", f"{models} --transport symmetric collective --distribution skewed --no-check", 120
     yield "times few tokens", "--preset deepseek-v3-ep8 --tokens 128 --transport symmetric collective", 60

@@ -20,8 +20,9 @@ from ep_world import Batch, H, Results, World, check_step, part, same, trained, 
 from torch import Tensor
 from torch import distributed as dist
 
-from fusible import ArgumentError, config, ep
+from fusible import ArgumentError, Float8Block, config, ep
 from fusible.ops import kernels as door
+from fusible.ops.ep import overlap
 from fusible.ops.ep.symmetric import SymmetricLane, SymmetricTransport
 from fusible.ops.kernels.hopper import peers
 
@@ -286,6 +287,30 @@ def explain_names_the_moves(world: World) -> None:
     said = str(part(group).explain(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights))
     assert "fusible (between ranks: dispatch)" in said
     assert "transport symmetric: as the group was asked for" in said
+
+
+@case
+def rows_come_first_where_the_first_product_would_not_wait(world: World) -> None:
+    """The group has chosen to bring rows beside it; all ranks still send rows of the combine to slots."""
+    with patch.object(overlap, "_LEAST_BYTES", 0), patch.object(overlap, "_BRINGING", 1):
+        group = world.group(dtype=torch.bfloat16, capacity=2.0)
+    batch, layer = batch_for(group, counts_of(world)), part(group)
+    mine = batch.of(world.rank)
+    call = {"top_k_index": mine.ids, "top_k_weights": mine.weights}
+    assert group.mover.overlaps[:2] == (1, True)
+    with patch.object(peers, "pull_blocks", side_effect=peers.pull_blocks) as by_blocks:
+        check_step(group, batch)
+        assert "overlap_combine=True (chosen)" in str(layer.explain(mine.x, **call))
+        assert by_blocks.call_count == 1
+        with config(recipe=Float8Block()):
+            layer(mine.x, **call)
+            assert "they are quantised for it, under Float8Block" in str(layer.explain(mine.x, **call))
+        assert by_blocks.call_count == 1
+        layer = part(group).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(mine.x, **call)
+            assert "its weights are cast to torch.bfloat16 in between" in str(layer.explain(mine.x, **call))
+        assert by_blocks.call_count == 1
 
 
 @case

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from argparse import ArgumentParser
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +23,7 @@ from fusible.benchmarks import (
     bits,
     chains,
     compare,
+    expert_parallel,
     few_rows,
     float32,
     functions,
@@ -434,6 +435,44 @@ def test_what_a_function_is_given_is_made_anew_for_every_call() -> None:
     timing.interleaved({"f": used.append}, rounds=2, calls=2, steady=True, prepare={"f": lambda: next(made)})
 
     assert used == list(range(9))  # three rounds, an untimed call before the two of each
+
+
+def test_phases_in_a_row_wait_for_the_device_only_behind_the_last_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device that works off a queue, in seconds of its own; the host does not wait between calls."""
+    queued: list[float] = []
+    waited_for: list[int] = []
+
+    class Mark:
+        def __init__(self) -> None:
+            self.at = sum(queued)
+
+        def __call__(self, earlier: Mark) -> float:
+            waited_for.append(len(queued))
+            return self.at - earlier.at
+
+    def run() -> Iterator[None]:
+        call = len(queued) // 2
+        for seconds in (1.0 + call, 10.0):
+            queued.append(seconds)
+            yield
+
+    monkeypatch.setattr(timing, "_mark", lambda device: Mark())
+
+    assert timing.phases_in_a_row(run, calls=3, warm_up=2) == [4.0, 10.0]  # of calls 2, 3 and 4
+    assert waited_for == [10] * 6
+
+
+def test_the_table_between_ranks_has_idle_and_steady_times_side_by_side() -> None:
+    setting = expert_parallel.Setting("small", 2, 16, "fp32", "cpu", "uniform", "exact", "collective", None, 1, False)
+    small = PRESETS["small"]
+    flops = 6 * 16 * small.top_k * small.features * small.hidden
+    idle, steady = flops / 2e12, flops / 4e12
+    results = {"seconds": {"layer forward": idle}, "steady": {"layer forward": steady}, "differences": {}, "skew": 1.0}
+
+    heading, _, row, *_ = expert_parallel.table(setting, results).splitlines()
+
+    assert heading.split(" | ")[1:3] == ["idle, ms", "steady, ms"]
+    assert row.strip("| ").split()[-3:] == ["2.0", "|", "4.0"]
 
 
 @pytest.mark.parametrize("name", ["fused", "loop"])
