@@ -30,7 +30,7 @@ class Preset(NamedTuple):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """What most models have between the linears of an expert."""
+    """The activation between the linears of an expert in most models."""
     return F.silu(gate) * up
 
 

@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant(function: F) -> F:
-    """Marks a function whose result ``torch.compile`` may take for a constant.
+    """Marks a function whose result ``torch.compile`` may treat as a constant.
 
     Does what ``torch.compiler.assume_constant_result`` does, without importing the compiler, which takes seconds.
     """
@@ -60,13 +60,15 @@ class Config:
 
     @cached_property
     def token(self) -> object:
-        """What stands for it in the keys of caches. Unlike its id it never comes back, and it is hashed at once."""
+        """The object that represents the config in cache keys. Unlike an id it is never reused, and it
+        hashes at once.
+        """
         return object()
 
 
 @constant
 def config_of(**switches: Any) -> Config:
-    """The one object with these switches, for as long as somebody has it."""
+    """The one object with these switches, for as long as it is in use."""
     config = _kind(**switches)
     return _in_use.setdefault(tuple(vars(config).values()), config)
 

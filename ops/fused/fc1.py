@@ -1,4 +1,4 @@
-"""The half that two fused ops share: a grouped linear, then an activation, times scales."""
+"""The part that two fused ops share: a grouped linear, then an activation, times scales."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FC1 = OpPart("fc1", (("x", "x"), ("fc1_bias_scale", "bias_scale")))
 
 
 class FirstLinear(NamedTuple):
-    """What the forward gives: the hidden rows [T, F], or copies of them, and what its backward needs."""
+    """The result of the forward: the hidden rows [T, F] or their quantised operands, and the state of the backward."""
 
     postact: Tensor | TokenCopies
     preact: Tensor | None
@@ -117,13 +117,15 @@ def backward(
 
 
 def flat(column: Tensor | None) -> Tensor | None:
-    """A number a row, as [T]."""
+    """One number per row, as [T]."""
     return column if column is None or column.dim() == 1 else column.reshape(-1)
 
 
 @lru_cache(maxsize=4096)
 def names_of(part: OpPart, needs_grad: frozenset[str]) -> frozenset[str]:
-    """What a part must give: its parameters' names without the role, and its other inputs by their name in the part."""
+    """The gradients that a part must compute: parameters without the role, and other inputs by their
+    name in the part.
+    """
     prefix = f"{part.role}."
     inside = {name.removeprefix(prefix) for name in needs_grad if name.startswith(prefix)}
     return frozenset(inside | {name for outer, name in part.inputs if outer in needs_grad})

@@ -69,7 +69,7 @@ _PATH = Pattern.path(
 
 
 def with_one_recipe(pattern: Pattern) -> Pattern:
-    """The pattern, where both linears follow one recipe, and each keeps amaxes of the same tensors as by itself."""
+    """Adds two conditions: both linears use one recipe, and fusing does not change which tensors delayed scales see."""
     return pattern.where(
         "fc1 and fc2 have different recipes", lambda m: followed_by(m.fc1) == followed_by(m.fc2)
     ).where(
@@ -197,7 +197,7 @@ class GroupedMLP(FusedOp):
         out_scales: Tensor | None,
         needs_grad: frozenset[str],
     ) -> tuple[Tensor, Saved]:
-        """The output as rows, and what is saved, from rows that are gathered as they are quantised.
+        """The output as rows and the saved state, from rows that are gathered while they are quantised.
 
         Args:
             recipe: one whose scales come from the rows themselves.
@@ -219,7 +219,7 @@ class GroupedMLP(FusedOp):
     def _second(
         self, fc1: FirstLinear, bias_scale: Tensor | None, needs: frozenset[str], factors: dict[str, Any]
     ) -> tuple[Tensor, GroupedLinear.Saved]:
-        """The output as rows, and what is kept of the second linear."""
+        """The output as rows, and the saved state of the second linear."""
         postact, sizes, recipe = fc1.postact, fc1.saved.split_sizes, fc1.saved.recipe
         if isinstance(postact, TokenCopies):
             assert recipe is not None
@@ -317,7 +317,9 @@ class GroupedMLP(FusedOp):
         return True
 
     def recomputed(self, saved: Saved, x: Tensor) -> Saved:
-        """With the pre-activation, from the rows of x: by the kernel of the forward, so that its bits are the same."""
+        """The saved state with the pre-activation, recomputed from the rows of x by the forward's kernel,
+        bit-identical.
+        """
         fc1 = saved.fc1
         preact, _ = kernels.grouped_linear_activation(
             x,
@@ -360,7 +362,7 @@ class GroupedMLP(FusedOp):
         )
 
     def _bias_dtype(self, saved: Saved, needs_grad: frozenset[str]) -> torch.dtype | None:
-        """Of the gradient of the first bias where it is the plain sum of that of the pre-activation; else None."""
+        """The dtype of fc1's bias gradient if that is the plain column sum of dpreact; else None."""
         unscaled = "fc1.bias" in needs_grad and saved.fc1.bias_scale is None
         return self.fc1.one_parameter("bias").dtype if unscaled else None
 
@@ -374,10 +376,10 @@ class GroupedMLP(FusedOp):
         number: int = 0,
         independent: kernels.Independent | None = None,
     ) -> Grads:
-        """Of the parameters and the bias scale of the second linear, by its names.
+        """The gradients of the second linear's parameters and bias scale, by its names.
 
         Args:
-            for_wgrad: what the gradient of the weight reads instead of ``dy``, of this ``number`` of rows.
+            for_wgrad: the operand of the weight gradient in place of ``dy``, with ``number`` rows.
         """
         fc2, sizes, out_scales = saved.fc2, saved.fc2.split_sizes, flat(saved.out_scales)
         left = dy if for_wgrad is None else for_wgrad
@@ -391,12 +393,12 @@ class GroupedMLP(FusedOp):
         return grads
 
     def bias_grads(self, saved: Saved, dy: Tensor) -> Grads:
-        """Of the bias of the second linear, by its name."""
+        """The gradient of the second linear's bias, by its name."""
         factors = _product(flat(saved.fc2.bias_scale), flat(saved.out_scales), dy.dtype)
         return self.fc2.bias_grads(dy, saved.fc2.split_sizes, factors)
 
     def scale_grads(self, saved: Saved, dy: Tensor, dots: Tensor, needs_grad: frozenset[str]) -> dict[str, Gradient]:
-        """From ``<u, a>`` by row: ``ds = o <u, a>`` and ``do = s <u, a> + <dy, b2>``."""
+        """The gradients of the scales, from ``<u, a>`` by row: ``ds = o <u, a>`` and ``do = s <u, a> + <dy, b2>``."""
         grads: dict[str, Gradient] = {}
         scales, out_scales = saved.scales, saved.out_scales
         if scales is not None and "scales" in needs_grad:
@@ -445,7 +447,7 @@ def _trains(needs_grad: frozenset[str]) -> bool:
 
 
 def _product(a: Tensor | None, b: Tensor | None, rows: torch.dtype) -> Tensor | None:
-    """In float32 at least, and no less than the rows it scales: it is rounded with them, at the end, once."""
+    """The product of two factors in at least float32, and no narrower than the rows: it is rounded with them, once."""
     if a is None or b is None:
         one = b if a is None else a
         return None if one is None else one.to(_wide(one.dtype))

@@ -28,7 +28,7 @@ from .grouped_mlp import GroupedMLP
 
 
 class Permuted(NamedTuple):
-    """The output of experts, and what their backward reads."""
+    """The output of experts, and the state of their backward."""
 
     y: Tensor
     routing: Routing
@@ -85,7 +85,7 @@ def _new_output(x: Tensor) -> Tensor:
 
 @kernel(_new_output)
 def routed_mlp(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: Experts) -> Tensor:
-    """The weighted sums [T, H] of what the chosen experts make of the tokens ``x``, without gradients."""
+    """The weighted sums [T, H] of the chosen experts' outputs for the tokens ``x``, without gradients."""
     call = one_call(experts) if x.is_cuda else None
     if call is not None:
         return call(x, top_k_index, top_k_weights)

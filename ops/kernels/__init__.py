@@ -1,9 +1,9 @@
 """The only door from ops to kernels: allocates, chooses a backend, says why, runs it.
 
 Every function takes split sizes as a tensor on the device of the rows, writes into ``out`` where it is given, and then
-leaves the rows past the last group as they are; in what it allocates they are zero. Arguments have been checked.
-:func:`kernel` makes each a custom op of its name, which is what a call becomes while a compiler traces.
-Weights that are the transposed view of dense ones are read as they lie, by the layout that says so.
+leaves the rows past the last group unchanged; in results that it allocates they are zero. Arguments have been checked.
+:func:`kernel` makes each a custom op of its name, which a compiler traces in place of the call. Transposed views of
+dense weights are read in place, with the matching layout.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ __all__ = [
 
 
 def raise_wrong_sizes(device: int) -> None:
-    """Raises what has been found wrong with split sizes on a CUDA device, and forgets it; waits for nothing.
+    """Raises the error that a CUDA device has reported for split sizes, and clears it; waits for nothing.
 
     Raises:
         RuntimeError: sizes of an earlier call were wrong.
@@ -321,8 +321,8 @@ def pointwise_backward(
     """The wanted gradients of x, the numbers of rows, the vectors of groups and matrices, from ``dy`` [rows, C].
 
     Args:
-        number_dtypes, vector_dtypes, matrix_dtypes: of the gradients, None for those that nobody wants. Without them
-            all are stacked.
+        number_dtypes, vector_dtypes, matrix_dtypes: dtypes of the gradients, None for unwanted ones. Without dtypes all
+        gradients are stacked.
     """
     wanted = want_x, want_numbers, want_vectors, number_dtypes, vector_dtypes, matrices, want_matrices, matrix_dtypes
     out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, *wanted)

@@ -1,7 +1,7 @@
-"""Who solves a problem: the one place that asks backends, obeys ``config(backend=..., strict=...)`` and tells a trace.
+"""Dispatch: the one place that asks backends, obeys ``config(backend=..., strict=...)`` and records traces.
 
-Backends register kernels for kinds of problems (``backends.py``). Those that allow it by their name and by the device
-are asked in order. Kernels that run under any name are a fallback: what every backend has in place of its own.
+Backends register kernels for kinds of problems (``backends.py``). Backends that allow it by name and device are asked
+in order. Kernels that run under any name are a fallback for every backend.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def record(problem: Measured, choice: Choice, reason: str | None = None) -> None
     """
     kind, kernels = _kinds[type(problem)], choice.kernels
     name = kernels.name if isinstance(kernels.name, str) else kernels.name(problem)
-    if reason is None:  # nobody expects other kernels than the fallback on a CPU
+    if reason is None:  # on a CPU only the fallback is expected
         reason = choice.reason if kind.reads(problem).is_cuda or not choice.is_fallback else ""
     flops = 0 if kind.flops is None else kind.flops(problem)
     describe = kernels.configuration or kind.configuration

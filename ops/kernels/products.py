@@ -109,7 +109,7 @@ def product_of(problem: GroupedGemm) -> GroupedGemm:
 
 
 def _second_product(problem: GroupedGemm, out: Matrices) -> GroupedGemm:
-    """That of the second pair of operands, added to what ``out`` holds of the first."""
+    """The product of the second pair of operands, added to the first one's in ``out``."""
     p, second = problem, problem.second
     assert second is not None
     assert p.alpha is None
@@ -131,7 +131,7 @@ def run_epilogue(problem: GroupedGemm, rows: Tensor) -> None:
 
 
 def _finish_rows(problem: GroupedGemm, kernels: GemmImplementation) -> None:
-    """What the kernels have left of a product of rows: its slots, and the tail of fresh ones."""
+    """Completes a product of rows: sends rows to slots, and zeroes the tail of fresh ones, unless the kernels do."""
     p = problem
     if p.slots is not None and not (kernels.stores_to_slots is not None and kernels.stores_to_slots(p)):
         send_rows(first(p.out), p.slots)
@@ -140,7 +140,7 @@ def _finish_rows(problem: GroupedGemm, kernels: GemmImplementation) -> None:
 
 
 def _finish_epilogue(problem: GroupedGemm, kernels: GemmImplementation, apart: str | None) -> None:
-    """What the kernels have left of an epilogue: tails, and sums by group."""
+    """Completes an epilogue: zeroes tails and sums by group, unless the kernels do."""
     epilogue = problem.epilogue
     if isinstance(epilogue, Activate):
         for tokens in () if epilogue.tail_unspecified else (epilogue.preact, first(problem.out)):

@@ -35,7 +35,7 @@ _ALIGNED = 128  # bytes, as kernels that read scales want them
 
 
 class ShardForm(NamedTuple):
-    """What a rank tells itself of its shard, from before a gather to after it."""
+    """The form of a rank's shard, kept from before a gather to after it."""
 
     recipe: Recipe
     data: tuple[int, ...]
@@ -43,7 +43,7 @@ class ShardForm(NamedTuple):
 
 
 class MasterWeight(Tensor):
-    """The values of a weight [E, N, K], or of a shard of it, in 16 or 32 bits. What is computed of them is a tensor."""
+    """The values of a weight [E, N, K], or of a shard of it, in 16 or 32 bits. Operations give plain tensors."""
 
     __torch_function__ = disabled_torch_function
 
@@ -69,7 +69,7 @@ class MasterWeight(Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], ShardForm]:
-        """What is gathered of this shard: bytes and scales.
+        """The bytes and scales of this shard, which are gathered.
 
         Raises:
             ArgumentError: the shard, the recipe or the dtype is none whose bytes can be gathered.
@@ -121,7 +121,7 @@ class GatheredWeight(Tensor):
         return self.recipe.weight_values(Weight(self.data_bytes, self.scales)).to(self.dtype)
 
     def operands(self, both: bool) -> WeightOperands:
-        """What products read: the memory that FSDP2 frees after a forward, and fills again before its backward."""
+        """The operands of products, in memory that FSDP2 frees after a forward and fills again before its backward."""
         return _operands(Weight(self.data_bytes, self.scales), both)
 
     def check_reader(self, recipe: Any) -> None:

@@ -144,7 +144,7 @@ def weight_grad(
 
 
 def transposed_operand(recipe: Recipe, weight: Weight) -> Weight:
-    """What the gradient of rows reads of a weight that a forward has kept; bytes of a copy are transposed now.
+    """The operand of the gradient of rows, from a weight that a forward has kept; transposes bytes of a copy.
 
     Raises:
         RuntimeError: the memory of the copy has been freed.
@@ -167,7 +167,7 @@ def _check_memory(data: Tensor) -> None:
 
 
 class HiddenActivation(NamedTuple):
-    """What becomes of a pre-activation: ``act(preact) * scales``, of an activation that may read numbers of columns.
+    """The hidden rows of a pre-activation, ``act(preact) * scales``; the activation may read numbers of columns.
 
     Attributes:
         scales: [T]; None for ones.
@@ -206,7 +206,7 @@ def _hidden_copies(
 def activating(
     hidden: HiddenActivation, keep_preact: bool, reader: nn.Module
 ) -> Callable[..., tuple[Tensor | None, TokenCopies]]:
-    """What a linear calls in place of :func:`product`: its result if it is kept, and operands of the activation.
+    """The function that replaces :func:`product`: it returns the result, if kept, and operands of the activation.
 
     Args:
         reader: the linear that reads the activation.
@@ -268,7 +268,7 @@ class ThroughActivation(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a backward through an activation gives: gradients of scales, of the weight behind, and of what is in front.
+    """The gradients that a backward through an activation gives: of scales, the weight behind, and the rows in front.
 
     Attributes:
         values: the gradient of the pre-activation, not quantised, which a bias reads.

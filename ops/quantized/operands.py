@@ -35,7 +35,7 @@ class TokenCopies(NamedTuple):
 
     @property
     def for_wgrad(self) -> Tensor | Columns | None:
-        """What the gradient of a weight reads."""
+        """The operand of the gradient of a weight."""
         return self.values if self.columns is None else self.columns
 
 
@@ -53,7 +53,7 @@ class GatheredTokens(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Of rows."""
+        """The number of rows."""
         return self.tokens.shape[0] if self.slot_of_row is None else self.slot_of_row.shape[0]
 
     def rows(self) -> Tensor:
@@ -113,7 +113,7 @@ def copies_of(
 
 
 def weight_operands(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
-    """What products read of a weight [E, N, K]; ``both``: the gradient of rows, too."""
+    """The operands of products with a weight [E, N, K]; ``both``: also that of the gradient of rows."""
     return QUANTISERS[recipe.kernels(False)].weight(recipe, weight, both)
 
 

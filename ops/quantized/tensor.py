@@ -198,7 +198,7 @@ def _quantize(
 
 
 def _check_source(data: Tensor, recipe: Recipe, first_dims: Tensor | None, halves: int) -> None:
-    """Of what is quantised."""
+    """Checks the arguments of a quantisation."""
     if not is_recipe(recipe):
         raise _error(f"recipe must be one such as fusible.Float8Block(), got {shown(recipe)}")
     check_stores_values("data", data, "QuantizedGroupedTensor")

@@ -57,4 +57,4 @@ def _turned(weight: Matrices) -> Matrices:
 
 
 EMULATED: dict[Scaling | None, Quantiser] = {Scaling.VALUES: Quantiser(_tokens, _weight)}
-"""What ``ops/__init__.py`` adds to the quantisers that are known."""
+"""The quantisers of emulated formats, which ``ops/__init__.py`` registers."""

@@ -43,7 +43,7 @@ class _Block(local):
     """The copies of the outermost block that this thread is in; None: it is in none.
 
     The switch ``same_weights`` reaches further: a backward has the switches of its forward, whenever and in whichever
-    thread it runs. What it computes again there is quantised anew, as no block promises anything then.
+    thread it runs. A recomputation there is quantised anew, as no block promises anything then.
     """
 
     copies: dict[tuple[Any, ...], _Kept] | None = None
@@ -75,7 +75,7 @@ def same_weights() -> Iterator[None]:
 
 
 def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
-    """What products read of a weight [E, N, K]; ``both``: the gradient of rows, too."""
+    """The operands of products with a weight [E, N, K]; ``both``: also that of the gradient of rows."""
     if isinstance(weight, GatheredWeight):
         return weight.operands(both)
     one = first(weight)

@@ -18,14 +18,14 @@ from fusible.ops import kernels
 from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
 from fusible.ops.kernels.triton import gemm as triton
 from fusible.ops.kernels.triton import row_kernels
-from fusible.ops.kernels.triton.shape import Tile
+from fusible.ops.kernels.triton.shape import ProgramTile
 from fusible.ops.programs.program import OPERATIONS
 from fusible.ops.programs.triton import CODE
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, which computes rows of no group, too
 
 SIZES = (5, 0, 1, 19, 16)
-TILE = Tile(16, 32, 16, 4, 2, strip=2)
+TILE = ProgramTile(16, 32, 16, 4, 2, strip=2)
 F32, F16 = torch.float32, torch.float16
 GEMM = gemm.Case(Layout.NT, SIZES, k=24, n=40, tail=3, dtype=F32, backend=triton.NAME)
 FUSED = fused.Case(fused.SPECS["silu glu"], SIZES, 24, 20, tail=3, dtype=F32, backend=triton.NAME)

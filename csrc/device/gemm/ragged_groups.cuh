@@ -12,7 +12,7 @@ struct RaggedTable {
   int m[kGroupsOfWindow], n[kGroupsOfWindow], k[kGroupsOfWindow], tasks_end[kGroupsOfWindow];
   uint8_t no_tma[kGroupsOfWindow];
 
-  // Of a group of the window, all of which but the last have as many groups.
+  // The flag of a group of the window. All windows but the last have equally many groups.
   DEVICE int no_tma_of(int group) const { return no_tma[group % kGroupsOfWindow]; }
 };
 

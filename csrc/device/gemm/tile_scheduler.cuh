@@ -254,7 +254,7 @@ class TileScheduler {
     tile.tokens = min(table_.slice_tokens, tile.tokens - first);
     return within;
   }
-  // That of the first group after this one that a task may belong to: by steps that double, then halve, as few rows
+  // The position of the first group after this one that a task may belong to. Steps double, then halve, since few rows
   // leave most groups empty.
   DEVICE int next_position(int task) const {
     int before = position_, step = 1;  // `before` and all groups up to it end before the task

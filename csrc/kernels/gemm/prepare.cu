@@ -37,7 +37,7 @@ cudaError_t launch(const Workspace& to, std::span<const GroupCoordinate> coordin
 constexpr int64_t kCountersBytes = 32;  // one of each window; keeps the tables aligned
 static_assert(windows_of(kMaxGroups) * sizeof(unsigned) <= kCountersBytes);
 
-// Of a window that begins with this group.
+// The part of a window that begins with this group.
 template <class T>
 std::span<const T> part(std::span<const T> all, size_t first) {
   first = std::min(first, all.size());

@@ -19,7 +19,7 @@ __device__ int64_t dim_of(const Dims& dims, int group) {
   return dims.sizes.sizes ? clamped_size(dims.sizes, group, kMost) : min(max(dims.uniform, int64_t{0}), kMost);
 }
 
-// What the groups of the rounds before add up to, in shared memory.
+// The sums of the groups of earlier rounds, in shared memory.
 struct SumsBefore {
   long long a, b, out, tasks, misfits;
 };

@@ -1,4 +1,4 @@
-"""What kernels have found wrong with a call. They do not stop, and nobody waits for them: the host learns it later."""
+"""Errors that kernels have found in a call. Kernels do not stop for them, and the host learns of them later."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from ..problems.gemm import Matrices, first
 
 
 class TokenValues(NamedTuple):
-    """The fields of a :class:`FakeQuantizeRows` that are filled; None for what nobody wants."""
+    """The fields of a :class:`FakeQuantizeRows` that are filled; None for unwanted ones."""
 
     rows: Tensor | None
     columns: Tensor | None
@@ -28,7 +28,7 @@ class TokenValues(NamedTuple):
 
 
 class WeightValues(NamedTuple):
-    """The fields of a :class:`FakeQuantizeWeight` that are filled; None for what nobody wants."""
+    """The fields of a :class:`FakeQuantizeWeight` that are filled; None for unwanted ones."""
 
     rows: Tensor | None
     columns: Tensor | None
@@ -51,7 +51,7 @@ def new_token_values(
     def values(wanted: bool, number: int) -> Tensor | None:
         return x.new_empty((number, features), dtype=torch.bfloat16) if wanted else None
 
-    def amax(wanted: bool) -> Tensor | None:  # zeros, which nobody writes if there are no rows
+    def amax(wanted: bool) -> Tensor | None:  # zeros, as they are not written if there are no rows
         return x.new_zeros((groups,), dtype=torch.float32) if wanted and is_nv else None
 
     wanted = want_rows, want_columns

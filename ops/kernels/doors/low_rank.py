@@ -1,6 +1,6 @@
-"""The door to what an adapter of low rank makes of rows: by one kernel of ours, or by a gather and products.
+"""The door to the passes of a low-rank adapter over rows: by one kernel of ours, or by a gather and products.
 
-What the rows are read for decides which is faster, so each kind of pass is chosen by itself: see :data:`PASSES`.
+Each kind of pass is chosen separately, as its results decide which way is faster: see :data:`PASSES`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ALL_PASSES = frozenset(
         "gathered rows product gradient",
     }
 )
-"""What the rows of an adapter are read for: :attr:`LowRankPass.kind`."""
+"""The kinds of passes over the rows of an adapter: :attr:`LowRankPass.kind`."""
 
 PASSES = ALL_PASSES - {"product", "gradient"}
-"""Those that one kernel makes, in less time than a gather and products."""
+"""The kinds for which one kernel is faster than a gather and products."""
 
 
 def low_rank_pass(
@@ -45,12 +45,12 @@ def low_rank_pass(
     gradient_dtype: torch.dtype | None = None,
     want_rows: bool = False,
 ) -> LowRank:
-    """What is wanted of the rows ``x`` [T, C], sorted by group, or of those gathered from the tokens ``x``.
+    """The wanted results of a pass over rows ``x`` [T, C], sorted by group, or gathered from the tokens ``x``.
 
     Args:
         layout: NT: factors are [E, R, C], NN: [E, C, R].
-        routing: whose rows are gathered.
-        factor: the product of the rows and it is wanted.
+        routing: the routing by which rows are gathered.
+        factor: if given, its product with the rows is wanted.
         low: [T, R]: the gradient of a factor is wanted, over the rows of each group the sum of row times ``low``.
         gradient_dtype: that of ``x`` by default.
         want_rows: whether the gathered rows are wanted.

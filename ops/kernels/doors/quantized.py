@@ -40,7 +40,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 class RowCopies(NamedTuple):
-    """The copies of a tensor of tokens, without those that nobody wants; flat, as a custom op returns them."""
+    """The operands of a tensor of tokens, without unwanted ones; flat, as a custom op returns them."""
 
     row_data: Tensor | None
     row_scales: Tensor | None

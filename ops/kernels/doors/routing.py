@@ -4,7 +4,7 @@ T tokens have k slots each, S = T k in all, each with the id of its expert. The 
 by expert, stably. Ids below 0 and from E on are of no expert: their rows come last, add nothing, and get no gradient.
 All of it stays on the device, and gives the same bits every time.
 
-Only our own kernels are custom ops. What compiled code does elsewhere is made of PyTorch's, which a compiler knows.
+Only our own kernels are custom ops. Elsewhere, compiled code consists of PyTorch's operations, which a compiler knows.
 An op may run where our own kernels do not: on another device than it was traced on, or under other switches. So it asks
 again when it runs, and falls back to PyTorch's kernels.
 """
@@ -174,7 +174,7 @@ def _is_solved(problem: SpreadRows | SumRows | GatherSlots) -> bool:
 
 
 def _routing_of_torch(row_of_slot: Tensor, tokens_per_expert: Tensor) -> Routing:
-    """What PyTorch's kernels need to permute rows by indices of ours."""
+    """The routing for PyTorch's kernels to permute rows by our indices."""
     return Routing(tokens_per_expert, row_of_slot.view(-1).argsort(), row_of_slot, is_native=False)
 
 
@@ -204,9 +204,9 @@ def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
 
 
 def of_indices(num_rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, dtype: torch.dtype) -> Routing:
-    """What :func:`permute` and :func:`unpermute` of rows of ``dtype`` need of a routing, from its parts.
+    """The routing that :func:`permute` and :func:`unpermute` of rows of ``dtype`` need, from its parts.
 
-    Indices are 32 bits wide only where our own kernels made them, which alone read such.
+    Only our own kernels make and read 32-bit indices.
     """
     native = row_of_slot.dtype == torch.int32 and refusal(row_of_slot, 1, dtype) is None
     return Routing(num_rows, slot_of_row, row_of_slot, native)

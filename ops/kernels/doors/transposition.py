@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .. import dispatch
 from ..operators.custom_ops import kernel
-from ..problems.transposition import Transposition
+from ..problems.transposition import ByteTransposition
 
 
 def new_transposed(data: Tensor) -> Tensor:
@@ -19,5 +19,5 @@ def new_transposed(data: Tensor) -> Tensor:
 def transpose_bytes(data: Tensor) -> Tensor:
     """The transposes [E, K, N] of matrices [E, N, K] of a dtype of 8 bits, dense."""
     out = new_transposed(data)
-    dispatch.run(Transposition(data, out))
+    dispatch.run(ByteTransposition(data, out))
     return out

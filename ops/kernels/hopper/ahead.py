@@ -31,15 +31,16 @@ def compile_ahead(
 ) -> int:
     """Compiles the kernels of a function for a Hopper GPU into the cache on disk; returns how many.
 
-    Those over rows, and with ``spec``, where the extension is built, those in the grouped GEMM: both directions,
-    weights of either orientation, with a bias and without, and so with scales unless the function reads a row anyway.
+    It compiles kernels over rows and, with ``spec`` and a built extension, those in the grouped GEMM: both directions,
+    both orientations of weights, with and without a bias, and with and without scales unless the function reads a
+    number of the row.
 
     Args:
         columns: the types of the numbers of columns that the function reads.
         quantized: also those that quantise what they compute.
 
     Raises:
-        CompileError: there is no compiler, or it refuses.
+        CompileError: there is no compiler, or it fails.
     """
     types = (torch.float32,) * len(program.rows), columns
     rows = [KernelForm(direction, program, dtype, *types) for direction in ("forward", "backward")]

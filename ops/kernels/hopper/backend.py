@@ -1,4 +1,4 @@
-"""What our own kernels solve: ``config(backend="hopper")``."""
+"""The problems that our own kernels solve: ``config(backend="hopper")``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..problems.interface import GemmImplementation, Implementation, Implementat
 from ..problems.quantized import PackedGemm
 from ..problems.routing import GatherSlots, OrderSlots, Permuting, SlotOrder, SpreadRows, SumRows
 from ..problems.rows import Activating, FunctionOfRows, PointwisePass, RowPass
-from ..problems.transposition import Transposition
+from ..problems.transposition import ByteTransposition
 from . import (
     choice,
     epilogue,
@@ -36,7 +36,7 @@ P = TypeVar("P")
 NAME = "hopper"
 KEY = attrgetter("cache_key")
 FEW_ROWS = 16
-"""As many of a group, on average, read packed weights as they lie. More than a handful have not been timed."""
+"""The most rows per group, on average, for which packed weights are read directly. More have not been timed."""
 
 
 def _name_of(problem: GroupedGemm) -> str:
@@ -85,11 +85,11 @@ def _permute(p: Permuting) -> None:
             permute.of_slots(p.source, p.ids, p.tokens_per_expert, p.out)
 
 
-def _transpose(p: Transposition) -> None:
+def _transpose(p: ByteTransposition) -> None:
     transpose.run(p.data, p.out)
 
 
-def _transposition_refusal(p: Transposition) -> str | None:
+def _transposition_refusal(p: ByteTransposition) -> str | None:
     return transpose.refusal(p.data)
 
 

@@ -1,4 +1,4 @@
-"""Our Hopper kernels that end in an activation or its backward: one launch instead of a product and a pass over it."""
+"""Our Hopper kernels with an activation or its backward in the epilogue: one launch instead of a product and a pass."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _NARROW = (1, 2, 4)  # blocks that are told apart within sixteen columns
 
 
 def name_of(spec: ActivationSpec) -> str:
-    """What ``explain`` calls a product with this activation in its epilogue."""
+    """The name in ``explain`` of a product with this activation in its epilogue."""
     return NAME if spec.program is None else f"hopper ({spec.name} in the epilogue)"
 
 
 def configuration(problem: GroupedGemm, epilogue: Activate | ActivateBackward) -> str:
-    """The product with its epilogue, and what is chosen for it, in words."""
+    """A text of the product with its epilogue and the chosen configuration."""
     p, (_, n, k), spec = problem, problem.mnk, epilogue.spec
     backward = isinstance(epilogue, ActivateBackward)
     columns = n // 2 if spec.gated and not backward else n
@@ -147,7 +147,7 @@ def _operands_refusal(problem: GroupedGemm, spec: ActivationSpec, columns: int) 
 
 
 def _operands(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ColumnOperands | None:
-    """What a user's function reads beside the product and the scales; None: the activation is a built-in one."""
+    """The operands of a user's function beside the product and the scales; None for a built-in activation."""
     of_groups = problem.of_groups
     if of_groups is None:
         return ColumnOperands.of(spec, None, columns)
@@ -201,7 +201,7 @@ def forward(problem: GroupedGemm, epilogue: Activate, variant: int = -1) -> None
 
 
 def backward(problem: GroupedGemm, epilogue: ActivateBackward, variant: int = -1) -> None:
-    """From the product, the gradient of the hidden rows, and ``preact``: what ``grads`` holds tensors for."""
+    """Computes the tensors in ``grads``, from the product, which is the gradient of the hidden rows, and ``preact``."""
     p, columns, library, grads = problem, problem.mnk[1], compiled(), epilogue.grads
     bias_columns, bias_type = (0, 0) if grads.bias is None else (grads.bias.shape[1], TYPE_CODES[grads.bias.dtype])
     program = epilogue.spec.program

@@ -1,7 +1,7 @@
 """Our own CUDA kernels that quantise and dequantise in one pass, in registers.
 
-They write what the door has just allocated, whose version nobody has kept: it stays. Rows past the last group are
-neither read nor written.
+They write memory that the door has just allocated and no one else has seen, so its version stays. Rows past the last
+group are neither read nor written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def refusal(problem: FakeQuantizing) -> str | None:
 
 
 def run(problem: FakeQuantizing) -> None:
-    """Fills what the problem has tensors for, which is not refused."""
+    """Fills the tensors of a problem that was not refused."""
     if isinstance(problem, FakeQuantizeRows):
         _run_rows(problem)
     else:

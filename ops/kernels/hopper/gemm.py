@@ -76,9 +76,9 @@ def operands_refusal(a: Tensor, b: Tensor, out: Tensor, groups: int) -> str | No
 
 
 def configuration(problem: GroupedGemm) -> str:
-    """The product, and what is chosen for it, in words: tile, cluster, stages, blocks, order of the tasks.
+    """A text of the product and its configuration: tile, cluster, stages, blocks, order of the tasks.
 
-    Empty for a device that is only assumed: the choice depends on what the device says of itself.
+    Empty for an assumed device, as the choice depends on the device's properties.
     """
     if assumed() is not None:
         return ""
@@ -95,7 +95,7 @@ def configuration(problem: GroupedGemm) -> str:
 
 
 def run(problem: GroupedGemm) -> None:
-    """Computes ``problem.out``, and what its epilogue gives."""
+    """Computes ``problem.out``, and the results of its epilogue."""
     ending = problem.epilogue
     if problem.slots is not None and stores_to_slots(problem):
         _run_to_slots(problem, problem.slots)
@@ -108,7 +108,7 @@ def run(problem: GroupedGemm) -> None:
 
 
 def stores_to_slots(problem: GroupedGemm) -> bool:
-    """Whether the product has a kernel whose rows go to slots, so that ``out`` stays as it is."""
+    """Whether the product has a kernel whose rows go to slots, so that ``out`` stays unchanged."""
     p = problem
     without_more = p.epilogue is None and p.second is None and p.alpha is None and p.beta is None
     return without_more and p.layout is Layout.NT and p.a.dtype == first(p.out).dtype == torch.bfloat16
@@ -129,7 +129,7 @@ def _run_to_slots(p: GroupedGemm, slots: RowSlots) -> None:
 def launch(problem: GroupedGemm, variant: int = -1, dynamic: bool = True) -> None:
     """One launch on the current stream, of a product without an epilogue.
 
-    A fresh ``out`` has been seen by nobody, so its version stays, and its tail becomes zero unless it is unspecified.
+    A fresh ``out`` was just allocated, so its version stays, and its tail becomes zero unless it is unspecified.
 
     Args:
         variant: a tile variant instead of the cost model's, for tests and tuning.
@@ -169,7 +169,7 @@ def launch(problem: GroupedGemm, variant: int = -1, dynamic: bool = True) -> Non
 
 
 class Workspace(NamedTuple):
-    """What a product needs for itself, and what the launch is told of those beside it."""
+    """The workspace of a product, and the launch fields about the products beside it."""
 
     memory: Tensor | None
     address: int

@@ -1,4 +1,4 @@
-"""Our own CUDA kernel that passes over rows once for all that an adapter of low rank wants of them."""
+"""Our own CUDA kernel that computes all results of a low-rank adapter in one pass over rows."""
 
 from __future__ import annotations
 

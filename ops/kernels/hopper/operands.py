@@ -19,7 +19,7 @@ NO_MATRICES: Addressing = (0, 0, 0), []
 
 
 def addressing(matrices: Matrices) -> Addressing:
-    """Where they lie."""
+    """The addresses and strides of matrices."""
     if isinstance(matrices, Tensor):
         strides = matrices.stride()
         return (matrices.data_ptr(), strides[-2], strides[0] if len(strides) == 3 else 0), []
@@ -55,12 +55,12 @@ def one_or_each(factor: float | Tensor | None, groups: int) -> tuple[float, Tens
 
 
 def second_depth(problem: GroupedGemm) -> int:
-    """R of the second pair of operands; 0: there is none."""
+    """R, the depth of the second pair of operands; 0 if there is none."""
     return 0 if problem.second is None else problem.second.a.shape[1]
 
 
 def second_fields(second: OperandPair | None) -> dict[str, int]:
-    """The second pair of operands as the extension wants it, by the names of its fields; none where there is none."""
+    """The extension's fields for the second pair of operands; empty if there is none."""
     if second is None:
         return {}
     a, b = second

@@ -22,12 +22,12 @@ LATE, OTHER, OVERFLOW = 1, 2, 3  # failures
 
 
 class LaneReport(NamedTuple):
-    """What kernels tell the host: the fields of ``LaneReport``. It is read from a tensor of as many integers.
+    """The report of kernels to the host: the fields of ``LaneReport``, read from a tensor of integers.
 
     Attributes:
-        failure: 0, or one of those above.
-        peer: the rank that did not come, that came for something else, or that would own too many rows.
-        kind, exchange: what this rank waited for.
+        failure: 0, or one of the constants above.
+        peer: the rank that did not arrive, that did something else, or that would own too many rows.
+        kind, exchange: the step that this rank waited for.
         seen: the last signal of the peer, or the rows that it would own.
         came: a bit for each rank that was there.
         required, dropped: the most rows that a rank had to own, and how many were left out, so far.
@@ -44,15 +44,15 @@ class LaneReport(NamedTuple):
 
     @property
     def kind_seen(self) -> int:
-        """Of the signal of the peer."""
+        """The kind of the peer's signal."""
         return self.seen & 0xFFFF
 
 
 class LaneLaunch(NamedTuple):
-    """What all launches of a lane share.
+    """The common arguments of all launches of a lane.
 
     Attributes:
-        rank: this one.
+        rank: this rank.
         buffers: the addresses of the buffers of all ranks, as this one sees them.
         state: uint8 [STATE_BYTES] on the device.
         report: int64 [8], in memory of the host that the device may write.
@@ -65,7 +65,7 @@ class LaneLaunch(NamedTuple):
     report: Tensor
 
     def arguments(self, exchange: int) -> dict[str, Any]:
-        """For a launch of an exchange."""
+        """The arguments of a launch of an exchange."""
         return {
             "device": self.device,
             "stream": stream(self.device),
@@ -78,7 +78,7 @@ class LaneLaunch(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """Where the slots of some tokens have their rows.
+    """The rows of the slots of some tokens.
 
     Attributes:
         row_of_slot: int32 [T, k], among the rows of all ranks.
@@ -117,12 +117,12 @@ class Published(NamedTuple):
 
 
 class RowsArriving(NamedTuple):
-    """How rows are told of.
+    """The announcement of rows.
 
     Attributes:
-        slot_of_row: int32 [S]: of the rows of all ranks.
+        slot_of_row: int32 [S]: the slot of each row of all ranks.
         counters: see :func:`fusible.ops.kernels.hopper.arrivals.counters`.
-        blocks: of threads that bring them, each of which takes a multiprocessor.
+        blocks: the number of blocks of threads that bring them, one per multiprocessor.
     """
 
     slot_of_row: Tensor
@@ -146,10 +146,10 @@ def refusal(device: int | None, num_experts: int, ranks: int, dtype: torch.dtype
 def publish(
     lane: LaneLaunch, exchange: int, kind: int, signals_at: int, timeout: float, published: Published | None = None
 ) -> None:
-    """Signals to all ranks that what came before on the stream is there, and waits for their signals.
+    """Signals to all ranks that earlier work on the stream is visible, and waits for their signals.
 
     Args:
-        timeout: seconds; 0: for ever.
+        timeout: seconds; 0: forever.
     """
     everywhere: dict[str, Any] = {}
     if published is not None:
@@ -223,11 +223,11 @@ def send_rows(rows: Tensor, slots: RowSlots) -> None:
 
 
 def pull(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, fill: bool) -> None:
-    """The rows [Q, H] of this rank from the tokens [T, H] of all, which are at ``at`` in the buffers.
+    """Pulls the rows [Q, H] of this rank from the tokens [T, H] of all ranks, at ``at`` in the buffers.
 
     Args:
         slots: of all ranks, [R * T, k].
-        fill: whether the tail shall be zero; else it stays as it is.
+        fill: whether the tail is zeroed; else it is unchanged.
     """
     compiled().pull(**_rows(lane, exchange, out, slots, at, ranks=len(lane.buffers)), fill=fill)
 
@@ -248,22 +248,22 @@ def pull_blocks(
 def pull_sum(
     lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, blocks: int = 0, at_slots: bool = False
 ) -> None:
-    """The sums [T, H] of the rows of this rank's tokens, which are at ``at`` in the buffers.
+    """Sums the rows of this rank's tokens, at ``at`` in the buffers, to [T, H].
 
     Args:
-        blocks: how many multiprocessors it may take; 0: all.
+        blocks: the number of multiprocessors to use; 0: all.
         at_slots: the rows are those of this rank's slots, in its own buffer.
     """
     compiled().pull_sum(**_rows(lane, exchange, out, slots, at), blocks=blocks, at_slots=at_slots)
 
 
 def numbers_to_rows(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor) -> None:
-    """The numbers [Q] of the rows of this rank, from those of the slots of all ranks. The tail is zero."""
+    """Moves numbers of slots, of all ranks, to the rows [Q] of this rank. The tail is zero."""
     compiled().numbers_to_rows(**_numbers(lane, exchange, slots, at, out))
 
 
 def pull_numbers(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor) -> None:
-    """The numbers [T, k] of the slots of this rank, from those of rows; 0 for those without a row."""
+    """Moves numbers of rows to the slots [T, k] of this rank; 0 for slots without a row."""
     compiled().pull_numbers(**_numbers(lane, exchange, slots, at, out))
 
 

@@ -29,14 +29,14 @@ def refusal(ids: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
 
 
 def takes_weights(dtype: torch.dtype) -> bool:
-    """Whether the kernels read and write numbers of slots in this dtype; those of 64 bits stay with PyTorch."""
+    """Whether the kernels read and write numbers of slots in this dtype; 64-bit ones stay with PyTorch."""
     return dtype in TYPE_CODES
 
 
 def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of ids [T, k]: tokens per expert and their sum [E + 1], slot of each row [S] and row of each slot [T, k].
+    """Sorts ids [T, k]; returns tokens per expert and their sum [E + 1], slot of each row [S], row of each slot [T, k].
 
-    Last, the weight of each row in fp32 [S], where weights are given.
+    The last result is the weight of each row in fp32 [S], if weights are given.
     """
     slots, device, ids = ids.numel(), ids.get_device(), ids.contiguous()
     shapes = (num_experts + 1,), (slots,), ids.shape, (_workspace(slots, num_experts),)
@@ -89,7 +89,7 @@ def of_slots(numbers: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, ou
 
 
 def _workspace(slots: int, num_experts: int) -> int:
-    """Asked at every call, so that a capture sees what the size depends on."""
+    """The workspace in elements. Computed at every call, so that a capture sees the sizes that it depends on."""
     return int(compiled().route_workspace_bytes(slots=slots, groups=num_experts)) // 4
 
 

@@ -1,7 +1,8 @@
-"""Our own CUDA kernels that quantise: each reads its tensor once and writes both copies of it, or twice, where scales
-are of whole rows or groups.
+"""Our own CUDA kernels that quantise: each reads its tensor once, or twice for scales of whole rows or groups, and
+writes both operands.
 
-They write what the door has just allocated, whose version nobody has kept: it stays. Rows past the last group are
+They write memory that the door has just allocated and no one else has seen, so its version stays. Rows past the last
+group are
 neither read nor written.
 """
 
@@ -50,7 +51,7 @@ def refusal(problem: Quantizing) -> str | None:
 
 @singledispatch
 def _refusal(problem: Quantizing) -> str | None:
-    """Of the operands of each kind of problem."""
+    """The reason for the operands of each kind of problem."""
     raise TypeError(f"no quantiser of {type(problem).__name__}")
 
 
@@ -75,7 +76,7 @@ def _rows_refusal(problem: QuantizeRows) -> str | None:
 
 
 def rows_refusal(x: Tensor) -> str | None:
-    """Of rows of tokens."""
+    """The reason against rows of tokens, or None."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"quantises bfloat16 or float16 rows, not {x.dtype}"
     if x.stride(1) != 1 or x.stride(0) % 8 or addresses(x)[0] % _VECTOR:
@@ -84,7 +85,7 @@ def rows_refusal(x: Tensor) -> str | None:
 
 
 def _encode_refusal(encode: Tensor | None, scaling: Scaling, groups: int) -> str | None:
-    """Of the numbers by which groups are multiplied."""
+    """The reason against the factors of groups, or None."""
     if encode is None:
         return None
     if scaling is not Scaling.GROUPS:
@@ -95,7 +96,7 @@ def _encode_refusal(encode: Tensor | None, scaling: Scaling, groups: int) -> str
 
 
 def indices_refusal(*indices: Tensor | None) -> str | None:
-    """Of rows or of slots."""
+    """The reason against indices of rows or slots, or None."""
     for each in indices:
         if each is not None and not (each.dtype == torch.int32 and each.is_contiguous()):
             return f"needs dense indices of 32 bits, got {each.dtype} with strides {list(each.stride())}"
@@ -103,7 +104,7 @@ def indices_refusal(*indices: Tensor | None) -> str | None:
 
 
 def tokens_refusal(tokens: int, split_sizes: Tensor) -> str | None:
-    """Of how many rows there are, and of their groups."""
+    """The reason against the number of rows or their groups, or None."""
     if tokens >= _MANY:
         return f"takes fewer than 2^30 rows, got {tokens}"
     if split_sizes.dtype not in (torch.int32, torch.int64) or not split_sizes.is_contiguous():
@@ -112,12 +113,12 @@ def tokens_refusal(tokens: int, split_sizes: Tensor) -> str | None:
 
 
 def features_refusal(features: int) -> str | None:
-    """Of the columns of rows."""
+    """The reason against the columns of rows, or None."""
     return None if features % _VECTOR == 0 else f"needs features that are multiples of 16, got {features}"
 
 
 def dense_refusal(name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> str | None:
-    """Of the memory of a copy, whose first dimension may be larger than what is asked for."""
+    """The reason against the memory of an operand, whose first dimension may be larger than required, or None."""
     if tensor is None:
         return f"needs {name} {list(shape)} of {dtype}, got none"
     fits = tensor.shape[1:] == shape[1:] and tensor.shape[0] >= shape[0]
@@ -168,7 +169,9 @@ def _quantize_rows(problem: QuantizeRows) -> None:
 
 
 def _largest_magnitudes(scaling: Scaling, rows: int, groups: int, like: Tensor) -> Tensor | None:
-    """Memory for those of rows and columns, or of groups; asked at every call, as :func:`_workspace` is."""
+    """Memory for the largest magnitudes of rows and columns, or of groups; sized at every call, like
+    :func:`_workspace`.
+    """
     if scaling is Scaling.BLOCKS:
         return None
     code, features = _SCALING_CODES[scaling], like.shape[-1]
@@ -177,7 +180,7 @@ def _largest_magnitudes(scaling: Scaling, rows: int, groups: int, like: Tensor) 
 
 
 def group_arguments(split_sizes: Tensor) -> dict[str, int]:
-    """What launches are told of groups."""
+    """The launch arguments about groups."""
     return {
         "groups": split_sizes.shape[0],
         "sizes": split_sizes.data_ptr(),
@@ -197,11 +200,11 @@ def _copy_arguments(rows: Rows | None, columns: Columns | None) -> dict[str, int
 
 
 class _Stored(NamedTuple):
-    """Matrices [n, k] as they lie in memory, and where their bytes go.
+    """Matrices [n, k] in their stored layout, and the destination of their bytes.
 
     Attributes:
         matrices: row-major.
-        is_transposed: they are the weights' transposes, and so are their scales.
+        is_transposed: whether they, and their scales, are transposed.
     """
 
     matrices: list[Tensor]
@@ -271,7 +274,7 @@ def _transposed_refusal(transposed: Tensor | None, groups: int, k: int, n: int) 
 
 
 def matrices_refusal(matrices: list[Tensor], group_stride: int) -> str | None:
-    """Of weights that are row-major: of one tensor [E, N, K], or of those of all groups."""
+    """The reason against row-major weights in one tensor [E, N, K] or one per group, or None."""
     one = matrices[0]
     if any([m.dtype != one.dtype or m.stride() != one.stride() for m in matrices]):
         return "needs weights of one dtype and pitch"
@@ -326,7 +329,7 @@ def _activation_refusal(problem: QuantizeActivation | QuantizeActivationBackward
 
 
 def _activation_operands_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
-    """Of what both directions read."""
+    """The reason against the operands that both directions read, or None."""
     preact, spec, scales = problem.preact, problem.activation, problem.scales
     features = spec.out_features(preact.shape[1])
     backward = isinstance(problem, QuantizeActivationBackward)
@@ -347,7 +350,7 @@ def _is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _activation_copies_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
-    """Of what one direction has, and of what it writes."""
+    """The reason against the operands and results of one direction, or None."""
     (tokens, wide), groups = problem.preact.shape, problem.split_sizes.shape[0]
     features = problem.activation.out_features(wide)
     if isinstance(problem, QuantizeActivation):
@@ -415,7 +418,9 @@ def _activation_arguments(problem: QuantizeActivation | QuantizeActivationBackwa
 
 
 def _workspace(problem: QuantizeActivationBackward, dvectors: int) -> Tensor | None:
-    """Asked at every call, so that a capture sees what the size depends on; None: nothing is summed."""
+    """The workspace, or None if nothing is summed. Sized at every call, so that a capture sees the sizes
+    it depends on.
+    """
     if problem.dscales is None and not dvectors:
         return None
     tokens, features = problem.dpostact.shape

@@ -17,7 +17,7 @@ from .operands import Addressing, addressing
 
 
 class Experts(NamedTuple):
-    """The parameters of a layer's experts as they are stored, and what is between the linears.
+    """The stored parameters of a layer's experts, and the activation between the linears.
 
     Attributes:
         up, down: [E, out, in], or [E, in, out] if ``transposed``.
@@ -33,12 +33,12 @@ class Experts(NamedTuple):
 
     @property
     def features(self) -> int:
-        """Of a token."""
+        """The features of a token."""
         return self.up.shape[1 if self.transposed else 2]
 
     @property
     def columns(self) -> int:
-        """Of the hidden rows."""
+        """The columns of the hidden rows."""
         return self.down.shape[1 if self.transposed else 2]
 
 
@@ -82,7 +82,7 @@ class RoutedMlp:
         }
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Of rows [T, H], ids of 32 or 64 bits and weights [T, k]: the weighted sums [T, H]."""
+        """Computes the weighted sums [T, H] for rows [T, H], ids of 32 or 64 bits [T, k] and weights [T, k]."""
         tokens, top_k = ids.shape
         x = x if x.stride(-1) == 1 else x.contiguous()
         ids = ids.contiguous()

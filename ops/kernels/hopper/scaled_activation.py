@@ -31,7 +31,7 @@ def refusal(problem: ActivatedScaledGemm) -> str | None:
 
 
 def _block_refusal(block: int | None, features: int) -> str | None:
-    """Of the columns of gate before as many of up; None: all of them."""
+    """The reason against the block size of gate and up (None: halves), or None."""
     if block is None or block == features:
         return None if features % BLOCK == 0 else f"needs halves that are multiples of {BLOCK} columns, got {features}"
     return tile_refusal(block, features)

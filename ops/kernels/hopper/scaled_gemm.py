@@ -68,7 +68,7 @@ def row_fields(p: ScaledGemm, workspace: Tensor) -> dict[str, Any]:
 
 
 def _scale_fields(p: ScaledGemm) -> dict[str, Any]:
-    """Where the scales of weights lie, and what else depends on their kind."""
+    """The fields for the scales of weights, and others that depend on their kind."""
     strides = p.weight_scales.stride()
     fields = {"b_scales_group": strides[0], "b_scales_row": strides[1]}
     if scales_whole_rows(p):
@@ -124,12 +124,12 @@ def _operand_fields(
 
 
 def new_workspace(p: Multiplying) -> Tensor:
-    """What a launch needs for itself."""
+    """The workspace of a launch."""
     return p.a.data.new_empty(workspace_bytes(p.groups), dtype=torch.uint8)
 
 
 def _operands_refusal(p: Multiplying) -> str | None:
-    """What both kinds of products ask of operands and sizes."""
+    """The reason against the operands and sizes of either kind of product, or None."""
     data, sizes = p.a.data, p.split_sizes
     if not data.is_cuda:
         return f"needs a CUDA device, got {data.device.type}"

@@ -32,7 +32,7 @@ class FunctionKernels(NamedTuple):
     def backward(
         self, dpostact: Tensor, preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: ActivationGrads
     ) -> None:
-        """From ``dpostact`` [..., F] what ``out`` has tensors for."""
+        """Computes the tensors in ``out`` from ``dpostact`` [..., F]."""
         rows = self._rows(preact, spec, scales)
         (number,) = cast(tuple[Tensor], rows.numbers)
         dscales = None if out.scales is None else torch.empty_like(number)
@@ -56,7 +56,7 @@ def _flat(rows: Tensor) -> Tensor:
 
 
 def function_by(kernels: PointwiseKernels) -> Callable[[FunctionOfRows], None]:
-    """What computes activations that users have written by these kernels."""
+    """A function that computes users' activations by these kernels."""
 
     def run(problem: FunctionOfRows) -> None:
         p = problem.activation

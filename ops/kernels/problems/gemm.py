@@ -35,7 +35,8 @@ class Layout(Enum):
 class ActivationGrads(NamedTuple):
     """Gradients of the pre-activation and of the scales; and the activation times the scales, computed again.
 
-    ``bias`` [E, C] and ``vectors`` are for what knows groups: the sums of ``preact`` over the rows of each, which are
+    ``bias`` [E, C] and ``vectors`` are for kernels that know groups: the sums of ``preact`` over the rows of each,
+    which are
     the gradient of its bias; and the gradients of the numbers of columns, in their shapes.
     """
 
@@ -78,7 +79,7 @@ class ActivateBackward:
     """Epilogue: the product [T, F] is the gradient of ``activation(preact) * scales``; ``out`` is ``grads.preact``.
 
     Attributes:
-        grads: what is wanted of the gradients, and the activation computed again.
+        grads: the wanted gradients, and the recomputed activation.
         vectors, kernels: as of :class:`Activate`.
     """
 
@@ -91,9 +92,9 @@ class ActivateBackward:
 
 
 Epilogue = Activate | ActivateBackward | None
-"""What becomes of a product before it is stored; None: it is stored."""
+"""The operation on a product before it is stored; None: none."""
 
-_MANY = 2**30  # rows of which some kernels take fewer only
+_MANY = 2**30  # the row limit of some kernels
 
 
 class OperandPair(NamedTuple):
@@ -109,15 +110,15 @@ class OperandPair(NamedTuple):
 
 
 class RowSlots(NamedTuple):
-    """Where the rows of this rank are summed: at the slots of their tokens, in the buffers of the tokens' ranks.
+    """The destination of this rank's rows: the slots of their tokens, in the buffers of the tokens' ranks.
 
     Attributes:
-        rank: this one; ``buffers``: the addresses of those of all ranks, as this one sees them.
-        state: of the lane; nothing is stored where it says that the lane has failed.
-        slot_of_row: int32 [S]: of the rows of all ranks, among the slots of all.
+        rank: this rank; ``buffers``: the addresses of all ranks' buffers, in this rank's address space.
+        state: the state of the lane; nothing is stored if the lane has failed.
+        slot_of_row: int32 [S]: the slot of each row, over all ranks.
         firsts: int32 [R + 1]: the first row of each rank, and the end of the last.
-        slots: of a rank.
-        at: where in a buffer they are, a row for each.
+        slots: the number of slots of a rank.
+        at: their offset in a buffer, one row each.
     """
 
     rank: int
@@ -129,7 +130,7 @@ class RowSlots(NamedTuple):
     at: int
 
     def arguments(self) -> dict[str, Any]:
-        """Of a launch."""
+        """The arguments of a launch."""
         tensors = {name: getattr(self, name).data_ptr() for name in ("state", "slot_of_row", "firsts")}
         return {"rank": self.rank, "buffers": self.buffers, **tensors, "slots": self.slots, "at": self.at}
 
@@ -138,22 +139,22 @@ class RowSlots(NamedTuple):
 class GroupedGemm:
     """``out = row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group.
 
-    Nobody changes one; it is not frozen because that makes it four times as slow to make.
+    It is never modified; it is not frozen because that makes construction four times slower.
 
     Attributes:
         split_sizes: int32 or int64 [E], on the device of ``a``: rows of each group.
-        out: where the result goes; rows past the last group are not touched. E matrices are allowed for TN.
+        out: the output; rows past the last group are not touched. E matrices are allowed for TN.
         alpha: a factor, or one a group [E]; None for 1.
-        beta: what stands in ``out`` counts this much, by group if [E]; None for nothing, ``out`` is then not read.
-        fresh: ``out`` was allocated for this; nobody can have kept it for a backward, so its version need not change.
+        beta: the factor of the old values of ``out``, by group if [E]; None: ``out`` is not read.
+        fresh: ``out`` was just allocated, so its version need not change.
         bias: [E, N]; ``bias_scale``: [T], scales the bias of a row; ``row_scale``: [T], scales the whole row.
         epilogue: an activation or its backward, applied to the product before it is stored.
-        second: a second pair of operands, of NT and NN: what is said of A B is true of the sum of both products.
+        second: a second pair of operands, of NT and NN: A B then stands for the sum of both products.
         tail_unspecified: rows of ``out`` past the last group may hold anything although it is fresh.
         arrived: counters of the blocks of rows of ``a``, which the kernel before this one on its stream brings; see
             :func:`fusible.ops.kernels.hopper.arrivals.counters`. A backend may wait for that kernel instead.
-        slots: where the rows of the product go, instead of ``out`` or after that.
-        independent: those that it is one of; a backend may launch one after the other, as ever.
+        slots: the slots that the rows of the product are sent to, instead of ``out`` or after it.
+        independent: the independent products that it belongs to; a backend may ignore it.
     """
 
     layout: Layout
@@ -196,9 +197,10 @@ class GroupedGemm:
 
     @property
     def cache_key(self) -> tuple[Hashable, ...] | None:
-        """What decides whether a backend takes it: all but T and the addresses; None where it takes more to say.
+        """The key that decides whether a backend accepts it: everything but T and the addresses; None if that is not
+        enough.
 
-        Equal kinds are taken alike. There is none for matrices that are tensors of their own, and for factors [E].
+        Problems of equal key are accepted alike. Separate matrices and factors [E] have no key.
         """
         a, b, out, sizes = self.a, self.b, self.out, self.split_sizes
         factors = _factors_key(self.alpha, self.beta, self.bias, self.bias_scale, self.row_scale)
@@ -212,7 +214,7 @@ class GroupedGemm:
 
     @property
     def of_groups(self) -> FunctionOperands | None:
-        """What the epilogue's function reads beside the product and the scales."""
+        """The operands of the epilogue's function beside the product and the scales."""
         epilogue = self.epilogue
         if epilogue is None:
             return None
@@ -253,7 +255,7 @@ class GroupedGemm:
 
 
 def addresses(matrices: Matrices) -> list[int]:
-    """Where each begins, or the one tensor; for tensors without data, from the start of storages that are aligned."""
+    """The addresses of matrices, or of the one tensor; without data, offsets from the start of aligned storages."""
     tensors = [matrices] if isinstance(matrices, Tensor) else matrices
     if isinstance(tensors[0], FakeTensor):
         return [int(tensor.storage_offset()) * tensor.element_size() for tensor in tensors]
@@ -263,7 +265,7 @@ def addresses(matrices: Matrices) -> list[int]:
 def _factors_key(
     alpha: float | Tensor | None, beta: float | Tensor | None, *vectors: Matrices | None
 ) -> tuple[Hashable, ...] | None:
-    """What decides of the factors, the bias and the scales; None where it takes more to say."""
+    """The part of the key for factors, bias and scales; None if a key is not enough."""
     if isinstance(alpha, Tensor) or isinstance(beta, Tensor):
         return None
     kinds: list[Hashable] = [alpha, beta]
@@ -294,11 +296,11 @@ def nbytes(*tensors: Matrices | Operands) -> int:
 
 
 class FunctionOperands(NamedTuple):
-    """What a user's function reads beside the product and the scales.
+    """The operands of a user's function beside the product and the scales.
 
     Attributes:
         vectors: the numbers of columns, [groups, F] or [1, F] each.
-        split_sizes: [groups], how many rows each group has.
+        split_sizes: [groups], the number of rows of each group.
         matrices: the numbers of elements, [T, F] each.
         tail_unspecified: see :class:`PointwiseRows`.
     """
@@ -310,7 +312,7 @@ class FunctionOperands(NamedTuple):
 
 
 class PointwiseRows(NamedTuple):
-    """What a pointwise program reads.
+    """The operands of a pointwise program.
 
     Attributes:
         x: [rows, C], or [rows, 2 C] where gate and up are in it; None where no wanted gradient reads it.
@@ -348,9 +350,9 @@ class PointwiseRows(NamedTuple):
 
 
 class PointwiseGrads(NamedTuple):
-    """The gradients of a pointwise program; None for what is not wanted.
+    """The gradients of a pointwise program; None for unwanted ones.
 
-    Those of the numbers are sums by row, those of the vectors by column and group.
+    Gradients of numbers are sums by row, those of vectors by column and group.
     """
 
     x: Tensor | None

@@ -1,4 +1,4 @@
-"""What a backend registers: for each kind of problem that it solves, its kernels and what they can."""
+"""The registration of a backend: for each kind of problem that it solves, its kernels and their capabilities."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Implementation(Generic[P]):
 
 
 def solving(kernels: object) -> methodcaller:
-    """What solves a problem by the functions of a module: the problem knows which it needs."""
+    """A function that solves a problem with the functions of a module; the problem knows which it needs."""
     return methodcaller("solve", kernels)
 
 

@@ -40,7 +40,7 @@ from .rows import (
     RowPass,
     ZeroTail,
 )
-from .transposition import Transposition
+from .transposition import ByteTransposition
 
 
 def _read_by(problem: FakeQuantizing) -> Tensor:
@@ -48,7 +48,7 @@ def _read_by(problem: FakeQuantizing) -> Tensor:
 
 
 def _size(problem: Measured) -> str:
-    """What it computes, and the bytes that it moves."""
+    """The computation and its memory traffic, as text."""
     return f"{problem}, {problem.bytes / 1e6:.1f} MB"
 
 
@@ -62,10 +62,10 @@ POINTWISE: Kind[PointwisePass] = Kind(
     "pointwise function", attrgetter("columns"), types=(PointwiseForward, PointwiseBackward)
 )
 ROW_PASS: Kind[RowPass] = Kind("pass over rows", attrgetter("rows"), types=(ColumnSums, RowDots, ZeroTail))
-TRANSPOSITION: Kind[Transposition] = Kind(
+TRANSPOSITION: Kind[ByteTransposition] = Kind(
     "transposition of bytes",
     attrgetter("data"),
-    types=(Transposition,),
+    types=(ByteTransposition,),
     is_empty=lambda p: not p.out.numel(),
     configuration=_size,
 )

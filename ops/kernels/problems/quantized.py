@@ -17,7 +17,7 @@ from .gemm import Matrices, Operands, first, nbytes
 
 
 class QuantizedWeight(NamedTuple):
-    """What kernels write of a weight in blocks of 128 x 128: flat, as a custom op returns it.
+    """The results of quantising a weight in blocks of 128 x 128; flat, as a custom op returns them.
 
     Blocks restart at each expert, and at each of ``halves`` of its rows: 2 where they are gate and up, else 1.
 
@@ -33,7 +33,8 @@ class QuantizedWeight(NamedTuple):
 
 
 class RowWeight(NamedTuple):
-    """What kernels write of a weight with a scale for each row of either copy: flat, as a custom op returns it.
+    """The results of quantising a weight with a scale for each row of either orientation; flat, as a custom op returns
+    them.
 
     Attributes:
         data: e4m3 [E, N, K]; scales: float32 [E, N].
@@ -196,7 +197,7 @@ class PermuteQuantizedRows:
         source: of T tokens.
         slot_of_row: int32 [T k]: the slot, token * k + j, of each row; ``row_of_slot``: int32 [T, k], the inverse.
         tokens_per_expert: int32 [E + 1]: the rows of each expert, and of all together.
-        out: of T k rows. Those of no expert may become anything.
+        out: of T k rows. Rows of no expert are arbitrary.
     """
 
     source: Rows

@@ -1,4 +1,4 @@
-"""The statement of a grouped GEMM whose groups have shapes of their own on both sides."""
+"""The problem of a grouped GEMM whose groups have their own shapes on both sides."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RaggedGemm:
         out: M_g x N_g, one after the other; what its dims say follows from those of a and b.
         alpha, beta: a factor, or one a group [E]; ``beta`` None: ``out`` is not read.
         bias: [E, N], where all groups have N columns.
-        fresh: ``out`` was allocated for this: what lies behind its last group shall be zero, and its version stays.
+        fresh: ``out`` was allocated for this: elements after its last group must be zero, and its version stays.
     """
 
     layout: Layout

@@ -15,7 +15,7 @@ _MANY = 2**30  # slots of which some kernels take fewer only
 
 
 class SlotOrder(NamedTuple):
-    """What a kernel gives of a :class:`Routing`, with indices of 32 bits."""
+    """The result of a kernel for a :class:`Routing`, with 32-bit indices."""
 
     tokens_per_expert: Tensor
     slot_of_row: Tensor
@@ -43,7 +43,7 @@ class OrderSlots:
 
     @property
     def cache_key(self) -> Hashable:
-        """What decides whether kernels take it."""
+        """The key that decides whether kernels accept it."""
         ids = self.ids
         return ids.dtype, ids.device, self.num_experts, self.dtype, ids.numel() < _MANY
 

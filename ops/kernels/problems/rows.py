@@ -109,7 +109,7 @@ class FunctionOfRows:
 
     @property
     def rows(self) -> PointwiseRows:
-        """What the program reads."""
+        """The operands of the program."""
         p = self.activation
         rows = PointwiseRows(p.preact, p.spec.block, None if p.scales is None else (p.scales,))
         return rows if p.of_groups is None else rows._replace(**p.of_groups._asdict())

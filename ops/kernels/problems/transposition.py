@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True)
-class Transposition:
+class ByteTransposition:
     """``out`` [E, K, N] = the transposes of dense matrices ``data`` [E, N, K] of a dtype of 8 bits."""
 
     data: Tensor

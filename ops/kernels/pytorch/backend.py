@@ -1,4 +1,4 @@
-"""What PyTorch solves: products under names of their own, ``"grouped_mm"`` and ``"loop"``; all else under any name."""
+"""The problems that PyTorch solves: products under the names ``"grouped_mm"`` and ``"loop"``, others under any name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..problems.function import function_by
 from ..problems.gemm import GroupedGemm
 from ..problems.interface import GemmImplementation, Implementation, Implementations, solving
 from ..problems.rows import RowPass
-from ..problems.transposition import Transposition
+from ..problems.transposition import ByteTransposition
 from . import (
     activation,
     fake_quantize,
@@ -29,7 +29,7 @@ def _warn_of_float32(problem: GroupedGemm) -> None:
         float32.warn_once()
 
 
-def _transpose(p: Transposition) -> None:
+def _transpose(p: ByteTransposition) -> None:
     p.out.view(torch.uint8).copy_(p.data.view(torch.uint8).mT)
 
 

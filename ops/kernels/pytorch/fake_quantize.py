@@ -13,7 +13,7 @@ NAME = "torch"
 
 
 def run(problem: FakeQuantizing) -> None:
-    """Fills what the problem has tensors for."""
+    """Fills the tensors of the problem."""
     is_mx = problem.format is PackedFormat.MXFP8
     if isinstance(problem, FakeQuantizeWeight):
         (_mx_weight if is_mx else _nv_weight)(problem)

@@ -123,7 +123,7 @@ def _write_weights(p: GroupedGemm, result: Tensor) -> None:
 
 
 def _wide(p: GroupedGemm) -> torch.dtype:
-    """In which factors, bias and sum are computed from the product as torch has rounded it, to be rounded once more."""
+    """The dtype in which factors, bias and sum are computed from torch's rounded product, before a second rounding."""
     return torch.promote_types(first(p.out).dtype, torch.float32)
 
 

@@ -1,7 +1,7 @@
-"""``torch.nn.functional.grouped_mm`` on a CPU: the same products as those of the loop, without a loop in Python.
+"""``torch.nn.functional.grouped_mm`` on a CPU: the products of the loop, without a Python loop.
 
-It gives memory of its own, so it is for products whose memory is allocated here. Epilogues follow over all rows, which
-are few enough to be still in the cache.
+It allocates its results, so it only serves products whose memory is allocated here. Epilogues follow over all rows,
+which are few enough to be in the cache.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .grouped_mm import NAME, row_ends, torch_grouped_mm
 
 __all__ = ["NAME", "refusal", "run"]
 
-ALIGNED = 16  # bytes, of which a row is a multiple
+ALIGNED = 16  # bytes; rows are multiples of it
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -60,7 +60,7 @@ def is_there_for(dtype: torch.dtype) -> bool:
 
 
 def run(problem: GroupedGemm) -> None:
-    """Computes ``problem.out``, and what its epilogue gives; rows past the last group become zero."""
+    """Computes ``problem.out`` and the results of its epilogue; rows past the last group become zero."""
     p, epilogue = problem, problem.epilogue
     assert isinstance(p.out, Tensor)
     loop.keep_freed_memory()
@@ -85,7 +85,7 @@ def run(problem: GroupedGemm) -> None:
 
 
 def _ends(p: GroupedGemm) -> tuple[Tensor, int]:
-    """Where each group ends, and the last; whatever the sizes say, inside the buffer."""
+    """The end of each group, and the last end; clipped to the buffer."""
     sizes = p.split_sizes.tolist()
     end = sum(sizes)
     if min(sizes) >= 0 and end <= p.rows:  # then one operation says it

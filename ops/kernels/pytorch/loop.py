@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 @cache
 def keep_freed_memory() -> None:
-    """Lets glibc keep what is freed, once, on a CPU.
+    """Makes glibc keep freed memory on a CPU; done once.
 
     It hands the free end of its heap back to the system beyond twice the largest block that was ever freed, up to
     64 MB; outputs of some megabytes are then fetched again page by page, at every call. A block of 31 MB, never
@@ -42,7 +42,7 @@ def refusal(problem: GroupedGemm) -> str | None:
 
 
 def run(problem: GroupedGemm) -> None:
-    """Computes ``problem.out``, and what its epilogue gives."""
+    """Computes ``problem.out``, and the results of its epilogue."""
     epilogue = problem.epilogue
     if type(epilogue) is Activate:
         _activate(problem, epilogue)
@@ -64,7 +64,7 @@ def multiply_weights_of_runs(left: Tensor, right: Tensor, sizes: Mapping[int, in
 
 
 def _zero_between(out: Tensor, groups: list[int]) -> None:
-    """Neighbours in one go. What products write is not zeroed: memory limits the weight gradients of few rows."""
+    """Zeroes runs of groups that products do not write; memory bandwidth limits the weight gradients of few rows."""
     start = 0
     for g in [*groups, out.shape[0]]:
         if start < g:
@@ -73,7 +73,7 @@ def _zero_between(out: Tensor, groups: list[int]) -> None:
 
 
 def _activate(problem: GroupedGemm, epilogue: Activate) -> None:
-    """Some groups at a time, so that what the activation reads is still in the cache."""
+    """Runs some groups at a time, so that the activation reads rows that are still in the cache."""
     preact, out = epilogue.preact, problem.out
     assert type(out) is Tensor
     for span in _spans(problem):
@@ -220,7 +220,7 @@ def _multiply_parts(parts: Iterable[tuple[Tensor, Tensor, Tensor]]) -> None:
 
 
 def _matrices(weights: Matrices, groups: list[int], transposed: bool) -> list[Tensor]:
-    """Those of some groups; all at once where most are wanted."""
+    """The matrices of some groups; all at once if most are wanted."""
     if isinstance(weights, Tensor):
         weights = weights.mT if transposed else weights
         if len(groups) == weights.shape[0]:
@@ -278,7 +278,7 @@ def _rows_of(matrices: Operands, rows: slice) -> Operands:
 
 
 def _vectors_of(vectors: Operands, span: Span) -> Operands:
-    """[groups of the span, F] of each [E, F]; [1, F] of all rows as it is."""
+    """The vectors [groups of the span, F] of each [E, F]; those of all rows [1, F] unchanged."""
     groups = slice(span.first_group, span.first_group + len(span.sizes))
     if vectors is None or isinstance(vectors, Tensor):
         return None if vectors is None else vectors[:, groups]

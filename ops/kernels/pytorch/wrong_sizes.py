@@ -1,7 +1,7 @@
-"""Split sizes that do not fit, found by operations of PyTorch on GPUs that our kernels do not run on.
+"""Detection of wrong split sizes by operations of PyTorch, on GPUs without our kernels.
 
-As our kernels do, they report the first such group in memory of the host, and nobody waits for it. The words are those
-of ``csrc/fusible/wrong_sizes.cpp``, which raises inside a launch: it cannot ask Python, and here there is no extension.
+Like our kernels, they report the first wrong group in host memory, and nothing waits for it. The words are those of
+``csrc/fusible/wrong_sizes.cpp``, which raises inside a launch and cannot call Python; here there is no extension.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..architecture import is_capturing
 
 
 class SizeReport:
-    """What has been found on a device, there and in a copy on the host: the group counted from 1, and its size."""
+    """The report of a device, on it and in a copy on the host: the group counted from 1, and its size."""
 
     @torch.inference_mode(False)  # calls of every mode write into both
     def __init__(self, device: torch.device) -> None:
@@ -25,7 +25,7 @@ class SizeReport:
         self._version_and_rows = -1, -1
 
     def look_at(self, split_sizes: Tensor, rows: int) -> None:
-        """Reports the first size that is negative, or more than what the groups before it leave of the rows."""
+        """Reports the first size that is negative, or larger than the rows left by the groups before it."""
         if not is_capturing(split_sizes.device) and self._has_seen(split_sizes, rows):
             return
         sizes = split_sizes.long()
@@ -36,7 +36,7 @@ class SizeReport:
         self._on_host.copy_(self._on_device, non_blocking=True)
 
     def take(self) -> tuple[int, int] | None:
-        """The group and its size, and forgets them; None: there is no report so far."""
+        """The group and its size, and clears the report; None if there is none."""
         group, size = self._on_host.tolist()
         if not group:
             return None
@@ -45,7 +45,7 @@ class SizeReport:
         return group - 1, size
 
     def _has_seen(self, split_sizes: Tensor, rows: int) -> bool:
-        """Whether the last call had these very sizes: all products of a layer do."""
+        """Whether the last call had the same sizes, as all products of a layer do."""
         if split_sizes.is_inference():
             return False
         last, self._last = self._last, weakref.ref(split_sizes)  # one object for each tensor
@@ -57,7 +57,7 @@ _reports: dict[torch.device, SizeReport] = {}
 
 
 def look_at(split_sizes: Tensor, rows: int) -> None:
-    """Raises what has been reported of this device, and looks at more sizes.
+    """Raises the error reported for this device, and checks further sizes.
 
     Raises:
         RuntimeError: sizes of an earlier call were wrong.
@@ -72,7 +72,7 @@ def look_at(split_sizes: Tensor, rows: int) -> None:
 
 
 def raise_reported(device: torch.device) -> None:
-    """Raises what has been reported of a device, and forgets it; waits for nothing.
+    """Raises the error reported for a device, and clears it; waits for nothing.
 
     Raises:
         RuntimeError: sizes of an earlier call were wrong.

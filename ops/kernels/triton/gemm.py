@@ -80,7 +80,7 @@ def epilogue_refusal(problem: GroupedGemm) -> str | None:
 
 
 def name_of(problem: GroupedGemm) -> str:
-    """What ``explain`` calls the kernel."""
+    """The name of the kernel in ``explain``."""
     epilogue = problem.epilogue
     if epilogue is None:
         return NAME

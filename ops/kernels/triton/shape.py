@@ -1,11 +1,11 @@
-"""What a kernel is compiled for: values that kernels read as constants."""
+"""The compile-time form of a kernel: values that kernels read as constants."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
-class Tile(NamedTuple):
+class ProgramTile(NamedTuple):
     """How a kernel is compiled and launched.
 
     Attributes:
@@ -33,12 +33,12 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """Of a launch."""
+        """The options of a launch."""
         limit = {} if self.registers is None else {"maxnreg": self.registers}
         return {"num_warps": self.warps, "num_stages": self.stages, **limit}
 
 
-class Shape(NamedTuple):
+class RowsShape(NamedTuple):
     """A product of rows that are grouped.
 
     Attributes:
@@ -70,10 +70,10 @@ class Shape(NamedTuple):
 
 
 class WeightShape(NamedTuple):
-    """A product whose depth is grouped, of [M, N] for each group; else as :class:`Shape`.
+    """A product whose depth is grouped, of [M, N] for each group; else as :class:`RowsShape`.
 
     Attributes:
-        listed: as of :class:`Shape`, of the result.
+        listed: as of :class:`RowsShape`, of the result.
     """
 
     m: int

@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from .shape import Tile
+from .shape import ProgramTile
 
 SHORT = {
-    "nt": Tile(16, 128, 128, 4, 4),
-    "nn": Tile(16, 128, 64, 4, 4),
-    "activate": Tile(16, 128, 128, 4, 4),
-    "activate_backward": Tile(16, 128, 64, 4, 4),
+    "nt": ProgramTile(16, 128, 128, 4, 4),
+    "nn": ProgramTile(16, 128, 64, 4, 4),
+    "activate": ProgramTile(16, 128, 128, 4, 4),
+    "activate_backward": ProgramTile(16, 128, 64, 4, 4),
 }
 """Groups of up to a few rows: weights are read once, as fast as memory gives them."""
 
-_PERSISTENT = Tile(128, 256, 64, 8, 4, per_sm=1, tma=True, flatten=True)
-TABLE: dict[str, dict[str, Tile]] = {
+_PERSISTENT = ProgramTile(128, 256, 64, 8, 4, per_sm=1, tma=True, flatten=True)
+TABLE: dict[str, dict[str, ProgramTile]] = {
     "sm_80": {  # mma.sync, cp.async
-        "nt": Tile(128, 128, 64, 8, 3),
-        "nn": Tile(128, 128, 64, 8, 3),
-        "activate": Tile(128, 128, 64, 8, 3),
-        "activate_backward": Tile(128, 128, 32, 8, 4),
-        "tn": Tile(128, 128, 32, 8, 4, strip=4),
+        "nt": ProgramTile(128, 128, 64, 8, 3),
+        "nn": ProgramTile(128, 128, 64, 8, 3),
+        "activate": ProgramTile(128, 128, 64, 8, 3),
+        "activate_backward": ProgramTile(128, 128, 32, 8, 4),
+        "tn": ProgramTile(128, 128, 32, 8, 4, strip=4),
     },
     "sm_89": {  # also sm_86 and sm_120
-        "nt": Tile(128, 128, 32, 8, 4),
-        "nn": Tile(128, 128, 32, 8, 4),
-        "activate": Tile(128, 128, 32, 8, 4),
-        "activate_backward": Tile(128, 64, 32, 4, 4, part=16),
-        "tn": Tile(128, 128, 32, 8, 4, strip=4),
+        "nt": ProgramTile(128, 128, 32, 8, 4),
+        "nn": ProgramTile(128, 128, 32, 8, 4),
+        "activate": ProgramTile(128, 128, 32, 8, 4),
+        "activate_backward": ProgramTile(128, 64, 32, 4, 4, part=16),
+        "tn": ProgramTile(128, 128, 32, 8, 4, strip=4),
     },
     "sm_90": {  # wgmma, TMA
         "nt": _PERSISTENT,
@@ -38,23 +38,23 @@ TABLE: dict[str, dict[str, Tile]] = {
     "sm_100": {  # tcgen05 with tensor memory, TMA
         "nt": _PERSISTENT,
         "nn": _PERSISTENT,
-        "activate": Tile(128, 256, 64, 8, 3, per_sm=1, tma=True),
-        "activate_backward": Tile(128, 128, 64, 8, 4, per_sm=1, tma=True),
-        "tn": Tile(128, 256, 64, 8, 3, strip=4, tma=True),
+        "activate": ProgramTile(128, 256, 64, 8, 3, per_sm=1, tma=True),
+        "activate_backward": ProgramTile(128, 128, 64, 8, 4, per_sm=1, tma=True),
+        "tn": ProgramTile(128, 256, 64, 8, 3, strip=4, tma=True),
     },
     "gfx942": {  # MFMA
-        "nt": Tile(128, 128, 32, 4, 2, strip=4),
-        "nn": Tile(128, 128, 32, 4, 2, strip=4),
-        "activate": Tile(128, 128, 32, 4, 2, strip=4),
-        "activate_backward": Tile(128, 128, 32, 4, 2, strip=4),
-        "tn": Tile(128, 128, 32, 4, 2, strip=4),
+        "nt": ProgramTile(128, 128, 32, 4, 2, strip=4),
+        "nn": ProgramTile(128, 128, 32, 4, 2, strip=4),
+        "activate": ProgramTile(128, 128, 32, 4, 2, strip=4),
+        "activate_backward": ProgramTile(128, 128, 32, 4, 2, strip=4),
+        "tn": ProgramTile(128, 128, 32, 4, 2, strip=4),
     },
 }
-_TWO_A_MULTIPROCESSOR = Tile(128, 128, 64, 8, 3, per_sm=2, tma=True, registers=128)
-FEW: dict[str, dict[str, Tile]] = {
+_TWO_A_MULTIPROCESSOR = ProgramTile(128, 128, 64, 8, 3, per_sm=2, tma=True, registers=128)
+FEW: dict[str, dict[str, ProgramTile]] = {
     "sm_90": {"nt": _TWO_A_MULTIPROCESSOR, "activate_backward": _TWO_A_MULTIPROCESSOR._replace(part=16)}
 }
-"""What is faster for groups of up to ``FEW_ROWS``, where it has been measured."""
+"""The faster choices for groups of up to ``FEW_ROWS`` rows, where measured."""
 FEW_ROWS = 768
 TABLE |= {"sm_86": TABLE["sm_89"], "sm_120": TABLE["sm_89"], "sm_103": TABLE["sm_100"], "gfx950": TABLE["gfx942"]}
 SHARED = {
@@ -63,7 +63,7 @@ SHARED = {
 }
 """Kilobytes of shared memory that a program may have."""
 WITHOUT_BULK_COPIES = dict.fromkeys(("sm_90", "sm_100", "sm_103"), "sm_80")
-"""Whose tiles serve for operands that are not aligned, or lie apart: large ones spill their addresses."""
+"""The architecture whose tiles serve operands that are unaligned or lie apart: larger tiles spill addresses."""
 _LIKE = {8: "sm_86", 9: "sm_90", 10: "sm_100"}
 
 
@@ -74,7 +74,7 @@ def nearest(architecture: str) -> str:
     return _LIKE.get(int(architecture[3:]) // 10, "sm_120") if architecture.startswith("sm_") else "gfx942"
 
 
-def choose(architecture: str, kind: str, rows_per_group: float, itemsize: int, strict: bool = False) -> Tile:
+def choose(architecture: str, kind: str, rows_per_group: float, itemsize: int, strict: bool = False) -> ProgramTile:
     """The tile of a product.
 
     Args:
@@ -85,12 +85,12 @@ def choose(architecture: str, kind: str, rows_per_group: float, itemsize: int, s
     architecture = nearest(architecture)
     tile = TABLE[architecture][kind]
     if strict:
-        return Tile(64, 64, 16, 8, 2, strip=tile.strip)
+        return ProgramTile(64, 64, 16, 8, 2, strip=tile.strip)
     if kind != "tn" and rows_per_group <= 16:
         tile = SHORT[kind]
     elif kind != "tn" and rows_per_group <= 64:
         m = 32 if rows_per_group <= 32 else 64
-        tile = Tile(m, min(tile.n, 128), tile.k, 4, tile.stages, tile.strip, tma=tile.tma)
+        tile = ProgramTile(m, min(tile.n, 128), tile.k, 4, tile.stages, tile.strip, tma=tile.tma)
     elif rows_per_group <= FEW_ROWS:
         tile = FEW.get(architecture, {}).get(kind, tile)
     if itemsize == 4:

@@ -1,1 +1,1 @@
-"""What imports Triton: kernels and their launches. The rest of the package finds out first whether it is there."""
+"""The modules that import Triton: kernels and their launches. The rest of the package first checks that it exists."""

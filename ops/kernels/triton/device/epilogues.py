@@ -1,6 +1,7 @@
-"""What becomes of a product's tile before it is stored.
+"""The operations on a product's tile before it is stored.
 
-All have one signature: ``(acc, at, operands, SHAPE, TILE, FUNCTION)``. ``at`` is where the tile is: its group, its
+All have one signature: ``(acc, at, operands, SHAPE, TILE, FUNCTION)``. ``at`` is the position of the tile: its group,
+its
 first row, the end of the group's rows, and the numbers of its row tile and column tile. Rows past the end are never
 touched.
 """
@@ -158,7 +159,7 @@ def factor(value, group):
 
 @triton.jit
 def counted(before, beta):
-    """What stood in a result, times its factor; 0 reads nothing, not even NaN."""
+    """The old values of a result times their factor; a factor of 0 reads nothing, not even NaN."""
     return tl.where(beta == 0.0, 0.0, beta * before.to(tl.float32))
 
 

@@ -19,18 +19,18 @@ from ....values.activation_spec import ActivationSpec
 from ...problems.gemm import Activate, ActivateBackward, GroupedGemm, Layout, Matrices, Operands, first, stacked
 from ...pytorch.float32 import allows_tf32
 from .. import tiles
-from ..shape import Shape, Tile, WeightShape
+from ..shape import ProgramTile, RowsShape, WeightShape
 from .epilogues import activate, activate_backward, store_product
 from .function import function
 from .passes import column_sums, sum_dots, sum_tiles
-from .plan import Plan, plan_of
+from .plan import TilePlan, plan_of
 from .rows import rows_kernel
 from .weights import weights_kernel
 
 _KINDS = {Activate: "activate", ActivateBackward: "activate_backward"}
 
 
-def run(problem: GroupedGemm, tile: Tile | None = None) -> None:
+def run(problem: GroupedGemm, tile: ProgramTile | None = None) -> None:
     """Computes ``problem.out``, and what its epilogue gives; with a tile other than the table's, if there is one."""
     p, tile = problem, tile or tile_of(problem)
     plan = plan_of(p.split_sizes, p.rows, tile.m)
@@ -44,7 +44,7 @@ def run(problem: GroupedGemm, tile: Tile | None = None) -> None:
         _run_backward(p, p.epilogue, tile, plan)
 
 
-def tile_of(problem: GroupedGemm) -> Tile:
+def tile_of(problem: GroupedGemm) -> ProgramTile:
     """The table's."""
     p, dtype = problem, problem.a.dtype
     kind = _KINDS.get(type(p.epilogue), p.layout.value.lower())
@@ -71,14 +71,14 @@ def precision_of(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and allows_tf32() else "ieee"
 
 
-def _run_product(p: GroupedGemm, tile: Tile, plan: Plan) -> None:
+def _run_product(p: GroupedGemm, tile: ProgramTile, plan: TilePlan) -> None:
     out = first(p.out)
     factors = _factor(p.alpha, p.groups), _factor(p.beta, p.groups, zero=None)
     operands = (out, *factors, _bias(p.bias), _dense(p.bias_scale), _dense(p.row_scale), out.stride(0))
     _launch_rows(p, tile, plan, 0, operands, store_product, None)
 
 
-def _run_activate(p: GroupedGemm, epilogue: Activate, tile: Tile, plan: Plan) -> None:
+def _run_activate(p: GroupedGemm, epilogue: Activate, tile: ProgramTile, plan: TilePlan) -> None:
     spec, out, program = epilogue.spec, first(p.out), epilogue.spec.function
     features = out.shape[1]
     block = _block(spec, features)
@@ -88,7 +88,7 @@ def _run_activate(p: GroupedGemm, epilogue: Activate, tile: Tile, plan: Plan) ->
     _launch_rows(p, tile, plan, block, operands, activate, function(program, ("y",)))
 
 
-def _run_backward(p: GroupedGemm, epilogue: ActivateBackward, tile: Tile, plan: Plan) -> None:
+def _run_backward(p: GroupedGemm, epilogue: ActivateBackward, tile: ProgramTile, plan: TilePlan) -> None:
     n, spec, grads, program = p.mnk[1], epilogue.spec, epilogue.grads, epilogue.spec.function
     dots = None if grads.scales is None else p.a.new_empty((p.rows, -(-n // tile.n)), dtype=torch.float32)
     columns = () if grads.vectors is None else program.columns
@@ -105,7 +105,7 @@ def _run_backward(p: GroupedGemm, epilogue: ActivateBackward, tile: Tile, plan: 
         _sum_columns(sums, plan, program, grads.vectors, spec)
 
 
-def _sum_columns(sums: Tensor, plan: Plan, program: Program, out: Operands, spec: ActivationSpec) -> None:
+def _sum_columns(sums: Tensor, plan: TilePlan, program: Program, out: Operands, spec: ActivationSpec) -> None:
     """The gradients of numbers of columns, from their sums [row tiles, numbers, N] over the rows of each tile."""
     features, groups = sums.shape[2], plan.starts.shape[1] - 1
     of_operands = zip(program.column_operands.items(), tensors_of(program.column_operands, out, features), strict=False)
@@ -122,7 +122,13 @@ def _sum_columns(sums: Tensor, plan: Plan, program: Program, out: Operands, spec
 
 
 def _launch_rows(
-    p: GroupedGemm, tile: Tile, plan: Plan, block: int, operands: tuple[object, ...], epilogue: object, called: object
+    p: GroupedGemm,
+    tile: ProgramTile,
+    plan: TilePlan,
+    block: int,
+    operands: tuple[object, ...],
+    epilogue: object,
+    called: object,
 ) -> None:
     """One launch; ``block``: columns of gate before as many of up in the epilogue's operands, 0 for no such."""
     (_, n, k), a, b, transposed = p.mnk, p.a, p.b, p.layout is Layout.NN
@@ -138,7 +144,9 @@ def _launch_rows(
     )
     unit_a, unit_b, listed = _unit(a), _unit(first(b)), 0 if isinstance(b, Tensor) else _alignment(b)
     numbers = _counts(p)
-    shape = Shape(n, k, block, gated, transposed, pairs, unit_a, unit_b, precision_of(a.dtype), tma, listed, *numbers)
+    shape = RowsShape(
+        n, k, block, gated, transposed, pairs, unit_a, unit_b, precision_of(a.dtype), tma, listed, *numbers
+    )
     row_pitch, group_pitch = _pitches(b)
     rows_kernel[(_programs(plan.most * -(-n // tile.n), tile, a),)](
         _descriptor(a, (tile.m, tile.k)) if tma else a,
@@ -160,7 +168,7 @@ def _counts(p: GroupedGemm) -> tuple[int, int]:
     return (0, 0) if program is None else (len(program.columns), len(program.matrices))
 
 
-def _run_weights(p: GroupedGemm, tile: Tile, plan: Plan) -> None:
+def _run_weights(p: GroupedGemm, tile: ProgramTile, plan: TilePlan) -> None:
     a, b, out, (m, n, _) = p.a, first(p.b), first(p.out), p.mnk
     tma, unit_a, unit_b, unit_out = tile.tma and is_aligned(a) and is_aligned(b), _unit(a), _unit(b), _unit(out)
     listed = 0 if isinstance(p.out, Tensor) else _alignment(p.out)
@@ -180,7 +188,7 @@ def _run_weights(p: GroupedGemm, tile: Tile, plan: Plan) -> None:
     )
 
 
-def _programs(tiles: int, tile: Tile, a: Tensor) -> int:
+def _programs(tiles: int, tile: ProgramTile, a: Tensor) -> int:
     """How many are launched for so many tiles."""
     return min(tiles, tile.per_sm * _multiprocessors(a.device)) if tile.per_sm and a.is_cuda else tiles
 
@@ -282,8 +290,10 @@ def _descriptor(tensor: Tensor, box: tuple[int, ...]) -> TensorDescriptor:
     return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(box))
 
 
-def _weights_descriptor(b: Tensor, block: int, shape: Shape, tile: Tile) -> TensorDescriptor:
-    """Of [E, N, K] or [E, K, N]; gate and up are a dimension of their own, so that one copy brings both."""
+def _weights_descriptor(b: Tensor, block: int, shape: RowsShape, tile: ProgramTile) -> TensorDescriptor:
+    """The descriptor of a weight [E, N, K] or [E, K, N]; gate and up are a separate dimension, so one
+    copy loads both.
+    """
     groups, group_pitch = b.shape[0], b.stride(0)
     rows, pitch = b.shape[1], b.stride(1)
     if shape.transposed:
@@ -299,7 +309,8 @@ def _weights_descriptor(b: Tensor, block: int, shape: Shape, tile: Tile) -> Tens
 
 
 def descriptor_of_groups(rows: Tensor, box: Sequence[int]) -> TensorDescriptor:
-    """Of [T, N] with the rows of a group as if the buffer ended behind them: see :func:`rows_io.load_tokens`.
+    """A descriptor of rows [T, N] in which the buffer seems to end after the rows of a group: see
+    :func:`rows_io.load_tokens`.
 
     The strides of the first two coordinates add up to 2^34 elements, and 2^30 of these are 2^64 bytes or a multiple.
     """

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .plan import Plan, plan_of, row_range, row_tile
+from .plan import TilePlan, plan_of, row_range, row_tile
 
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
@@ -49,7 +49,7 @@ def sum_dots(dots: Tensor, split_sizes: Tensor, out: Tensor) -> None:
     )
 
 
-def sum_tiles(sums: Tensor, plan: Plan, groups: int, of_groups: bool, number: int) -> Tensor:
+def sum_tiles(sums: Tensor, plan: TilePlan, groups: int, of_groups: bool, number: int) -> Tensor:
     """[E, N]: sums of one of the numbers of ``sums`` [row tiles, numbers, N] over the tiles of each group, or all."""
     _, numbers, columns = sums.shape
     out = sums.new_empty((groups if of_groups else 1, columns))

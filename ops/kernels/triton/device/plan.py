@@ -12,7 +12,7 @@ from torch import Tensor
 _CHUNK = 128
 
 
-class Plan(NamedTuple):
+class TilePlan(NamedTuple):
     """A token buffer whose groups are cut into tiles of some rows.
 
     Attributes:
@@ -28,7 +28,7 @@ class Plan(NamedTuple):
     most: int
 
 
-def plan_of(split_sizes: Tensor, rows: int, tile_m: int) -> Plan:
+def plan_of(split_sizes: Tensor, rows: int, tile_m: int) -> TilePlan:
     """One launch of a program per group."""
     groups = split_sizes.shape[0]
     most = rows // tile_m + min(groups, rows)
@@ -38,7 +38,7 @@ def plan_of(split_sizes: Tensor, rows: int, tile_m: int) -> Plan:
     plan_kernel[(groups,)](
         split_sizes, starts, tiles, rows, groups, most, TILE_M=tile_m, GROUPS=sizes, CHUNK=_CHUNK, num_warps=4
     )
-    return Plan(starts, tiles, most)
+    return TilePlan(starts, tiles, most)
 
 
 @triton.jit

@@ -27,10 +27,10 @@ def rows_kernel(
 
     Args:
         a, b: pointers, or descriptors.
-        plan: the tiles of a :class:`Plan`, and how many there may be.
+        plan: the tiles of a :class:`TilePlan`, and how many there may be.
         operands: of the epilogue.
         pitches: from row to row of a and of b, and from group to group, in units.
-        SHAPE, TILE: see :class:`Shape` and :class:`Tile`.
+        SHAPE, TILE: see :class:`RowsShape` and :class:`ProgramTile`.
     """
     N: tl.constexpr = SHAPE.n
     K: tl.constexpr = SHAPE.k
