@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,13 @@ pytestmark = [
     pytest.mark.cuda,
     needs_hopper,
 ]
+
+
+@pytest.fixture(autouse=True)
+def _asked_for_by_name() -> Iterator[None]:
+    """The kernels run only where they are asked for."""
+    with config(backend="hopper"):
+        yield
 
 
 @pytest.mark.parametrize("scores", SCORES)

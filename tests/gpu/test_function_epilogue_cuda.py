@@ -85,7 +85,7 @@ def test_more_random_functions(seed):
     fused.check_backward("cuda", case)
 
 
-@pytest.mark.parametrize("dtype", fused.STEP, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("block", [None, 1, 2, 4, 8, 32, 64])
 def test_every_layout_of_gate_and_up(block, dtype):
     case = fused.case_of(*op_of("gpt-oss", "concat" if block is None else interleaved(block)), dtype=dtype)

@@ -120,6 +120,10 @@ _GEMM = GemmImplementation(
     finishes_backward=True,
 )
 
+_CHOICE = Implementation(
+    *(NAME, lambda p: f"{choice.NAME} ({p.PASS})", _choose, choice.refusal), device="cuda", by_name=True
+)
+
 KERNELS: Implementations = (
     (kinds.GEMM, _GEMM),
     (kinds.RAGGED, _of(NAME, ragged.run, ragged.refusal)),
@@ -129,7 +133,7 @@ KERNELS: Implementations = (
     (kinds.ROW_PASS, _of(lambda p: f"{NAME} ({p.PASS})", solving(rows), _groups_refusal)),
     (kinds.TRANSPOSITION, _of(f"{NAME} (transpose)", _transpose, _transposition_refusal)),
     (kinds.PERMUTATION, _of(lambda p: f"{permute.NAME} ({p.PASS})", _permute, _permutation_refusal, KEY)),
-    (kinds.CHOICE, _of(lambda p: f"{choice.NAME} ({p.PASS})", _choose, choice.refusal)),
+    (kinds.CHOICE, _CHOICE),
     (kinds.LOW_RANK, _of(low_rank.NAME, low_rank.run, low_rank.refusal)),
     (kinds.QUANTIZER, _of(f"{NAME} (quantise)", quantize.run, quantize.refusal)),
     (kinds.FAKE_QUANTIZER, _of(f"{NAME} (quantise)", fake_quantize.run, fake_quantize.refusal)),

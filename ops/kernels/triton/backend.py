@@ -17,12 +17,17 @@ _GEMM = GemmImplementation(
     *(NAME, gemm.name_of, gemm.run, gemm.refusal),
     device="cuda",
     interpreted=True,
+    by_name=True,
     has_epilogues=True,
     epilogue_refusal=gemm.epilogue_refusal,
     finishes_backward=True,
 )
 
+_ROWS = Implementation(
+    *(NAME, NAME, solving(row_kernels), _rows_refusal), device="cuda", interpreted=True, by_name=True
+)
+
 KERNELS: Implementations = (
     (kinds.GEMM, _GEMM),
-    (kinds.ROW_PASS, Implementation(NAME, NAME, solving(row_kernels), _rows_refusal, device="cuda", interpreted=True)),
+    (kinds.ROW_PASS, _ROWS),
 )
