@@ -45,8 +45,7 @@ def grouped_gemm(
 
     Plain tensors have T rows sorted by group. ``split_sizes`` counts the rows of each group, or ``offsets`` gives their
     ends. Rows past the last group are ignored, and are zero in results allocated here. A :class:`GroupedTensor` has its
-    own dims, and the dims of the output follow from the operands. Differentiable in a, b and bias, but not with
-    ``out``.
+    own dims; those of the output follow from the operands. Differentiable in a, b and bias, but not with ``out``.
 
     Args:
         a, b: operands, of one dtype, on one device.
@@ -64,8 +63,7 @@ def grouped_gemm(
         A tensor if both operands are tensors, else a :class:`GroupedTensor`.
 
     Raises:
-        ArgumentError: operands do not fit, beta or accumulate without ``out``, or ``out`` with operands that require
-        gradients.
+        ArgumentError: operands do not fit, beta or accumulate lack ``out``, or ``out`` excludes gradients of operands.
     """
     if torch.compiler.is_dynamo_compiling():
         return _traced(a, b, split_sizes, offsets, layout, out, accumulate, alpha, beta, bias, out_elements)

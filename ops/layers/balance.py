@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..routed.choose import ChoiceRule, log_scores, wide
+from ..routed.choose import SCORES, ChoiceRule, log_scores, wide
 from ..values.checks import check_numbers, check_sizes
 from .route import Routes
 
@@ -98,7 +98,7 @@ class QuantileBias:
     @torch.no_grad()
     def count(self, routes: Routes, bias: Tensor) -> Tensor:
         """The number of tokens that need each bias, int64 [E, bins]. Tokens without a finite one are left out."""
-        scores = log_scores(wide(routes.logits), routes.scores).exp()
+        scores = log_scores(wide(routes.logits), SCORES[routes.scores]).exp()
         cutoff = (scores + bias).sort(dim=-1, descending=True).values[:, routes.top_k_index.shape[1]]
         needed = cutoff.unsqueeze(-1) - scores
         left_out = (routes.top_k_index == -1).all(-1, keepdim=True) | ~needed.isfinite().all(-1, keepdim=True)

@@ -51,7 +51,7 @@ class Routes(NamedTuple):
         top_k_weights: [T, k], float32 at least, differentiable; 0 where there is no expert.
         tokens_per_expert: int64 [E].
         logits: [T, E], as they were given, differentiable.
-        scores: what the logits are made into.
+        scores: the position in ``SCORES`` of what the logits are made into; exported programs hold no strings.
         loss: the sum of the losses of a :class:`Router`; None where it has none.
     """
 
@@ -59,7 +59,7 @@ class Routes(NamedTuple):
     top_k_weights: Tensor
     tokens_per_expert: Tensor
     logits: Tensor
-    scores: str
+    scores: int
     loss: Tensor | None = None
 
     @property
@@ -69,7 +69,7 @@ class Routes(NamedTuple):
         Invalid tokens have equal probabilities without a gradient.
         """
         nowhere = (self.top_k_index == -1).all(-1, keepdim=True)
-        return probabilities(wide(self.logits).masked_fill(nowhere, 0), self.scores)
+        return probabilities(wide(self.logits).masked_fill(nowhere, 0), SCORES[self.scores])
 
 
 def route(
@@ -122,7 +122,7 @@ def route(
         index, weights, counts = _in_graph(logits, bias, valid, whole(ids), *vars(rule).values())
     else:
         index, weights, counts = _chosen(logits, rule, bias, valid, whole(ids))
-    return Routes(index, weights, counts, logits, scores)
+    return Routes(index, weights, counts, logits, SCORES.index(scores))
 
 
 def _chosen(

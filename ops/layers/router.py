@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...fuser import ArgumentError, Sequential
 from ..parameters.wide_buffers import WideBuffers
-from ..routed.choose import Choose
+from ..routed.choose import SCORES, Choose
 from ..values.checks import check_numbers, check_sizes
 from .balance import Balance
 from .gate import Gate
@@ -155,7 +155,7 @@ class Router(WideBuffers):
         keywords = {"selection_bias": self.selection_bias, "valid": valid, "ids": whole(ids)}
         chosen = self.choice(logits, **{name: tensor for name, tensor in keywords.items() if tensor is not None})
         weights, index, counts, *tallies = chosen
-        routes = Routes(index, weights, counts, logits, self.rule.scores)
+        routes = Routes(index, weights, counts, logits, SCORES.index(self.rule.scores))
         if not self.losses:
             return routes
         slots, sums, squares = tallies

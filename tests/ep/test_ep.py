@@ -175,7 +175,7 @@ def test_the_demo_runs_on_two_processes(capfd: pytest.CaptureFixture[str]) -> No
     moe_lm.main(["--ep", "2", "--steps", "2", "--device", "cpu"])
     printed = capfd.readouterr().out
 
-    assert "2 processes, each with 4 of 8 experts" in printed
+    assert "2 processes, each with 16 of 32 experts" in printed
     assert re.search(r"EPGroupedMLP +0 1 2 3 4 5 +taken", printed)
     assert re.search(r"Statistics\(exchanges=6, required=\d+, dropped=0\)", printed)
 

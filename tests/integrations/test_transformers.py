@@ -747,7 +747,7 @@ def test_profile_names_the_steps() -> None:
 
 
 def test_old_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.6.0")
+    monkeypatch.setattr(integration.transformers, "__version__", "5.6.0")
 
     with pytest.raises(ImportError, match=r"needs transformers 5\.7 or newer, found 5\.6\.0"):
         integration.register()

@@ -37,7 +37,13 @@ def on_a_cpu(monkeypatch):
 
 def experts(scale_fmt="float", intermediate=F, **config):
     """Filled with the bytes of random weights."""
-    values = {"hidden_size": H, "moe_intermediate_size": intermediate, "num_experts": E, "hidden_act": "silu"}
+    values = {
+        "hidden_size": H,
+        "moe_intermediate_size": intermediate,
+        "num_experts": E,
+        "hidden_act": "silu",
+        "_experts_implementation": "eager",
+    }
     made = fp8.FP8Experts(types.SimpleNamespace(**values, **config), block_size=(128, 128), scale_fmt=scale_fmt)
     made.is_transposed, made.is_concatenated, made._is_expert_parallel = False, True, False
     generator = torch.Generator().manual_seed(0)

@@ -207,6 +207,7 @@ def test_a_routed_layer_without_gradients_follows_its_recipe(configured):
     assert 0.01 < far(run_routed(model, config)[0]["y"], run_routed(routed(None))[0]["y"]) < 0.09
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_experts_give_the_same_bits():
     model, expected = experts(), run(experts())
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -78,7 +78,7 @@ def test_explain_takes_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     ("arch", "runs"),
     [
         ("sm_90", "hopper (activation in the epilogue) + hopper"),
-        ("sm_80", "triton"),
+        ("sm_80", "grouped_mm + torch"),
     ],
 )
 def test_explain_tells_what_runs_on_a_gpu_that_is_not_here(
