@@ -44,7 +44,11 @@ def experts(scale_fmt="float", intermediate=F, **config):
         "hidden_act": "silu",
         "_experts_implementation": "eager",
     }
-    made = fp8.FP8Experts(types.SimpleNamespace(**values, **config), block_size=(128, 128), scale_fmt=scale_fmt)
+    made = fp8.FP8Experts(
+        types.SimpleNamespace(**{"_experts_implementation": "eager", **values, **config}),
+        block_size=(128, 128),
+        scale_fmt=scale_fmt,
+    )
     made.is_transposed, made.is_concatenated, made._is_expert_parallel = False, True, False
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
