@@ -69,7 +69,7 @@ def quantize_weight(weight: Tensor) -> Weight:
     uint8 [..., K / 2], two codes a byte, the first one in the low bits, with scales in e8m0 [..., K / 32].
 
     Raises:
-        ValueError: a K that is no multiple of 32.
+        ValueError: K is not a multiple of 32.
     """
     if weight.shape[-1] % MX_BLOCK:
         raise ValueError(f"MXFP4 needs features that are multiples of {MX_BLOCK}, got {weight.shape[-1]}")

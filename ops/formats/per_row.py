@@ -62,7 +62,7 @@ class Float8Row(Float8):
     def turned(
         self, weight: Weight, parts: int = 1, transpose: Callable[[Tensor], Tensor] = transposed_bytes
     ) -> Weight:
-        """The values are quantised again: the scale of a row is no factor of a product over rows."""
+        """The values are quantised again: the scale of a row cannot be factored out of a product over rows."""
         return self.transposed_weight(self.weight_values(weight))
 
 

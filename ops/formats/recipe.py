@@ -276,6 +276,6 @@ def check_choice(recipe: Recipe, name: str, choices: Iterable[str]) -> None:
 
 
 def check_flag(recipe: Recipe, name: str) -> None:
-    """Raises :class:`ValueError` where a switch is no truth value."""
+    """Raises :class:`ValueError` where a switch is not a bool."""
     if not isinstance(value := getattr(recipe, name), bool):
         raise ValueError(f"{recipe.name}: {name} must be True or False, got {shown(value)}")

@@ -15,7 +15,7 @@ EXPECTED = {"sm_80": "mma.sync", "sm_89": "mma.sync", "sm_120": "mma.sync", "sm_
 
 
 def compiled(cache: Path, *arguments: str) -> list[str]:
-    """What the script prints, in a process in which kernels are not interpreted."""
+    """Returns the output of the script, run in a process in which kernels are not interpreted."""
     paths = os.pathsep.join(filter(None, sys.path))
     environment = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
     command = [sys.executable, str(SCRIPT), *arguments]

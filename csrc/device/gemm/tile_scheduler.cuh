@@ -191,8 +191,8 @@ class TileScheduler {
     }
     return best;
   }
-  // The work equals that of `groups` groups of the longest's length. A tile of half the height takes 0.65 times as long
-  // (0.55 to 0.68 were measured); a tenth of a round of short ones fits beside the others.
+  // The work equals that of `groups` groups of the longest's length. A tile of half the height needs 65 % of the time
+  // of a full one (55 to 68 % were measured); a tenth of a round of short ones fits beside the others.
   DEVICE static bool halving_pays(float groups, const WorkShape& shape) {
     if (!shape.may_halve) return false;
     const float whole = rounds(groups, shape.fixed_rows, 0, shape);
