@@ -49,10 +49,9 @@ from pathlib import Path
 import fusible
 from fusible.fuser import registry
 print(sorted(f.name for f in registry))
-others = ("transformers", "peft", "torchtitan")
-missing = [f"integrations.{name}" for name in others if importlib.util.find_spec(name) is None]
-missing += ["integrations.torchtitan_dispatcher"] * (importlib.util.find_spec("torchtitan") is None)
-missing += ["integrations.megatron_dispatcher"]  # Megatron-Core warns while it is imported
+missing = [f"integrations.{name}" for name in ("transformers", "peft") if importlib.util.find_spec(name) is None]
+# torchtitan and Megatron-Core warn while they are imported
+missing += [f"integrations.{name}" for name in ("torchtitan", "torchtitan_dispatcher", "megatron_dispatcher")]
 missing += ["fusible.jax"] * (importlib.util.find_spec("jax") is None)
 missing += ["examples.jax_moe_lm"] * any(importlib.util.find_spec(name) is None for name in ("jax", "flax"))
 left_out = ("__main__", "_C", *missing)

@@ -59,7 +59,7 @@ def test_the_licence_is_named_alike_everywhere() -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_demo_installs_what_torch_would_warn_of(tmp_path: Path) -> None:
     """Torch prints a warning at the first optimizer where numpy is missing."""
-    command = ["make", "-n", "demo", f"VENV={tmp_path / 'venv'}"]
+    command = ["make", "--no-print-directory", "-n", "demo", f"VENV={tmp_path / 'venv'}"]
     steps = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     *before, demo = steps.strip().splitlines()
 
