@@ -24,7 +24,7 @@ from fusible.ops.kernels import Layout
 from fusible.ops.kernels.hopper import backend
 from fusible.ops.kernels.problems.gemm import nbytes
 from fusible.ops.quantized.linear import product
-from fusible.ops.quantized.operands import copies_of
+from fusible.ops.quantized.operands import tokens_for
 
 from .arguments import positive
 from .problem import PRESETS, Preset
@@ -64,7 +64,7 @@ def ways(preset: Preset, tokens: int, device: str) -> tuple[Tensor, dict[str, Wa
 def quantised(recipe: Recipe, rows_as_they_lie: int, x: Tensor, weight: Tensor, sizes: Tensor) -> Way:
     """The product of a weight that stays quantised with rows that are already quantised."""
     copy = recipe.weight(weight)
-    rows = copies_of(recipe, x, sizes, rows=True, wgrad=False).rows
+    rows = tokens_for(None, recipe, x, sizes, rows=True, wgrad=False).rows
     assert rows is not None
 
     def run() -> Tensor:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from fusible.fuser.contract import tracing as trace
 from fusible.ops import kernels
+from fusible.ops.formats.copies import Columns
 from fusible.ops.formats.recipe import Recipe
 from fusible.ops.kernels.extension import compiled
 from fusible.ops.kernels.hopper import gemm as hopper
@@ -18,7 +19,7 @@ from fusible.ops.kernels.hopper.operands import LAYOUTS
 from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout, stacked
 from fusible.ops.kernels.pytorch import grouped_mm as grouped_mm_backend
 from fusible.ops.quantized.linear import product, transposed_operand, weight_grad
-from fusible.ops.quantized.operands import copies_of
+from fusible.ops.quantized.operands import tokens_for
 from fusible.ops.quantized.weights import operands_of
 
 from .problem import Problem
@@ -143,7 +144,7 @@ def under_recipe(p: GroupedGemm, recipe: Recipe) -> Function | None:
     if p.layout is Layout.TN:
         return _wgrad_under(p, recipe) if recipe.quantises_wgrad else None
     back, out = p.layout is Layout.NN, p.out
-    rows = copies_of(recipe, p.a, p.split_sizes, rows=True, wgrad=False, is_gradient=back).rows
+    rows = tokens_for(None, recipe, p.a, p.split_sizes, rows=True, wgrad=False, is_gradient=back).rows
     of_weight = operands_of(recipe, p.b, back)
     kept = of_weight.backward
     weight = of_weight.forward if kept is None else transposed_operand(recipe, kept)
@@ -154,10 +155,10 @@ def under_recipe(p: GroupedGemm, recipe: Recipe) -> Function | None:
 
 def _wgrad_under(p: GroupedGemm, recipe: Recipe) -> Function:
     a, b = (
-        copies_of(recipe, tokens, p.split_sizes, rows=False, wgrad=True, is_gradient=is_gradient).columns
+        tokens_for(None, recipe, tokens, p.split_sizes, rows=False, wgrad=True, is_gradient=is_gradient).for_wgrad
         for tokens, is_gradient in ((p.a, True), (stacked(p.b), False))
     )
-    assert a is not None
-    assert b is not None
+    assert isinstance(a, Columns)
+    assert isinstance(b, Columns)
     beta = None if p.beta is None else 1.0
     return lambda: stacked(weight_grad(a, b, p.split_sizes, len(p.a), out=p.out, beta=beta))

@@ -25,6 +25,7 @@ from torch import distributed as dist
 from ...fuser.contract import tracing as trace
 from ..kernels.doors import routing as permutation
 from ..kernels.doors.routing import Routing
+from ..routed.call import RoutedCall
 from . import memory, messages
 from .errors import CapacityError, PeerError
 from .overlap import Overlaps
@@ -111,19 +112,10 @@ class CollectiveTransport:
         self._required = self._dropped = 0
         self._buffers: dict[int, Tensor] = {}
 
-    def dispatch(
-        self,
-        exchange: Exchange,
-        tokens: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        wanted: frozenset[str],
-        fill: bool,
-        beside: bool,
-    ) -> DispatchedRows:
-        table = self._route(exchange, top_k_index, wanted)
-        rows = self.pull(tokens, table, "dispatch", fill)
-        weights = permutation.scales_of(table.routing, top_k_weights)[: _total(table.to_rank)]
+    def dispatch(self, exchange: Exchange, call: RoutedCall, fill: bool, beside: bool) -> DispatchedRows:
+        table = self._route(exchange, call.top_k_index, call.needs_grad)
+        rows = self.pull(call.x, table, "dispatch", fill)
+        weights = permutation.scales_of(table.routing, call.top_k_weights)[: _total(table.to_rank)]
         return DispatchedRows(table, rows, self._arrived(weights, table, "dispatch", fill=True))
 
     def _route(self, exchange: Exchange, top_k_index: Tensor, wanted: frozenset[str]) -> CollectiveTable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -11,12 +12,15 @@ from torch import Tensor
 from ...fuser import ArgumentError, Gradient, Grads, Op, Outputs, Promises, TensorSpec
 from ...fuser.contract import tracing as trace
 from ..formats.per_block import Float8Block
+from ..routed.call import RoutedCall
 from ..routed.moe import check_choices, index_dtype
 from ..values.checks import check_floats, product_dtype
 from . import float8_rows
 from .group import Group
 from .messages import EIGHT_BITS
 from .transport import DispatchedRows, Exchange, Table
+
+_WANTED = frozenset({"x", "top_k_weights"})  # of a dispatch
 
 
 class EPDispatch(Op):
@@ -119,36 +123,27 @@ class EPDispatch(Op):
         needs_grad: frozenset[str],
         autocast_dtype: torch.dtype | None,
     ) -> tuple[Outputs, Saved]:
-        table, rows, scales, _ = self.exchange(x, top_k_index, top_k_weights, needs_grad, fill=True)
+        call = RoutedCall(x, top_k_index, top_k_weights, needs_grad, autocast_dtype)
+        table, rows, scales, _ = self.exchange(call, fill=True)
         self.group.lane(self.lane).opened(table)
         outputs = {"y": rows, "split_sizes": table.split_sizes, "scales": scales, "row_of_slot": table.row_of_slot}
         return outputs, self.Saved(table, x.dtype, top_k_weights.dtype)
 
-    def exchange(
-        self,
-        x: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        wanted: frozenset[str],
-        fill: bool,
-        beside: bool = False,
-    ) -> DispatchedRows:
+    def exchange(self, call: RoutedCall, fill: bool, beside: bool = False) -> DispatchedRows:
         """The table of a new exchange, and the rows and scales of this rank's experts.
 
         Args:
-            wanted: the gradients that the backward will compute, of ``x`` and ``top_k_weights``.
             fill: whether the tail of the rows must be zero; else it is arbitrary.
             beside: whether they may come while the kernel runs that is launched next.
         """
-        x = x.to(self.group.settings.dtype)
+        call = replace(call, x=call.x.to(self.group.settings.dtype), needs_grad=call.needs_grad & _WANTED)
         if trace.active():
-            return self._foreseen(x, top_k_index, top_k_weights)
+            return self._foreseen(call.x, call.top_k_index, call.top_k_weights)
         exchange = self.group.lane(self.lane).begin()
-        wanted = wanted & {"x", "top_k_weights"}
         if self.recipe is not None:
-            x, wanted = float8_rows.packed(x), wanted | {EIGHT_BITS}
+            call.x, call.needs_grad = float8_rows.packed(call.x), call.needs_grad | {EIGHT_BITS}
         with self.group.moving() as transport:
-            dispatched = transport.dispatch(exchange, x, top_k_index, top_k_weights, wanted, fill, beside)
+            dispatched = transport.dispatch(exchange, call, fill, beside)
         if self.recipe is None:
             return dispatched
         return dispatched._replace(rows=float8_rows.unpacked(dispatched.rows, self.group.settings.hidden))

@@ -20,6 +20,7 @@ from ..kernels.hopper import arrivals as waiting
 from ..kernels.hopper import peers as kernels
 from ..kernels.hopper import permute as sorting
 from ..kernels.problems.gemm import RowSlots
+from ..routed.call import RoutedCall
 from . import memory, messages
 from .barrier import barrier
 from .errors import CapacityError, PeerError
@@ -168,25 +169,16 @@ class SymmetricTransport:
         """The device that tokens must be on."""
         return self._device
 
-    def dispatch(
-        self,
-        exchange: Exchange,
-        tokens: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        wanted: frozenset[str],
-        fill: bool,
-        beside: bool,
-    ) -> DispatchedRows:
+    def dispatch(self, exchange: Exchange, call: RoutedCall, fill: bool, beside: bool) -> DispatchedRows:
         lane, s = self._lanes[exchange.lane], self._settings
-        numbers = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32)).contiguous()
-        self._write_tokens(lane, tokens, exchange)
-        published = kernels.Published(
-            *(top_k_index.contiguous(), numbers, s.slots, s.num_experts, lane.regions.ids, lane.regions.slot_numbers)
-        )
-        lane.meet(exchange, "dispatch", wanted, published)
+        ids, numbers = call.top_k_index.contiguous(), call.top_k_weights.contiguous()
+        numbers = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
+        self._write_tokens(lane, call.x, exchange)
+        at = lane.regions.ids, lane.regions.slot_numbers
+        published = kernels.Published(ids, numbers, s.slots, s.num_experts, *at)
+        lane.meet(exchange, "dispatch", call.needs_grad, published)
         lane.reads("tokens")
-        table, slot_of_row = self._table(lane, exchange, top_k_index.shape[0], wanted)
+        table, slot_of_row = self._table(lane, exchange, ids.shape[0], call.needs_grad)
         scales = numbers.new_empty(self._capacity)
         kernels.numbers_to_rows(lane.launch, exchange.number, table.slots, lane.regions.slot_numbers, scales)
         if not (beside and self.overlaps.dispatch):

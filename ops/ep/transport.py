@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ..routed.call import RoutedCall
 from .overlap import Overlaps
 
 
@@ -73,23 +74,15 @@ class Transport(Protocol):
     overlaps: Overlaps
     """The moves that run beside products."""
 
-    def dispatch(
-        self,
-        exchange: Exchange,
-        tokens: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        wanted: frozenset[str],
-        fill: bool,
-        beside: bool,
-    ) -> DispatchedRows:
+    def dispatch(self, exchange: Exchange, call: RoutedCall, fill: bool, beside: bool) -> DispatchedRows:
         """The :class:`Table` of the ids [T, k], the rows of :meth:`pull`, and their weights.
 
         An id below 0, or of E or more, belongs to no expert. The weights [Q] have one number per row, in at least
         float32, from the weights [T, k] of the slots of all ranks; their tail is zero.
 
         Args:
-            wanted: the gradients that the backward of the dispatch will be asked for, which ranks must agree on.
+            call: its wanted gradients are those that the backward of the dispatch will be asked for, which ranks must
+                agree on.
             beside: whether the rows may come while the kernel runs that is launched next, if the group overlaps them.
 
         Raises:

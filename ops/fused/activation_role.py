@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -77,6 +77,7 @@ def reads_numbers(act: Activated | Pointwise | PointwiseChain) -> bool:
     return not _is_built_in(type(act)) and (reads_a_row(act) or vectors_of(act) is not None)
 
 
+@lru_cache(maxsize=4096)
 def wants_vectors(needs_grad: frozenset[str]) -> bool:
     """Whether a gradient of the activation's numbers of columns is wanted, by the names of a fused op."""
     return any(name.startswith(PREFIX) for name in needs_grad)

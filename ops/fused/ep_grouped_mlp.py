@@ -19,9 +19,10 @@ from ...fuser.runtime.call import evaluate
 from ..ep.combine import EPCombine
 from ..ep.dispatch import EPDispatch, pulled, returned, start_sum
 from ..quantized.linear import followed_by
+from ..routed.call import RoutedCall
 from .activation_role import spec_of
-from .grouped_mlp import GroupedMLP
-from .inner_mlp import InnerMLP, tokens_to_tokens
+from .grouped_mlp import GroupedMLP, MLPCall
+from .inner_mlp import InnerMLP, needs_of_experts, tokens_to_tokens
 
 _WEIGHTS = frozenset({"fc1.weight", "fc2.weight"})
 
@@ -48,35 +49,27 @@ class EPGroupedMLP(InnerMLP):
         weights_dtype: torch.dtype
         mlp: GroupedMLP.Saved
 
-    def fwd(
-        self,
-        x: Tensor,
-        *,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        needs_grad: frozenset[str],
-        autocast_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Saved]:
-        group = self.dispatch.group
-        tokens, beside = (x, top_k_index, top_k_weights), self._rows_may_come()
-        table, rows, scales, arriving = self.dispatch.exchange(*tokens, needs_grad, fill=False, beside=beside)
+    def run(self, call: RoutedCall) -> tuple[Tensor, Saved]:
+        group, scaled_by = self.dispatch.group, self.scaled_by
+        table, rows, scales, arriving = self.dispatch.exchange(call, fill=False, beside=self._rows_may_come())
         buffer, slots = (
             (None, None) if trace.active() else (group.mover.row_buffer(table), group.mover.row_slots(table))
         )
-        mlp_rows, mlp = self.experts.by_kernels(
-            rows,
-            split_sizes=table.split_sizes,
-            **dict.fromkeys(self.scaled_by, scales),
+        weights: dict[str, Any] = dict.fromkeys(scaled_by, scales)
+        arguments = MLPCall(
+            table.split_sizes,
+            **weights,
             output=buffer,
             grad_input=buffer,
+            needs_grad=needs_of_experts(call.needs_grad, scaled_by),
+            autocast_dtype=call.autocast_dtype,
+            x_is_inner=False,  # the tail of the buffer is not read
             arrived=None if arriving is None else arriving.counters,
             slots=slots,
-            needs_grad=self.needs_of_experts(needs_grad),
-            autocast_dtype=autocast_dtype,
-            x_is_inner=False,  # the tail of the buffer is not read
         )
+        mlp_rows, mlp = self.experts.run(rows, arguments)
         y = start_sum(group, mlp_rows if slots is None else None, table, "combine")()
-        return y, self.Saved(table, x.dtype, top_k_weights.dtype, mlp)
+        return y, self.Saved(table, call.x.dtype, call.top_k_weights.dtype, mlp)
 
     def _rows_may_come(self) -> bool:
         """Whether rows may come while the first product runs; a choice of the group's is followed if it waits."""
@@ -103,7 +96,8 @@ class EPGroupedMLP(InnerMLP):
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         """Sends the gradients of rows first, and computes the weight gradients meanwhile."""
-        group, table, needs = self.dispatch.group, saved.table, self.needs_of_experts(needs_grad)
+        group, table = self.dispatch.group, saved.table
+        needs = needs_of_experts(needs_grad, self.scaled_by)
         rows = pulled(group, dy, table, "combine backward", fill=False)
         inner = dict(self.experts.bwd(saved.mlp, rows, needs_grad=needs))
         dscales = [inner.pop(keyword) for keyword in self.scaled_by if keyword in inner]

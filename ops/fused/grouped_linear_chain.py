@@ -27,15 +27,16 @@ from ...fuser import (
     register_fusion,
 )
 from ...fuser.compiler.legality import last
+from .. import kernels
 from ..basic.bias import Bias
 from ..basic.link import Link
 from ..basic.residual import AddExtraInput
 from ..grouped import link_rows
-from ..grouped.grouped_linear import GroupedLinear, as_rows, with_rows_of
+from ..grouped.grouped_linear import GroupedLinear, LinearCall, flat, with_rows_of
+from ..quantized.activation import Activating
 from ..quantized.linear import in_force
-from . import fc1 as first_linear
 from .activation_role import PREFIX, is_chain, shares_groups
-from .fc1 import FC1, filed, names_of
+from .parts import FC1, filed, names_of
 from .pointwise_chain import AFFINE, LINKS, PointwiseChain, has_function
 
 _SIZES = "split_sizes"
@@ -128,18 +129,16 @@ class GroupedLinearChain(FusedOp):
         operands = link_rows.LinkOperands(link, by_keyword, columns, None)
         spec, keep_preact = link.forward_spec, link_rows.reads_x(link, needs)
         assert spec is not None
-        fc1 = first_linear.forward(
-            *(self.fc1, spec, x, split_sizes, next(iter(operands.numbers()), None), grad_input, fc1_bias_scale),
-            *(names_of(FC1, needs_grad), autocast_dtype),
-            keep_preact=keep_preact,
-            tail_unspecified=False,
-            x_is_inner=x_is_inner,
-            vectors=link_rows.vectors_of(link, columns),
+        sizes = kernels.as_split_sizes(split_sizes, x.device)
+        call = LinearCall(sizes, names_of(FC1, needs_grad), fc1_bias_scale, grad_input, x.shape, x_is_inner)
+        activating = Activating(
+            *(spec, flat(next(iter(operands.numbers()), None)), link_rows.vectors_of(link, columns), keep_preact),
             matrices=operands.matrices(),
         )
-        assert isinstance(fc1.postact, Tensor)
-        of_groups = operands._replace(split_sizes=None if link.groups is None else fc1.saved.split_sizes)
-        return with_rows_of(x, fc1.postact), self.Saved(fc1.saved, link_rows.saved(of_groups, fc1.preact, needs))
+        (preact, hidden), fc1 = self.fc1.multiply(self.fc1.reads(x, call, autocast_dtype), call, activating)
+        of_groups = operands._replace(split_sizes=None if link.groups is None else sizes)
+        assert hidden.values is not None
+        return with_rows_of(x, hidden.values), self.Saved(fc1, link_rows.saved(of_groups, preact, needs))
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         needs = names_of(FC1, needs_grad)
@@ -151,7 +150,7 @@ class GroupedLinearChain(FusedOp):
             return grads
         dpreact = of_chain["x"]
         assert isinstance(dpreact, Tensor)
-        return grads | filed(FC1, first_linear.backward(self.fc1, saved.fc1, as_rows(dpreact), needs))
+        return grads | filed(FC1, self.fc1.bwd(saved.fc1, dpreact, needs_grad=needs))
 
     def _needs_of_chain(self, needs_grad: frozenset[str]) -> frozenset[str]:
         """The gradients that the chain must give, by its names."""

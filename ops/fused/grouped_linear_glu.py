@@ -11,9 +11,9 @@ from ...fuser import Buffer, FusedOp, Gradient, Grads, Pattern, Promises, option
 from .. import kernels
 from ..basic.glu import Activated
 from ..basic.scale import Scale
-from ..grouped.grouped_linear import GroupedLinear, as_rows, with_rows_of
+from ..grouped.grouped_linear import GroupedLinear, LinearCall, as_rows, flat, with_rows_of
 from ..grouped.pointwise import Pointwise
-from . import fc1 as first_linear
+from ..quantized.activation import Activating
 from .activation_role import (
     ACTIVATION_OR_CHAIN,
     keyword_of,
@@ -23,7 +23,7 @@ from .activation_role import (
     wants_vectors,
     with_activation,
 )
-from .fc1 import FC1, flat, names_of
+from .parts import FC1, filed, names_of
 from .pointwise_chain import PointwiseChain
 
 
@@ -62,16 +62,16 @@ class GroupedLinearGLU(FusedOp):
         autocast_dtype: torch.dtype | None,
         x_is_inner: bool,
     ) -> tuple[Tensor, Saved]:
-        needs, spec, vectors = names_of(FC1, needs_grad), spec_of(self.act), vectors_of(self.act)
-        fc1 = first_linear.forward(
-            *(self.fc1, spec, x, split_sizes, scales, grad_input, fc1_bias_scale, needs, autocast_dtype),
-            keep_preact=bool(needs_grad),
-            tail_unspecified=False,
-            x_is_inner=x_is_inner,
-            vectors=vectors,
+        sizes, needs, vectors = (
+            kernels.as_split_sizes(split_sizes, x.device),
+            names_of(FC1, needs_grad),
+            vectors_of(self.act),
         )
-        assert isinstance(fc1.postact, Tensor)
-        return with_rows_of(x, fc1.postact), self.Saved(fc1.saved, fc1.preact, scales, vectors)
+        call = LinearCall(sizes, needs, fc1_bias_scale, grad_input, x.shape, x_is_inner)
+        activating = Activating(spec_of(self.act), flat(scales), vectors, keep_preact=bool(needs_grad))
+        (preact, hidden), fc1 = self.fc1.multiply(self.fc1.reads(x, call, autocast_dtype), call, activating)
+        assert hidden.values is not None
+        return with_rows_of(x, hidden.values), self.Saved(fc1, preact, scales, vectors)
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         if saved.preact is None:
@@ -86,8 +86,8 @@ class GroupedLinearGLU(FusedOp):
             split_sizes=None if saved.vectors is None else saved.fc1.split_sizes,
             want_vectors=wants_vectors(needs_grad),
         )
-        fc1 = first_linear.backward(self.fc1, saved.fc1, activated.preact, names_of(FC1, needs_grad))
-        grads: dict[str, Gradient] = first_linear.filed(FC1, fc1)
+        fc1 = self.fc1.bwd(saved.fc1, activated.preact, needs_grad=names_of(FC1, needs_grad))
+        grads: dict[str, Gradient] = filed(FC1, fc1)
         grads |= vector_grads(self.act, activated.vectors, needs_grad)
         if saved.scales is not None and activated.scales is not None:
             grads["scales"] = activated.scales.view_as(saved.scales)

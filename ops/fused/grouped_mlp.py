@@ -1,97 +1,83 @@
-"""The experts of a mixture-of-experts layer: GroupedLinear -> activation -> [Scale] -> GroupedLinear -> [Scale].
-
-With s the scales before the second linear and o those after it (1 where there are none), per row:
-``preact = W1 x + b1``, ``a = act(preact)``, ``y = o (W2 (s a) + b2)``. The backward keeps neither ``a`` nor ``y``: with
-``u = W2^T dy`` it is ``da = s o u``, ``ds = o <u, a>``, ``do = s <u, a> + <dy, b2>``, ``dW2 = dy (s o a)^T``: one
-kernel that is given the product ``s o`` serves both places of the scale.
-"""
+"""The experts of a mixture-of-experts layer: GroupedLinear -> activation -> [Scale] -> GroupedLinear -> [Scale]."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...fuser import Buffer, FusedOp, Gradient, Grads, Match, Pattern, Promises, optional, register_fusion
+from ...fuser import FusedOp, Gradient, Grads, Keyword, Promises, register_fusion
 from ...fuser.contract import tracing as trace
 from .. import kernels
 from ..basic.glu import Activated
 from ..basic.scale import Scale
-from ..formats.copies import Columns, Weight
-from ..formats.recipe import Recipe
-from ..grouped.grouped_linear import GroupedLinear, as_rows, with_rows_of
+from ..grouped.grouped_linear import GroupedLinear, LinearCall, as_rows, flat, with_rows_of
 from ..grouped.pointwise import Pointwise
-from ..kernels import ActivationGrads, Layout
-from ..quantized.linear import (
-    HiddenActivation,
-    ThroughActivation,
-    Wanted,
-    activating,
-    followed_by,
-    hidden_for_wgrad,
-    in_force,
-    through_activation,
-)
-from ..quantized.operands import GatheredTokens, TokenCopies, copies_of
+from ..quantized.activation import Activating, Hidden, Through, Wanted, through_activation
+from ..quantized.linear import in_force
+from ..quantized.operands import GatheredTokens, Tokens, tokens_for
 from ..values.switches import active_switches
-from . import fc1 as first_linear
-from .activation_role import (
-    BETWEEN_LINEARS,
-    keyword_of,
-    spec_of,
-    vector_grads,
-    vectors_of,
-    wants_vectors,
-    with_activation,
-)
-from .fc1 import FC1, FirstLinear, OpPart, filed, flat, names_of
+from .activation_role import keyword_of, spec_of, vector_grads, vectors_of, wants_vectors
+from .mlp_pattern import EXPERTS
+from .parts import FC1, FC2, filed, goes_through, kept_for_fc1, kept_for_fc2, names_of, reads_preact
 from .pointwise_chain import PointwiseChain
 
-_FC2 = OpPart("fc2", (("fc2_bias_scale", "bias_scale"),))
 _PRODUCTS = frozenset({"x", "fc1.weight", "fc2.weight"})  # of a backward, that do not need one another
 
 
-def _carries_scales(recipe: Recipe | None) -> bool:
-    """Whether scales come from steps before, whose amaxes are those of the tensors as they are."""
-    return recipe is not None and recipe.steps is not None
+@dataclass(slots=True)
+class MLPCall:
+    """The arguments of a call beside x: keywords, what the runner tells, and what is given by an exchange of rows.
+
+    Attributes:
+        needs_grad, x_is_inner: as of :class:`LinearCall`, by the names of the fused op.
+        arrived: of rows that may come meanwhile: see :class:`fusible.ops.kernels.GroupedGemm`.
+        slots: where rows of the output go; what stands in ``output`` then may be anything.
+    """
+
+    split_sizes: Tensor
+    scales: Tensor | None = None
+    out_scale_scales: Tensor | None = None
+    output: Tensor | None = None
+    grad_input: Tensor | None = None
+    fc1_bias_scale: Tensor | None = None
+    fc2_bias_scale: Tensor | None = None
+    needs_grad: frozenset[str] = frozenset()
+    autocast_dtype: torch.dtype | None = None
+    x_is_inner: bool = True
+    arrived: Tensor | None = None
+    slots: kernels.RowSlots | None = None
 
 
-def _buffer_holds_y(match: Match) -> bool:
-    """A buffer of the second linear holds what that linear gives, before a scale that follows it."""
-    return match.out_scale is None or not match.reads("fc2", "output")
-
-
-_PATH = Pattern.path(
-    fc1=GroupedLinear, act=BETWEEN_LINEARS, scale=optional(Scale), fc2=GroupedLinear, out_scale=optional(Scale)
-)
-
-
-def with_one_recipe(pattern: Pattern) -> Pattern:
-    """Adds two conditions: both linears use one recipe, and fusing does not change which tensors delayed scales see."""
-    return pattern.where(
-        "fc1 and fc2 have different recipes", lambda m: followed_by(m.fc1) == followed_by(m.fc2)
-    ).where(
-        "the scale after fc2 would change the amaxes that delayed scales come from",
-        lambda m: m.out_scale is None or not _carries_scales(followed_by(m.fc1)),
-    )
-
-
-@register_fusion(
-    with_one_recipe(
-        with_activation(_PATH)
-        .shares("split_sizes", "fc1", "fc2")
-        .absent("output", "fc1")
-        .absent("grad_input", "fc2")
-        .where("fc1 and fc2 have different numbers of groups", lambda m: m.fc1.num_groups == m.fc2.num_groups)
-    ).where("the scale after fc2 would change what its output buffer holds", _buffer_holds_y),
-    priority=30,
-)
+@register_fusion(EXPERTS, priority=30)
 class GroupedMLP(FusedOp):
-    """Keeps x, the pre-activation, the scales, the split sizes and the weights; computes the activation again."""
+    """Experts with one kernel for each product, which also computes what is pointwise around it.
+
+    The rows of T tokens are sorted by expert; e is the expert of a row, s its scale before the second linear and o that
+    after it, C = 2F for an activation with gate and up, else F::
+
+        h[T, C] = x[T, K] W1[e].T + b1[e]           kept, with x, s and o
+        a[T, F] = s[T] * act(h)                     in the epilogue of h
+        y[T, N] = o[T] * (a W2[e].T + b2[e])
+
+        u[T, F] = dy[T, N] W2[e]
+        dh[T, C] = s o u * act'(h), and s o act(h)  in the epilogue of u
+        ds[T] = o <u, act(h)>                       do[T] = s <u, act(h)> + <dy, b2[e]>
+        dW2[e] = dy.T (s o act(h))                  db2[e] = sum of o dy
+        dx[T, K] = dh W1[e], dW1[e] = dh.T x        db1[e] = sum of dh
+
+    What a product reads is a value that a linear makes of tokens, :class:`Tokens`: rows as they are, gathered, or
+    quantised by its recipe.
+    """
 
     promises = Promises(replayable=True)
+    keywords = {
+        "split_sizes": Keyword(required=True, tensor=True),
+        **dict.fromkeys(("scales", "out_scale_scales", "fc1_bias_scale", "fc2_bias_scale"), Keyword(False, True)),
+        **dict.fromkeys(("output", "grad_input"), Keyword(False, False, buffer=True)),
+    }
     fc1: GroupedLinear
     act: Activated | Pointwise | PointwiseChain
     scale: Scale | None
@@ -105,208 +91,36 @@ class GroupedMLP(FusedOp):
         scales: Tensor | None
         out_scales: Tensor | None
         vectors: tuple[Tensor, ...] | None
-        hidden_scales: Tensor | None = None
+        encode: Tensor | None
 
     def takes(self, role: str, keyword: str) -> str | None:
         return keyword_of(role, keyword) or super().takes(role, keyword)
 
-    def fwd(
-        self,
-        x: Tensor,
-        *,
-        split_sizes: Tensor,
-        scales: Tensor | None = None,
-        out_scale_scales: Tensor | None = None,
-        output: Buffer | None = None,
-        grad_input: Buffer | None = None,
-        fc1_bias_scale: Tensor | None = None,
-        fc2_bias_scale: Tensor | None = None,
-        needs_grad: frozenset[str],
-        autocast_dtype: torch.dtype | None,
-        x_is_inner: bool,
-    ) -> tuple[Tensor, Saved]:
-        return self.by_kernels(
-            x,
-            split_sizes=split_sizes,
-            scales=scales,
-            out_scale_scales=out_scale_scales,
-            output=output,
-            grad_input=grad_input,
-            fc1_bias_scale=fc1_bias_scale,
-            fc2_bias_scale=fc2_bias_scale,
-            needs_grad=needs_grad,
-            autocast_dtype=autocast_dtype,
-            x_is_inner=x_is_inner,
-        )
+    def fwd(self, x: Tensor, **keywords: Any) -> tuple[Tensor, Saved]:
+        call = MLPCall(**keywords)
+        call.split_sizes = kernels.as_split_sizes(call.split_sizes, x.device)
+        y, saved = self.run(x, call)
+        return with_rows_of(x, y) if call.output is None else call.output.detach(), saved
 
-    def by_kernels(
-        self,
-        x: Tensor,
-        *,
-        split_sizes: Tensor,
-        scales: Tensor | None = None,
-        out_scale_scales: Tensor | None = None,
-        output: Tensor | None = None,
-        grad_input: Tensor | None = None,
-        fc1_bias_scale: Tensor | None = None,
-        fc2_bias_scale: Tensor | None = None,
-        arrived: Tensor | None = None,
-        slots: kernels.RowSlots | None = None,
-        needs_grad: frozenset[str],
-        autocast_dtype: torch.dtype | None,
-        x_is_inner: bool,
-    ) -> tuple[Tensor, Saved]:
-        """The forward, one kernel after the other. The experts of an :class:`EPGroupedMLP` are given more.
-
-        Args:
-            arrived: of rows that may come meanwhile.
-            slots: where its rows go; what stands in ``output`` then may be anything.
-        """
-        vectors, keep_preact = vectors_of(self.act), reads_preact(needs_grad)
-        recompute = active_switches().recompute and keep_preact and self._recomputes()
-        fc1 = first_linear.forward(
-            *(self.fc1, spec_of(self.act), x, split_sizes, scales, grad_input, fc1_bias_scale),
-            *(_kept_for_fc1(needs_grad, self.fc1.has_bias, recompute), autocast_dtype),
-            keep_preact=keep_preact and not recompute,
+    def run(self, x: Tensor | GatheredTokens, call: MLPCall) -> tuple[Tensor, Saved]:
+        """The rows of the output, and the saved state."""
+        needs, sizes, vectors = call.needs_grad, call.split_sizes, vectors_of(self.act)
+        keep_preact = reads_preact(needs)
+        recompute = keep_preact and active_switches().recompute and self._recomputes()
+        of_fc1 = kept_for_fc1(needs, self.fc1.has_bias, recompute)
+        first = LinearCall(sizes, of_fc1, call.fc1_bias_scale, call.grad_input, x.shape, call.x_is_inner)
+        activating = Activating(
+            *(spec_of(self.act), flat(call.scales), vectors, keep_preact and not recompute),
             tail_unspecified=True,
-            x_is_inner=x_is_inner,
-            vectors=vectors,
             reader=self.fc2,
-            arrived=arrived,
+            arrived=call.arrived,
         )
-        factors: dict[str, Any] = {
-            "out": None if output is None else output.view(-1, self.fc2.out_features),
-            "bias": self._bias(),
-            "bias_scale": flat(fc2_bias_scale),
-            "row_scale": flat(out_scale_scales),
-        }
-        if slots is not None:
-            factors["slots"] = slots
-        y, fc2 = self._second(fc1, fc2_bias_scale, _kept_for_fc2(needs_grad, self.fc2.has_bias), factors)
-        recipe = fc1.saved.recipe
-        hidden_scales = None if recipe is None else recipe.scales_of_forward(self.fc2)
-        saved = self.Saved(fc1.saved, fc2, fc1.preact, scales, out_scale_scales, vectors, hidden_scales)
-        return with_rows_of(x, y) if output is None else output.detach(), saved
-
-    def quantized_fwd(
-        self,
-        recipe: Recipe,
-        x: Tensor | GatheredTokens,
-        split_sizes: Tensor,
-        scales: Tensor | None,
-        out_scales: Tensor | None,
-        needs_grad: frozenset[str],
-    ) -> tuple[Tensor, Saved]:
-        """The output as rows and the saved state, from rows that are gathered while they are quantised.
-
-        Args:
-            recipe: one whose scales come from the rows themselves.
-        """
-        needs, vectors = names_of(FC1, needs_grad), vectors_of(self.act)
-        tokens = x.tokens if isinstance(x, GatheredTokens) else x
-        copies = copies_of(recipe, x, split_sizes, rows=True, wgrad="weight" in needs)
-        bias = {"bias": self.fc1.matrices("bias") if self.fc1.has_bias else None}
-        hidden_of = HiddenActivation(spec_of(self.act), flat(scales), vectors)
-        activate = activating(hidden_of, reads_preact(needs_grad), self.fc2)
-        (preact, hidden), first = self.fc1.quantized_fwd(
-            recipe, tokens, copies, split_sizes, None, None, needs, True, bias, activate
-        )
-        factors = {"bias": self._bias(), "row_scale": flat(out_scales)}
-        kept = _kept_for_fc2(needs_grad, self.fc2.has_bias)
-        y, fc2 = self._second(FirstLinear(hidden, preact, first), None, kept, factors)
-        return y, self.Saved(first, fc2, preact, scales, out_scales, vectors)
-
-    def _second(
-        self, fc1: FirstLinear, bias_scale: Tensor | None, needs: frozenset[str], factors: dict[str, Any]
-    ) -> tuple[Tensor, GroupedLinear.Saved]:
-        """The output as rows, and the saved state of the second linear."""
-        postact, sizes, recipe = fc1.postact, fc1.saved.split_sizes, fc1.saved.recipe
-        if isinstance(postact, TokenCopies):
-            assert recipe is not None
-            assert postact.rows is not None
-            slots = factors.pop("slots", None)
-            y, saved = self.fc2.quantized_fwd(
-                recipe, postact.rows.data, postact, sizes, bias_scale, None, needs, True, factors
-            )
-            if slots is not None:
-                kernels.send_rows(y, slots)
-            return y, saved
-        weight = self.fc2.matrices("weight", postact.dtype)
-        y = kernels.grouped_gemm(Layout.NT, postact, weight, sizes, **factors)
-        assert isinstance(y, Tensor)
-        return y, self.fc2.saved(postact, postact, weight, sizes, bias_scale, None, needs, True)
-
-    def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        rows = as_rows(dy)
-        if saved.fc1.recipe is not None:
-            return self.quantized_bwd(saved.fc1.recipe, saved, rows, needs_grad)
-        if saved.preact is None and reads_preact(needs_grad):
-            assert isinstance(saved.fc1.x, Tensor)
-            saved = self.recomputed(saved, saved.fc1.x)
-        activated = self.through_fc2(saved, rows, needs_grad)
-        independent = kernels.Independent.of(len(needs_grad & _PRODUCTS))
-        outer = names_of(_FC2, needs_grad)
-        fc2 = self._fc2_grads(saved, rows, activated.postact, outer, independent=independent)
-        grads: dict[str, Gradient] = filed(_FC2, fc2)
-        needs = names_of(FC1, needs_grad)
-        if needs:
-            inner = first_linear.backward(self.fc1, saved.fc1, activated.preact, needs, activated.bias, independent)
-            grads |= filed(FC1, inner)
-        if activated.scales is not None:
-            grads |= self.scale_grads(saved, rows, activated.scales, needs_grad)
-        return grads | vector_grads(self.act, activated.vectors, needs_grad)
-
-    def quantized_bwd(
-        self, recipe: Recipe, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
-    ) -> Grads:
-        """:meth:`bwd` of a call that followed a recipe.
-
-        Args:
-            dy: gathered as it is quantised only where :meth:`reads_values` does not hold.
-        """
-        through = self._through_quantized(recipe, saved, dy, needs_grad)
-        needs, outer = names_of(FC1, needs_grad), names_of(_FC2, needs_grad)
-        values, left = dy if isinstance(dy, Tensor) else dy.tokens, (through.dy.for_wgrad, through.dy.number)
-        grads: dict[str, Gradient] = filed(_FC2, self._fc2_grads(saved, values, through.postact, outer, *left))
-        if needs and through.preact is not None:
-            grads |= filed(FC1, first_linear.backward(self.fc1, saved.fc1, through.preact, needs))
-        if through.scales is not None:
-            grads |= self.scale_grads(saved, values, through.scales, needs_grad)
-        return grads | vector_grads(self.act, through.vectors, needs_grad)
-
-    def reads_values(self, recipe: Recipe, saved: Saved, needs_grad: frozenset[str]) -> bool:
-        """Whether a backward reads the gradient of the output as it was before it is quantised."""
-        biased = "fc2.bias" in needs_grad or saved.fc2.bias is not None
-        return biased or _carries_scales(recipe) or (not recipe.quantises_wgrad and _trains(needs_grad))
-
-    def _through_quantized(
-        self, recipe: Recipe, saved: Saved, dy: Tensor | GatheredTokens, needs_grad: frozenset[str]
-    ) -> ThroughActivation:
-        """:meth:`through_fc2` of a call that followed a recipe."""
-        sizes, weight, trains = saved.fc2.split_sizes, saved.fc2.weight, _trains(needs_grad)
-        through = weight is not None and _through(needs_grad)
-        of_step = recipe.on(self.fc2, "gradient", dy, sizes) if isinstance(dy, Tensor) else recipe
-        copies = copies_of(of_step, dy, sizes, rows=through, wgrad=trains, is_gradient=True)
-        total = _product(flat(saved.scales), flat(saved.out_scales), copies.dtype)
-        hidden = HiddenActivation(spec_of(self.act), total, saved.vectors)
-        if saved.preact is None:
-            return ThroughActivation(copies, None, None, None)
-        if not through:
-            options = recipe, saved.preact, sizes, hidden, saved.hidden_scales
-            return ThroughActivation(copies, None, None, hidden_for_wgrad(*options) if trains else None)
-        inner = names_of(FC1, needs_grad)
-        wanted = Wanted(
-            scales=not needs_grad.isdisjoint(("scales", "out_scale_scales")),
-            weight=trains,
-            inner_rows="x" in inner,
-            inner_weight="weight" in inner,
-            values=not inner.isdisjoint(("bias", "bias_scale")),
-            vectors=wants_vectors(needs_grad),
-        )
-        assert isinstance(weight, Weight)
-        return through_activation(
-            recipe, copies, weight, saved.preact, sizes, hidden, wanted, self.fc1, saved.hidden_scales
-        )
+        (preact, hidden), fc1 = self.fc1.multiply(self.fc1.reads(x, first, call.autocast_dtype), first, activating)
+        second = LinearCall(sizes, kept_for_fc2(needs, self.fc2.has_bias), call.fc2_bias_scale)
+        out = None if call.output is None else call.output.view(-1, self.fc2.out_features)
+        y, fc2 = self.fc2.multiply(hidden, second, out=out, row_scale=flat(call.out_scale_scales), slots=call.slots)
+        encode = None if fc2.recipe is None else fc2.recipe.scales_of_forward(self.fc2)
+        return y, self.Saved(fc1, fc2, preact, call.scales, call.out_scale_scales, vectors, encode)
 
     def _recomputes(self) -> bool:
         """Whether the backward computes the pre-activation again, where the switches say so."""
@@ -316,134 +130,90 @@ class GroupedMLP(FusedOp):
         trace.note("recompute: the pre-activation is computed again in the backward")
         return True
 
-    def recomputed(self, saved: Saved, x: Tensor) -> Saved:
-        """The saved state with the pre-activation, recomputed from the rows of x by the forward's kernel,
-        bit-identical.
-        """
-        fc1 = saved.fc1
-        preact, _ = kernels.grouped_linear_activation(
-            x,
-            fc1.weight,  # type: ignore[arg-type]
-            fc1.split_sizes,
-            spec_of(self.act),
-            keep_preact=True,
-            tail_unspecified=True,
-            vectors=saved.vectors,
-            bias=fc1.bias,
-            bias_scale=flat(fc1.bias_scale),
-            scales=flat(saved.scales),
+    def bwd(self, saved: Saved, dy: Tensor | GatheredTokens, *, needs_grad: frozenset[str]) -> Grads:
+        if saved.preact is None and saved.fc1.recipe is None and reads_preact(needs_grad):
+            saved = saved._replace(preact=self._recomputed(saved))
+        of_fc1, of_fc2 = names_of(FC1, needs_grad), names_of(FC2, needs_grad)
+        through, trains = saved.fc2.weight is not None and goes_through(needs_grad), "weight" in of_fc2
+        read = tokens_for(
+            *(self.fc2, saved.fc2.recipe, as_rows(dy) if isinstance(dy, Tensor) else dy, saved.fc2.split_sizes),
+            rows=through,
+            wgrad=trains,
+            values="bias" in of_fc2 or saved.fc2.bias is not None,
+            is_gradient=True,
         )
-        return saved._replace(preact=preact)
+        back = self._through_fc2(saved, read, needs_grad, through)
+        overlaps = saved.fc1.recipe is None and isinstance(dy, Tensor)
+        independent = kernels.Independent.of(len(needs_grad & _PRODUCTS)) if overlaps else None
+        grads: dict[str, Gradient] = filed(FC2, self._fc2_grads(saved, read, back, of_fc2, independent))
+        if of_fc1 and back.preact is not None:
+            grads |= filed(FC1, self.fc1.grads_of(saved.fc1, back.preact, of_fc1, independent, back.bias))
+        if back.scales is not None:
+            grads |= _scale_grads(saved, read, back.scales, needs_grad)
+        return grads | vector_grads(self.act, back.vectors, needs_grad)
 
-    def _bias(self) -> kernels.Matrices | None:
-        return self.fc2.matrices("bias") if self.fc2.has_bias else None
+    def _recomputed(self, saved: Saved) -> Tensor:
+        """The pre-activation, from the rows of x by the forward's kernel, bit-identical."""
+        fc1, sizes, bias_scale = saved.fc1, saved.fc1.split_sizes, flat(saved.fc1.bias_scale)
+        activating = Activating(spec_of(self.act), flat(saved.scales), saved.vectors, True, tail_unspecified=True)
+        read = tokens_for(None, None, fc1.x, sizes, rows=True, wgrad=False)  # type: ignore[arg-type]
+        preact, _ = activating(read, fc1.weight, sizes, bias=fc1.bias, bias_scale=bias_scale)  # type: ignore[arg-type]
+        assert preact is not None
+        return preact
 
-    def through_fc2(self, saved: Saved, dy: Tensor, needs_grad: frozenset[str]) -> ActivationGrads:
-        """The gradient of the pre-activation, ``<u, a>`` by row, ``s o a``, and others: those that are wanted."""
-        total, vectors = _product(flat(saved.scales), flat(saved.out_scales), dy.dtype), saved.vectors
-        weight, sizes, spec = saved.fc2.weight, saved.fc2.split_sizes, spec_of(self.act)
+    def _through_fc2(self, saved: Saved, dy: Tokens, needs_grad: frozenset[str], through: bool) -> Through:
+        """The gradient of the pre-activation, ``<u, act(h)>`` by row, ``s o act(h)``, and others that are wanted."""
         if saved.preact is None:
-            return ActivationGrads(dy, None, None)
-        if weight is None or isinstance(weight, Weight) or not _through(needs_grad):
-            of_groups = (vectors, None if vectors is None else sizes)
-            return ActivationGrads(dy, None, kernels.activate(saved.preact, spec, total, *of_groups))
-        return kernels.grouped_linear_activation_backward(
-            dy,
-            weight,
-            saved.preact,
-            sizes,
-            spec,
-            scales=total,
-            want_scales=not needs_grad.isdisjoint(("scales", "out_scale_scales")),
-            want_postact=_trains(needs_grad),
-            bias_dtype=self._bias_dtype(saved, needs_grad),
-            vectors=vectors,
-            want_vectors=wants_vectors(needs_grad),
+            return Through()
+        total, trains = _product(flat(saved.scales), flat(saved.out_scales), dy.dtype), "fc2.weight" in needs_grad
+        hidden = Hidden(saved.preact, saved.fc2.split_sizes, spec_of(self.act), total, saved.vectors, saved.encode)
+        if not through:
+            return Through(postact=hidden.for_wgrad(dy.recipe) if trains else None)
+        of_fc1 = names_of(FC1, needs_grad)
+        unscaled = "bias" in of_fc1 and saved.fc1.bias_scale is None
+        wanted = Wanted(
+            scales=not needs_grad.isdisjoint(("scales", "out_scale_scales")),
+            vectors=wants_vectors(needs_grad),
+            postact=trains,
+            rows="x" in of_fc1,
+            wgrad="weight" in of_fc1,
+            values=not of_fc1.isdisjoint(("bias", "bias_scale")),
+            bias_dtype=self.fc1.one_parameter("bias").dtype if unscaled else None,
         )
-
-    def _bias_dtype(self, saved: Saved, needs_grad: frozenset[str]) -> torch.dtype | None:
-        """The dtype of fc1's bias gradient if that is the plain column sum of dpreact; else None."""
-        unscaled = "fc1.bias" in needs_grad and saved.fc1.bias_scale is None
-        return self.fc1.one_parameter("bias").dtype if unscaled else None
+        assert saved.fc2.weight is not None
+        return through_activation(dy, saved.fc2.weight, hidden, wanted, self.fc1)
 
     def _fc2_grads(
-        self,
-        saved: Saved,
-        dy: Tensor,
-        postact: Tensor | Columns | None,
-        needs_grad: frozenset[str],
-        for_wgrad: Tensor | Columns | None = None,
-        number: int = 0,
-        independent: kernels.Independent | None = None,
-    ) -> Grads:
-        """The gradients of the second linear's parameters and bias scale, by its names.
-
-        Args:
-            for_wgrad: the operand of the weight gradient in place of ``dy``, with ``number`` rows.
-        """
-        fc2, sizes, out_scales = saved.fc2, saved.fc2.split_sizes, flat(saved.out_scales)
-        left = dy if for_wgrad is None else for_wgrad
-        grads: dict[str, Gradient] = dict(self.fc2.weight_grads(left, postact, sizes, needs_grad, number, independent))
-        if "bias" in needs_grad:
-            grads |= self.bias_grads(saved, dy)
-        if "bias_scale" in needs_grad and fc2.bias is not None and fc2.bias_scale is not None:
-            dots = kernels.row_dots(dy, fc2.bias, sizes, _wide(fc2.bias_scale.dtype))
+        self, saved: Saved, dy: Tokens, back: Through, needs: frozenset[str], independent: kernels.Independent | None
+    ) -> dict[str, Gradient]:
+        """The gradients of the second linear's parameters and bias scale, by its names."""
+        fc2, values, out_scales = saved.fc2, dy.values, flat(saved.out_scales)
+        of_weight = self.fc2.weight_grads(dy.for_wgrad, back.postact, fc2.split_sizes, needs, dy.number, independent)
+        grads: dict[str, Gradient] = {**of_weight}
+        if "bias" in needs and values is not None:
+            factors = _product(flat(fc2.bias_scale), out_scales, dy.dtype)
+            grads |= self.fc2.bias_grads(values, fc2.split_sizes, factors)
+        if "bias_scale" in needs and values is not None and fc2.bias is not None and fc2.bias_scale is not None:
+            dots = kernels.row_dots(values, fc2.bias, fc2.split_sizes, _wide(fc2.bias_scale.dtype))
             dots = dots if out_scales is None else dots * out_scales
             grads["bias_scale"] = dots.to(fc2.bias_scale.dtype).view_as(fc2.bias_scale)
         return grads
 
-    def bias_grads(self, saved: Saved, dy: Tensor) -> Grads:
-        """The gradient of the second linear's bias, by its name."""
-        factors = _product(flat(saved.fc2.bias_scale), flat(saved.out_scales), dy.dtype)
-        return self.fc2.bias_grads(dy, saved.fc2.split_sizes, factors)
 
-    def scale_grads(self, saved: Saved, dy: Tensor, dots: Tensor, needs_grad: frozenset[str]) -> dict[str, Gradient]:
-        """The gradients of the scales, from ``<u, a>`` by row: ``ds = o <u, a>`` and ``do = s <u, a> + <dy, b2>``."""
-        grads: dict[str, Gradient] = {}
-        scales, out_scales = saved.scales, saved.out_scales
-        if scales is not None and "scales" in needs_grad:
-            ds = dots if out_scales is None else dots * out_scales.reshape(-1)
-            grads["scales"] = ds.to(scales.dtype).view_as(scales)
-        if out_scales is not None and "out_scale_scales" in needs_grad:
-            do = dots if scales is None else dots * scales.reshape(-1)
-            if saved.fc2.bias is not None:
-                bias_dots = kernels.row_dots(dy, saved.fc2.bias, saved.fc2.split_sizes, dots.dtype)
-                bias_scale = flat(saved.fc2.bias_scale)
-                do = do + (bias_dots if bias_scale is None else bias_dots * bias_scale)
-            grads["out_scale_scales"] = do.to(out_scales.dtype).view_as(out_scales)
-        return grads
-
-
-@lru_cache(maxsize=4096)
-def _kept_for_fc1(needs_grad: frozenset[str], has_bias: bool, recompute: bool) -> frozenset[str]:
-    """The gradients that decide what is kept of the first linear: all that it reads, where it is computed again."""
-    everything = {"x", "weight", *(["bias_scale"] if has_bias else [])} if recompute else set()
-    return names_of(FC1, needs_grad) | everything
-
-
-@lru_cache(maxsize=4096)
-def _kept_for_fc2(needs_grad: frozenset[str], has_bias: bool) -> frozenset[str]:
-    """The gradients that decide what is kept of the second linear: all but its weight's, whose input is made again."""
-    needs = set(names_of(_FC2, needs_grad)) | ({"x"} if _through(needs_grad) else set())
-    needs |= {"bias_scale"} if has_bias and "out_scale_scales" in needs_grad else set()
-    return frozenset(needs - {"weight"})
-
-
-@lru_cache(maxsize=4096)
-def reads_preact(needs_grad: frozenset[str]) -> bool:
-    """Whether a backward reads the pre-activation; it is computed again where it is not kept."""
-    return _through(needs_grad) or _trains(needs_grad)
-
-
-@lru_cache(maxsize=4096)
-def _through(needs_grad: frozenset[str]) -> bool:
-    """Whether a wanted gradient lies behind the second linear."""
-    return any(not name.startswith("fc2") for name in needs_grad)
-
-
-def _trains(needs_grad: frozenset[str]) -> bool:
-    """Whether the second linear's weights are wanted, which need its input."""
-    return "fc2.weight" in needs_grad
+def _scale_grads(saved: GroupedMLP.Saved, dy: Tokens, dots: Tensor, needs: frozenset[str]) -> dict[str, Gradient]:
+    """The gradients of the scales, from ``<u, act(h)>`` by row."""
+    grads: dict[str, Gradient] = {}
+    scales, out_scales, fc2 = saved.scales, saved.out_scales, saved.fc2
+    if scales is not None and "scales" in needs:
+        ds = dots if out_scales is None else dots * out_scales.reshape(-1)
+        grads["scales"] = ds.to(scales.dtype).view_as(scales)
+    if out_scales is not None and "out_scale_scales" in needs:
+        do = dots if scales is None else dots * scales.reshape(-1)
+        if fc2.bias is not None and dy.values is not None:
+            bias_dots, bias_scale = kernels.row_dots(dy.values, fc2.bias, fc2.split_sizes, dots.dtype), fc2.bias_scale
+            do = do + (bias_dots if bias_scale is None else bias_dots * bias_scale.reshape(-1))
+        grads["out_scale_scales"] = do.to(out_scales.dtype).view_as(out_scales)
+    return grads
 
 
 def _product(a: Tensor | None, b: Tensor | None, rows: torch.dtype) -> Tensor | None:

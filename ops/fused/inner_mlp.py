@@ -1,4 +1,4 @@
-"""The common part of fusions from tokens to tokens: a :class:`GroupedMLP` between a dispatch and a combine."""
+"""The common part of fusions that have a :class:`GroupedMLP` between a dispatch and a combine."""
 
 from __future__ import annotations
 
@@ -6,41 +6,31 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ...fuser import FusedOp, Op, Pattern, optional
+from ...fuser import Op, Pattern
 from ..basic.glu import Activated
 from ..basic.scale import Scale
 from ..grouped.grouped_linear import GroupedLinear
 from ..grouped.pointwise import Pointwise
 from ..routed.moe import ROUTING
-from .activation_role import BETWEEN_LINEARS, reads_a_row, with_activation
-from .grouped_mlp import GroupedMLP, with_one_recipe
+from .activation_role import reads_a_row, with_activation
+from .grouped_mlp import GroupedMLP
+from .mlp_pattern import ROLES, with_one_recipe
 from .pointwise_chain import PointwiseChain
-from .routed_pattern import routed
+from .routed import RoutedOp, routed
 
 SCALES = {"scale": "scales", "out_scale": "out_scale_scales"}  # by role: the keyword of the GroupedMLP
 
 
 def tokens_to_tokens(dispatch: type[Op], combine: type[Op], to_combine: Iterable[str] = ROUTING) -> Pattern:
     """The ops of a GroupedMLP between two others; ``to_combine`` are the extra outputs that the second reads."""
-    path = Pattern.path(
-        dispatch=dispatch,
-        fc1=GroupedLinear,
-        act=BETWEEN_LINEARS,
-        scale=optional(Scale),
-        fc2=GroupedLinear,
-        out_scale=optional(Scale),
-        combine=combine,
-    )
+    path = Pattern.path(dispatch=dispatch, **ROLES, combine=combine)
     pattern = with_activation(routed(path, SCALES, to_combine))
     for buffer in ("output", "grad_input"):
         pattern = pattern.absent(buffer, "fc1").absent(buffer, "fc2")
     return with_one_recipe(pattern)
 
 
-class InnerMLP(FusedOp):
+class InnerMLP(RoutedOp):
     """A fused op that runs a :class:`GroupedMLP` on the rows of its experts."""
 
     fc1: GroupedLinear
@@ -54,17 +44,6 @@ class InnerMLP(FusedOp):
         super().__init__(*args, **roles)
         self._experts: list[GroupedMLP] = []  # not a child of this op: its parameters are those of the roles
 
-    def fwd(
-        self,
-        x: Tensor,
-        *,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        needs_grad: frozenset[str],
-        autocast_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Any]:
-        raise NotImplementedError
-
     @property
     def experts(self) -> GroupedMLP:
         """The experts between dispatch and combine."""
@@ -74,20 +53,15 @@ class InnerMLP(FusedOp):
         return self._experts[0]
 
     @property
-    def scaled_by(self) -> list[str]:
+    def scaled_by(self) -> tuple[str, ...]:
         """The keywords of the experts that are the routing weights."""
         before = self.scale is not None or reads_a_row(self.act)
         there = {"scale": before, "out_scale": self.out_scale is not None}
-        return [keyword for role, keyword in SCALES.items() if there[role]]
-
-    def needs_of_experts(self, needs_grad: frozenset[str]) -> frozenset[str]:
-        """The gradients that the experts must give, by names of :class:`GroupedMLP`."""
-        return _needs_of_experts(needs_grad, tuple(self.scaled_by))
+        return tuple([keyword for role, keyword in SCALES.items() if there[role]])
 
 
 @lru_cache(maxsize=4096)
-def _needs_of_experts(needs_grad: frozenset[str], scaled_by: tuple[str, ...]) -> frozenset[str]:
-    needs = set(needs_grad - {"top_k_weights"})
-    if "top_k_weights" in needs_grad:
-        needs |= set(scaled_by)
-    return frozenset(needs)
+def needs_of_experts(needs_grad: frozenset[str], scaled_by: tuple[str, ...]) -> frozenset[str]:
+    """The gradients that the experts must give, by names of :class:`GroupedMLP`."""
+    weights = frozenset({"top_k_weights"})
+    return needs_grad - weights | (frozenset(scaled_by) if weights <= needs_grad else frozenset())

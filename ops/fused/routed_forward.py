@@ -6,7 +6,6 @@ The op takes tensors instead of ops. When it runs, it is one call of the extensi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,10 +20,11 @@ from ..kernels.doors import routing as permutation
 from ..kernels.doors.inference import Experts, one_call
 from ..kernels.doors.routing import Routing
 from ..kernels.operators.custom_ops import kernel
-from ..quantized.linear import applied
 from ..quantized.operands import GatheredTokens
+from ..routed.call import RoutedCall
 from ..values.activation_spec import ActivationSpec
-from .grouped_mlp import GroupedMLP
+from .grouped_mlp import GroupedMLP, MLPCall
+from .inner_mlp import needs_of_experts
 
 
 class Permuted(NamedTuple):
@@ -35,48 +35,18 @@ class Permuted(NamedTuple):
     mlp: GroupedMLP.Saved
 
 
-def forward(
-    mlp: GroupedMLP,
-    num_experts: int,
-    tokens: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    *,
-    scaled_by: Iterable[str],
-    needs_grad: frozenset[str] = frozenset(),
-    autocast_dtype: torch.dtype | None = None,
-) -> Permuted:
+def forward(mlp: GroupedMLP, num_experts: int, call: RoutedCall, scaled_by: tuple[str, ...]) -> Permuted:
     """Permutes the tokens to their experts, runs these, and sums their rows.
 
     Args:
         scaled_by: the keywords of ``mlp`` that are the routing weights.
     """
-    routing = permutation.route(top_k_index, num_experts, tokens.dtype, top_k_weights.contiguous())
-    factors: dict[str, Any] = dict.fromkeys(scaled_by, permutation.scales_of(routing, top_k_weights))
-    recipe = applied(mlp.fc1, tokens.dtype)
-    gathers = recipe is not None and recipe.steps is None  # amaxes of steps are those of the rows
-    if recipe is not None and gathers and (recipe.quantises_wgrad or "fc1.weight" not in needs_grad):
-        rows = gathered(tokens, routing)
-        scales = factors.get("scales"), factors.get("out_scale_scales")
-        y, saved = mlp.quantized_fwd(recipe, rows, routing.split_sizes, *scales, needs_grad)
-        routing = routing._replace(scales=None)
-        return Permuted(permutation.unpermute(y, routing), routing, saved)
-    y, saved = mlp.by_kernels(
-        permutation.permute(tokens, routing, fill=False),
-        split_sizes=routing.split_sizes,
-        **factors,
-        needs_grad=needs_grad,
-        autocast_dtype=autocast_dtype,
-        x_is_inner=True,
-    )
-    routing = routing._replace(scales=None)
+    routing, scales = call.route(num_experts)
+    weights: dict[str, Any] = dict.fromkeys(scaled_by, scales)
+    needs = needs_of_experts(call.needs_grad, scaled_by)
+    rows = GatheredTokens.of(call.tokens(), routing)
+    y, saved = mlp.run(rows, MLPCall(routing.split_sizes, **weights, needs_grad=needs))
     return Permuted(permutation.unpermute(y, routing), routing, saved)
-
-
-def gathered(tokens: Tensor, routing: Routing) -> GatheredTokens:
-    """The rows of the experts, to be quantised where the tokens lie."""
-    dense = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
-    return GatheredTokens(dense, routing.slot_of_row, routing.row_of_slot.shape[1])
 
 
 def _new_output(x: Tensor) -> Tensor:
@@ -90,7 +60,7 @@ def routed_mlp(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: E
     if call is not None:
         return call(x, top_k_index, top_k_weights)
     mlp, num_experts = _mlp_of(experts), experts.up.shape[0]
-    return forward(mlp, num_experts, x, top_k_index, top_k_weights, scaled_by=("out_scale_scales",)).y
+    return forward(mlp, num_experts, RoutedCall(x, top_k_index, top_k_weights), ("out_scale_scales",)).y
 
 
 def _mlp_of(e: Experts) -> GroupedMLP:

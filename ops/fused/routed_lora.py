@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...fuser import FusedOp, Gradient, Grads, Pattern, Promises, register_fusion
+from ...fuser import Gradient, Grads, Pattern, Promises, register_fusion
 from ...fuser.runtime.call import evaluate
 from .. import kernels
 from ..basic.glu import Activated
@@ -25,8 +25,8 @@ from ..grouped.pointwise import Pointwise
 from ..kernels import ActivationGrads
 from ..kernels.doors import routing as permutation
 from ..kernels.doors.routing import Routing
+from ..routed.call import RoutedCall
 from ..routed.moe import Combine, Dispatch
-from ..values.checks import product_dtype
 from .activation_role import (
     BETWEEN_LINEARS,
     spec_of,
@@ -36,7 +36,7 @@ from .activation_role import (
     with_activation,
 )
 from .pointwise_chain import PointwiseChain
-from .routed_pattern import routed, with_as_many_groups
+from .routed import RoutedOp, routed, with_as_many_groups
 
 
 def _pattern() -> Pattern:
@@ -47,7 +47,7 @@ def _pattern() -> Pattern:
 
 
 @register_fusion(_pattern(), priority=40)
-class RoutedLoRA(FusedOp):
+class RoutedLoRA(RoutedOp):
     """Keeps the tokens, the permutation, the pre-activation, and R numbers a row for each adapter.
 
     The activation is computed again, and the rows are gathered again. A frozen weight needs no gradient product.
@@ -72,19 +72,10 @@ class RoutedLoRA(FusedOp):
         x_dtype: torch.dtype
         vectors: tuple[Tensor, ...] | None
 
-    def fwd(
-        self,
-        x: Tensor,
-        *,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        needs_grad: frozenset[str],
-        autocast_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Saved]:
-        tokens = x.to(product_dtype(x.dtype, autocast_dtype))
-        routing = permutation.route(top_k_index, self.dispatch.num_experts, tokens.dtype, top_k_weights.contiguous())
-        scales, sizes = permutation.scales_of(routing, top_k_weights), routing.split_sizes
-        needs = _needs(needs_grad)
+    def run(self, call: RoutedCall) -> tuple[Tensor, Saved]:
+        tokens, (routing, scales) = call.tokens(), call.route(self.dispatch.num_experts)
+        sizes = routing.split_sizes
+        needs = _needs(call.needs_grad)
         vectors = vectors_of(self.act)
         low1, preact, postact = self._through_fc1(tokens, routing, scales, vectors, needs.preact)
         low2 = self.fc2.project(postact, sizes).product
@@ -96,10 +87,10 @@ class RoutedLoRA(FusedOp):
             _with_split_sizes(self.fc2.saved(tokens.dtype, None, low2, sizes, needs.fc2), None),
             preact,
             scales,
-            self._kept_bias(needs_grad),
-            routing._replace(scales=None),
-            top_k_weights.dtype,
-            x.dtype,
+            self._kept_bias(call.needs_grad),
+            routing,
+            call.top_k_weights.dtype,
+            call.x.dtype,
             vectors,
         )
         return permutation.unpermute(y, routing), kept

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,22 +16,18 @@ from torch import Tensor
 from ...fuser import Gradient, Grads, Promises, register_fusion
 from ...fuser.contract.tracing import is_traced
 from ...fuser.runtime.call import evaluate
-from ..formats.recipe import Recipe
-from ..grouped.grouped_linear import GroupedLinear, input_grad
 from ..kernels.doors import routing as permutation
-from ..kernels.doors.gathered_wgrad import gathered_wgrad
 from ..kernels.doors.inference import Experts, one_call
 from ..kernels.doors.routing import Routing
 from ..quantized.linear import in_force
+from ..quantized.operands import GatheredTokens
+from ..routed.call import RoutedCall
 from ..routed.moe import Combine, Dispatch
-from ..values.checks import product_dtype
-from .activation_role import reads_numbers, spec_of, vector_grads
-from .grouped_mlp import GroupedMLP, reads_preact
-from .inner_mlp import SCALES, InnerMLP, tokens_to_tokens
-from .routed_forward import forward, gathered, routed_mlp
-from .routed_pattern import with_as_many_groups
-
-_WEIGHT = frozenset({"weight"})
+from .activation_role import reads_numbers, spec_of
+from .grouped_mlp import GroupedMLP
+from .inner_mlp import SCALES, InnerMLP, needs_of_experts, tokens_to_tokens
+from .routed import with_as_many_groups
+from .routed_forward import forward, routed_mlp
 
 
 @register_fusion(with_as_many_groups(tokens_to_tokens(Dispatch, Combine)), priority=40)
@@ -43,40 +39,19 @@ class RoutedMLP(InnerMLP):
     promises = Promises(replayable=True)
 
     class Saved(NamedTuple):
-        tokens: Tensor | None
         routing: Routing
         weights_dtype: torch.dtype
         x_dtype: torch.dtype
         mlp: GroupedMLP.Saved
 
-    def fwd(
-        self,
-        x: Tensor,
-        *,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        needs_grad: frozenset[str],
-        autocast_dtype: torch.dtype | None,
-    ) -> tuple[Tensor, Saved | None]:
-        if not needs_grad and autocast_dtype in (None, x.dtype):
-            y = self._in_one_call(x, top_k_index, top_k_weights)
+    def run(self, call: RoutedCall) -> tuple[Tensor, Saved | None]:
+        x, weights = call.x, call.top_k_weights
+        if not call.needs_grad and call.autocast_dtype in (None, x.dtype):
+            y = self._in_one_call(x, call.top_k_index, weights)
             if y is not None:
                 return y, None
-        tokens = x.to(product_dtype(x.dtype, autocast_dtype))
-        needs = self.needs_of_experts(needs_grad)
-        y, routing, saved = forward(
-            *(self.experts, self.dispatch.num_experts, tokens, top_k_index, top_k_weights),
-            scaled_by=self.scaled_by,
-            needs_grad=needs,
-            autocast_dtype=autocast_dtype,
-        )
-        trains = None
-        if saved.fc1.recipe is None:
-            saved = saved._replace(fc1=saved.fc1._replace(x=None))
-            recompute = saved.preact is None and reads_preact(needs)
-            trains = tokens if "fc1.weight" in needs or recompute else None
-        kept = _with_split_sizes(saved, None)
-        return y, self.Saved(trains, routing, top_k_weights.dtype, x.dtype, kept)
+        y, routing, saved = forward(self.experts, self.dispatch.num_experts, call, self.scaled_by)
+        return y, self.Saved(routing, weights.dtype, x.dtype, _without_routing(saved))
 
     def _in_one_call(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
         """The output without gradients, where one call of the extension gives it, or a compiler's one op."""
@@ -111,66 +86,37 @@ class RoutedMLP(InnerMLP):
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
         """Computes the parts that read the rows of ``dy`` at once; the rest are thunks, which hold their inputs."""
-        needs, dy = self.needs_of_experts(needs_grad), dy if dy.stride(-1) == 1 else dy.contiguous()
-        experts, routing, mlp = self.experts, saved.routing, _with_split_sizes(saved.mlp, saved.routing.split_sizes)
-        if mlp.fc1.recipe is not None:
-            return self._quantized_bwd(mlp.fc1.recipe, saved, mlp, dy, needs, needs_grad)
-        if mlp.preact is None and reads_preact(needs):
-            assert saved.tokens is not None
-            mlp = experts.recomputed(mlp, permutation.permute(saved.tokens, routing, fill=False))
-        rows = permutation.permute(dy, routing, fill=False)
-        pre, dots, hidden, bias, vectors = experts.through_fc2(mlp, rows, needs)
-        grads: dict[str, Gradient] = {"fc1.bias": bias, **vector_grads(self.act, vectors, needs)}
-        if "fc2.bias" in needs:
-            grads["fc2.bias"] = evaluate(experts.bias_grads(mlp, rows)["bias"])
-        if "top_k_weights" in needs_grad:
-            scales = () if dots is None else tuple(experts.scale_grads(mlp, rows, dots, needs).values())
-            grads["top_k_weights"] = partial(_weight_grads, scales, routing, saved.weights_dtype)
-        if "x" in needs:
-            grads["x"] = partial(_token_grads, pre, mlp.fc1, routing, saved.x_dtype)
-        if saved.tokens is not None:
-            grads["fc1.weight"] = partial(_wgrad, self.fc1, saved.tokens, pre, self.fc1.transposed_weight, routing)
-        if hidden is not None:
-            grads["fc2.weight"] = partial(_wgrad, self.fc2, dy, hidden, not self.fc2.transposed_weight, routing)
-        return {name: gradient for name, gradient in grads.items() if name in needs_grad}
-
-    def _quantized_bwd(
-        self,
-        recipe: Recipe,
-        saved: Saved,
-        mlp: GroupedMLP.Saved,
-        dy: Tensor,
-        needs: frozenset[str],
-        needs_grad: frozenset[str],
-    ) -> Grads:
-        """The backward of a call under a recipe: the experts keep quantised operands, so no rows of x are gathered
-        again.
-        """
-        routing = saved.routing
-        reads_values = self.experts.reads_values(recipe, mlp, needs)
-        rows = permutation.permute(dy, routing, fill=False) if reads_values else gathered(dy, routing)
-        grads = dict(self.experts.quantized_bwd(recipe, mlp, rows, needs))
+        routing, needs = saved.routing, needs_of_experts(needs_grad, self.scaled_by)
+        mlp, rows = _with_routing(saved.mlp, routing), GatheredTokens.of(dy, routing)
+        grads = dict(self.experts.bwd(mlp, rows, needs_grad=needs))
         scales = [grads.pop(keyword) for keyword in SCALES.values() if keyword in grads]
-        dx = grads.pop("x", None)
-        if "x" in needs_grad:
-            grads["x"] = lambda: _of_tokens(evaluate(dx), routing, saved.x_dtype)
+        if "fc2.bias" in grads:
+            grads["fc2.bias"] = evaluate(grads["fc2.bias"])
+        if "x" in grads:
+            grads["x"] = partial(_of_tokens, grads["x"], routing, saved.x_dtype)
         if "top_k_weights" in needs_grad:
             grads["top_k_weights"] = partial(_weight_grads, scales, routing, saved.weights_dtype)
-        return {name: gradient for name, gradient in grads.items() if name in needs_grad}
+        return grads
 
 
-def _with_split_sizes(saved: GroupedMLP.Saved, split_sizes: Any) -> GroupedMLP.Saved:
-    """Replaces the split sizes; None in the saved state, as they are part of the routing, which is kept."""
-    fc1, fc2 = (part._replace(split_sizes=split_sizes) for part in (saved.fc1, saved.fc2))
+def _without_routing(saved: GroupedMLP.Saved) -> GroupedMLP.Saved:
+    """The state without what is part of the routing, which is kept once."""
+    x, nothing = saved.fc1.x, {"split_sizes": None}
+    tokens = x.tokens if isinstance(x, GatheredTokens) else x
+    return saved._replace(fc1=saved.fc1._replace(x=tokens, **nothing), fc2=saved.fc2._replace(**nothing))
+
+
+def _with_routing(saved: GroupedMLP.Saved, routing: Routing) -> GroupedMLP.Saved:
+    """The inverse of :func:`_without_routing`."""
+    x, sizes = saved.fc1.x, routing.split_sizes
+    rows = GatheredTokens(x, routing) if saved.fc1.recipe is None and isinstance(x, Tensor) else x
+    fc1, fc2 = saved.fc1._replace(x=rows, split_sizes=sizes), saved.fc2._replace(split_sizes=sizes)
     return saved._replace(fc1=fc1, fc2=fc2)
 
 
-def _token_grads(dpre: Tensor, fc1: GroupedLinear.Saved, routing: Routing, dtype: torch.dtype) -> Tensor:
-    return _of_tokens(input_grad(dpre, fc1), routing, dtype)
-
-
-def _of_tokens(rows: Tensor | None, routing: Routing, dtype: torch.dtype) -> Tensor:
+def _of_tokens(dx: Gradient, routing: Routing, dtype: torch.dtype) -> Tensor:
     """The sums of each token's rows."""
+    rows = evaluate(dx)
     assert rows is not None
     return permutation.unpermute(rows.to(dtype), routing)
 
@@ -181,9 +127,3 @@ def _weight_grads(dscales: Sequence[Gradient], routing: Routing, dtype: torch.dt
         return torch.zeros_like(routing.row_of_slot, dtype=dtype)
     first, *others = [gradient for gradient in map(evaluate, dscales) if gradient is not None]
     return permutation.by_slot(sum(others, first), routing, dtype)
-
-
-def _wgrad(fc: GroupedLinear, tokens: Tensor, rows: Tensor, leads: bool, routing: Routing) -> Tensor | None:
-    """The gradient of a linear's weight from tokens [T, H], which are gathered for it, and rows of experts [S, C]."""
-    wgrad = partial(gathered_wgrad, tokens, rows, routing, leads)
-    return evaluate(fc.delivered(wgrad, (tokens, rows), _WEIGHT)["weight"])

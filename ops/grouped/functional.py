@@ -93,31 +93,12 @@ def _traced(a: Any, b: Any, *arguments: Any) -> Tensor | GroupedTensor:
     return groups
 
 
-def _in_graph(
-    a: Any,
-    b: Any,
-    split_sizes: Any,
-    offsets: Any,
-    layout: str,
-    out: Any,
-    accumulate: bool,
-    alpha: Any,
-    beta: Any,
-    bias: Any,
-    out_elements: int | None,
-) -> Any:
+_KEYWORDS = ("offsets", "layout", "out", "accumulate", "alpha", "beta", "bias", "out_elements")
+
+
+def _in_graph(a: Any, b: Any, split_sizes: Any, *others: Any) -> Any:
     """:func:`grouped_gemm` with all arguments by position, as graphs store them."""
-    return grouped_gemm(
-        *(a, b, split_sizes),
-        offsets=offsets,
-        layout=layout,
-        out=out,
-        accumulate=accumulate,
-        alpha=alpha,
-        beta=beta,
-        bias=bias,
-        out_elements=out_elements,
-    )
+    return grouped_gemm(a, b, split_sizes, **dict(zip(_KEYWORDS, others, strict=True)))
 
 
 _uncompiled: list[Any] = []  # of the wrapper that Dynamo does not look into, once a call has been traced

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +17,13 @@ from .. import kernels
 from ..formats.copies import AMAX, SCALES, Columns, Transposition, Weight
 from ..formats.forms import form_of, misfit
 from ..formats.recipe import Recipe
-from ..kernels import Independent, Layout, Matrices
+from ..kernels import Independent, Matrices
 from ..kernels.problems.gemm import stacked
 from ..parameters.weight_grads import WeightGrads
 from ..parameters.wide_buffers import WideBuffers
 from ..quantized import linear as quantized
 from ..quantized.gathered_weights import expected_operands, is_gathered
-from ..quantized.operands import TokenCopies, copies_of, weight_operands
+from ..quantized.operands import GatheredTokens, Tokens, tokens_for, weight_operands
 from ..quantized.weights import match_state, operands_of
 from ..values.checks import (
     check_buffer,
@@ -37,6 +38,24 @@ from ..values.checks import (
 
 OUTPUT_BUFFER_KEY = "output"
 GRAD_INPUT_BUFFER_KEY = "grad_input"
+
+
+@dataclass(slots=True)
+class LinearCall:
+    """What a call gives a grouped linear beside the rows of x.
+
+    Attributes:
+        needs_grad: the wanted gradients, by the names of the linear.
+        shape: of x.
+        x_is_inner: whether something in front of the linear, in the same call, has made x.
+    """
+
+    split_sizes: Tensor
+    needs_grad: frozenset[str]
+    bias_scale: Tensor | None = None
+    grad_input: Tensor | None = None
+    shape: tuple[int, ...] = (0, 0)
+    x_is_inner: bool = True
 
 
 class GroupedLinear(WideBuffers, WeightGrads):
@@ -87,13 +106,13 @@ class GroupedLinear(WideBuffers, WeightGrads):
     gathers_bytes = False  # whether FSDP2 gathers the weight in e4m3
 
     class Saved(NamedTuple):
-        x: Tensor | Columns | None
+        x: Tensor | GatheredTokens | Columns | None
         weight: Matrices | Weight | None
         split_sizes: Tensor
         bias: Matrices | None
         bias_scale: Tensor | None
         grad_input: CallerBuffer | None
-        x_shape: tuple[int, ...]
+        x_shape: tuple[int, ...] | None  # the same for any number of rows
         zero_tail: bool
         recipe: Recipe | None = None
 
@@ -219,7 +238,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
         """Checks the parameters, and the scales of weights that stay quantised."""
         shapes = {"weight": self._matrix_shape(), "bias": (self.out_features,)}
         weight = self._parameters.get("weight")
-        if type(weight) is not nn.Parameter and is_gathered(weight):
+        if weight is not None and type(weight) is not nn.Parameter and is_gathered(weight):
             del shapes["weight"]  # it has the shape of its shards
         self.check_parameters(device, **shapes)
         if not self.is_quantized:
@@ -243,59 +262,44 @@ class GroupedLinear(WideBuffers, WeightGrads):
         x_is_inner: bool = False,
     ) -> tuple[Tensor, Saved]:
         sizes = kernels.as_split_sizes(split_sizes, x.device)
-        rows = as_rows(x, product_dtype(x.dtype, autocast_dtype))
-        recipe = quantized.applied(self, rows.dtype)
-        factors: dict[str, Any] = {
-            "out": None if output is None else output.view(-1, self.out_features),
-            "bias": self.matrices("bias") if self.has_bias else None,
-            "bias_scale": None if bias_scale is None else bias_scale.reshape(-1),
-        }
-        if recipe is None:
-            weight = self.matrices("weight", rows.dtype)
-            y = kernels.grouped_gemm(Layout.NT, rows, weight, sizes, **factors)
-            assert isinstance(y, Tensor)
-            saved = self.saved(x, rows, weight, sizes, bias_scale, grad_input, needs_grad, x_is_inner)
-        else:
-            lent = bias_scale, grad_input
-            y, saved = self.quantized_fwd(recipe, x, rows, sizes, *lent, needs_grad, x_is_inner, factors)
+        call = LinearCall(sizes, needs_grad, bias_scale, grad_input, x.shape, x_is_inner)
+        out = None if output is None else output.view(-1, self.out_features)
+        y, saved = self.multiply(self.reads(x, call, autocast_dtype), call, out=out)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
-    def quantized_fwd(
-        self,
-        recipe: Recipe,
-        x: Tensor,
-        rows: Tensor | TokenCopies,
-        split_sizes: Tensor,
-        bias_scale: Tensor | None,
-        grad_input: Tensor | None,
-        needs_grad: frozenset[str],
-        x_is_inner: bool,
-        factors: Mapping[str, Any],
-        product: Callable[..., Any] = quantized.product,
+    def reads(self, x: Tensor | GatheredTokens, call: LinearCall, autocast_dtype: torch.dtype | None) -> Tokens:
+        """``x`` as the products read it: rows of the dtype of the product, or what its recipe makes of them."""
+        if isinstance(x, Tensor):
+            x = as_rows(x, product_dtype(x.dtype, autocast_dtype))
+        wgrad = "weight" in call.needs_grad
+        return tokens_for(self, quantized.applied(self, x.dtype), x, call.split_sizes, rows=True, wgrad=wgrad)
+
+    def multiply(
+        self, x: Tokens, call: LinearCall, product: Callable[..., Any] = quantized.multiplied, **options: Any
     ) -> tuple[Any, Saved]:
-        """The quantised forward: the result of the product on the rows of ``x`` or their quantised operands, and the
-        saved state.
+        """``x W^T + bias`` and the saved state.
 
         Args:
-            factors: further arguments of the product, by the names of :func:`kernels.grouped_gemm`.
             product: may do more than multiply.
+            options: further arguments of the product.
         """
-        if isinstance(rows, Tensor):
-            of_step = recipe.on(self, "x", rows, split_sizes)
-            rows = copies_of(of_step, rows, split_sizes, rows=True, wgrad="weight" in needs_grad)
-        if not self.is_quantized:
-            quantized.note_few_rows(rows, self.num_groups, x.device)
-        weight, back = self._weight_operands(recipe, "x" in needs_grad)
-        assert rows.rows is not None
-        y = product(recipe, rows.rows, weight, split_sizes, rows.dtype, **factors)
-        lent = bias_scale, grad_input
-        return y, self.saved(x, rows.for_wgrad, back, split_sizes, *lent, needs_grad, x_is_inner, recipe)
+        weight, back = self._weight_operands(x, "x" in call.needs_grad)
+        bias = self.matrices("bias") if self.has_bias else None
+        y = product(x, weight, call.split_sizes, bias=bias, bias_scale=flat(call.bias_scale), **options)
+        return y, self._saved(x, back, call)
 
-    def _weight_operands(self, recipe: Recipe, back: bool) -> tuple[Weight, Weight | None]:
+    def _weight_operands(self, x: Tokens, back: bool) -> tuple[Matrices | Weight, Matrices | Weight | None]:
         """The weight operand of the product and, if ``back``, that of the gradient of ``x``."""
+        recipe = x.recipe
+        if recipe is None:
+            values = self.matrices("weight", x.dtype)
+            if not back or type(values) is nn.Parameter:
+                return values, values if back else None
+            return values, self.to_save("weight", values)
         if self.is_quantized:
             stored = Weight(stacked(self.matrices("weight")), *self.quantized_buffers())  # type: ignore[arg-type]
             return recipe.stored_operand(stored), stored._replace(turn=Transposition.COPY) if back else None
+        quantized.note_few_rows(x, self.num_groups, self.one_parameter("weight").device)
         matrices = self.matrices("weight")
         if recipe.steps is not None:
             weight = stacked(matrices)
@@ -305,74 +309,58 @@ class GroupedLinear(WideBuffers, WeightGrads):
             return expected_operands(self.one_parameter("weight"), back)
         return operands_of(recipe, matrices, back)
 
-    def saved(
-        self,
-        x: Tensor,
-        rows: Tensor | Columns | None,
-        weight: Matrices | Weight | None,
-        split_sizes: Tensor,
-        bias_scale: Tensor | None,
-        grad_input: Tensor | None,
-        needs_grad: frozenset[str],
-        x_is_inner: bool,
-        recipe: Recipe | None = None,
-    ) -> Saved:
+    def _saved(self, x: Tokens, weight: Matrices | Weight | None, call: LinearCall) -> Saved:
         """Saves exactly the tensors that the wanted gradients need."""
-        copies = x_is_inner and grad_input is not None and "x" in needs_grad
+        needs_grad, grad_input, shape = call.needs_grad, call.grad_input, call.shape
+        copies = call.x_is_inner and grad_input is not None and "x" in needs_grad
         if copies:
             trace.note("the gradient of x is copied from grad_input, whose tail must reach nothing in front")
         bias = self.matrices("bias") if "bias_scale" in needs_grad else None
         if bias is not None and type(bias) is not nn.Parameter:
             bias = self.to_save("bias", bias)
-        if recipe is None and "x" in needs_grad and type(weight) is not nn.Parameter:
-            weight = self.to_save("weight", weight)  # type: ignore[arg-type]
         return self.Saved(
-            rows if "weight" in needs_grad else None,
-            weight if "x" in needs_grad else None,
-            split_sizes,
+            x.for_wgrad if "weight" in needs_grad else None,
+            weight,
+            call.split_sizes,
             bias,
-            bias_scale,
+            call.bias_scale,
             None if grad_input is None else CallerBuffer(grad_input),
-            (-1, *x.shape[1:]) if x.dim() == 2 or x.numel() else tuple(x.shape),  # the same for any number of rows
+            None if len(shape) == 2 else (-1, *shape[1:]) if 0 not in shape else tuple(shape),
             copies,
-            recipe,
+            x.recipe,
         )
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        rows = as_rows(dy)
-        if saved.recipe is None:
-            return self.grads_of(saved, rows, rows, needs_grad)
-        wanted = {"rows": "x" in needs_grad, "wgrad": "weight" in needs_grad, "is_gradient": True}
-        copies = copies_of(
-            saved.recipe.on(self, "gradient", rows, saved.split_sizes), rows, saved.split_sizes, **wanted
-        )
-        return self.grads_of(saved, copies, rows, needs_grad)
+        reads = {"rows": "x" in needs_grad, "wgrad": "weight" in needs_grad, "is_gradient": True}
+        biased = not needs_grad.isdisjoint(("bias", "bias_scale"))
+        read = tokens_for(self, saved.recipe, as_rows(dy), saved.split_sizes, **reads, values=biased)
+        products = 0 if saved.recipe is not None else len(needs_grad & {"x", "weight"})
+        return self.grads_of(saved, read, needs_grad, Independent.of(products))
 
     def grads_of(
         self,
         saved: Saved,
-        dy: Tensor | TokenCopies,
-        values: Tensor | None,
+        dy: Tokens,
         needs_grad: frozenset[str],
         independent: Independent | None = None,
-    ) -> Grads:
-        """All gradients, from the gradient of the output in the form that its products read.
+        dbias: Tensor | None = None,
+    ) -> dict[str, Gradient]:
+        """The wanted gradients, from the gradient of the output as its products read it.
 
         Args:
-            values: the unquantised gradient of the output; None if neither the bias nor its scale needs a gradient.
-            independent: the independent products that theirs belong to; None: only their own.
+            independent: the independent products that theirs belong to.
+            dbias: the gradient of the bias, where it has come with ``dy``.
         """
-        if independent is None:
-            independent = Independent.of(len(needs_grad & {"x", "weight"}))
-        grads: dict[str, Gradient] = {"x": lambda: input_grad(dy, saved, independent)}
-        left, number = (dy.for_wgrad, dy.number) if isinstance(dy, TokenCopies) else (dy, 0)
-        grads |= self.weight_grads(left, saved.x, saved.split_sizes, needs_grad, number, independent)
-        if values is None:
-            return grads
-        if self.has_bias:
-            grads |= self.bias_grads(values, saved.split_sizes, saved.bias_scale)
-        bias, scale = saved.bias, saved.bias_scale
-        if bias is not None and scale is not None:
+        grads: dict[str, Gradient] = {}
+        if "x" in needs_grad:
+            grads["x"] = lambda: input_grad(dy, saved, independent)
+        grads |= self.weight_grads(dy.for_wgrad, saved.x, saved.split_sizes, needs_grad, dy.number, independent)
+        values, bias, scale = dy.values, saved.bias, saved.bias_scale
+        if dbias is not None:
+            grads["bias"] = dbias
+        elif "bias" in needs_grad and values is not None:
+            grads |= self.bias_grads(values, saved.split_sizes, scale)
+        if "bias_scale" in needs_grad and values is not None and bias is not None and scale is not None:
             grads["bias_scale"] = lambda: kernels.row_dots(values, bias, saved.split_sizes, scale.dtype).view_as(scale)
         return grads
 
@@ -428,38 +416,22 @@ def with_rows_of(x: Tensor, y: Tensor) -> Tensor:
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1]).detach()
 
 
-def input_grad(dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, independent: Independent | None = None) -> Tensor:
+def flat(column: Tensor | None) -> Tensor | None:
+    """One number per row, as [T]."""
+    return column if column is None or column.dim() == 1 else column.reshape(-1)
+
+
+def input_grad(dy: Tokens, saved: GroupedLinear.Saved, independent: Independent | None = None) -> Tensor:
     """``dy W`` by group, written to the caller's buffer if there is one."""
-    lent = saved.grad_input
-    if saved.weight is None:
+    lent, weight = saved.grad_input, saved.weight
+    if weight is None:
         raise ArgumentError("the gradient of x was not wanted in the forward")
     if lent is None:
-        dx = _times_weight(dy, saved, None, independent)
-        return dx if len(saved.x_shape) == 2 else dx.view(saved.x_shape)
-    _times_weight(dy, saved, lent.tensor.view(-1, saved.x_shape[-1]), None if saved.zero_tail else independent)
+        dx = quantized.multiplied_back(dy, weight, saved.split_sizes, None, independent)
+        return dx if saved.x_shape is None else dx.view(saved.x_shape)
+    out, independent = lent.tensor.view(-1, lent.tensor.shape[-1]), None if saved.zero_tail else independent
+    quantized.multiplied_back(dy, weight, saved.split_sizes, out, independent)
     return without_tail(lent.tensor, saved.split_sizes) if saved.zero_tail else lent.tensor.detach()
-
-
-def _times_weight(
-    dy: Tensor | TokenCopies, saved: GroupedLinear.Saved, out: Tensor | None, independent: Independent | None
-) -> Tensor:
-    """``dy W`` as rows."""
-    if isinstance(dy, TokenCopies):
-        assert dy.rows is not None
-        assert saved.recipe is not None
-        assert isinstance(saved.weight, Weight)
-        weight = quantized.transposed_operand(saved.recipe, saved.weight)
-        return quantized.product(saved.recipe, dy.rows, weight, saved.split_sizes, dy.dtype, out=out)
-    dx = kernels.grouped_gemm(
-        Layout.NN,
-        dy,
-        saved.weight,  # type: ignore[arg-type]
-        saved.split_sizes,
-        out=out,
-        independent=independent,
-    )
-    assert isinstance(dx, Tensor)
-    return dx
 
 
 def without_tail(x: Tensor, split_sizes: Tensor) -> Tensor:

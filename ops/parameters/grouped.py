@@ -17,7 +17,7 @@ from ...fuser.contract.tracing import WITHOUT_DATA
 from ...fuser.runtime.residuals import Apart
 from ..formats.copies import AMAX, SCALES
 from ..kernels import has_objects
-from ..kernels.problems.gemm import Matrices, first
+from ..kernels.problems.gemm import Matrices
 from ..values.checks import check_parameter
 from .group import ExpertGroup, as_one
 from .stored import drop_note
@@ -108,7 +108,8 @@ class ExpertParameters(Op):
         A weight is [E, N, K] however it is stored.
         """
         values: Matrices = self._values(name, self._group(name)) if self.per_group[name] else self.one_parameter(name)
-        if dtype is not None and first(values).dtype != dtype:
+        one = values if isinstance(values, Tensor) else values[0]
+        if dtype is not None and one.dtype != dtype:
             values = values.to(dtype) if isinstance(values, Tensor) else tuple(value.to(dtype) for value in values)
         return _upright(values) if name == "weight" and self.transposed_weight else values
 

@@ -15,10 +15,10 @@ from ...fuser.contract import tracing as trace
 from ...fuser.contract.op import Delivery, SideEffects
 from ...fuser.contract.stored_values import stores_values
 from ...fuser.replay import capture
+from ...fuser.runtime.residuals import tensors_of
 from .. import kernels
-from ..formats.copies import Columns
-from ..kernels import Layout, Matrices
-from ..quantized.linear import weight_grad
+from ..kernels import Matrices
+from ..quantized.linear import WgradOperand, wgrad_of
 from .delayed_work import DelayedWork
 from .group import ExpertGroup
 from .grouped import ExpertParameters
@@ -56,54 +56,40 @@ class WeightGrads(ExpertParameters):
 
     def weight_grads(
         self,
-        dy: Tensor | Columns | None,
-        x: Tensor | Columns | None,
+        dy: WgradOperand | None,
+        x: WgradOperand | None,
         split_sizes: Tensor,
         needs_grad: frozenset[str],
         rows: int = 0,
         independent: kernels.Independent | None = None,
     ) -> Grads:
-        """The gradient of the weights, by name and stacked, from ``dy`` [T, N] and ``x`` [T, K], or their quantised
-        operands.
+        """The gradient of the weights, by name and stacked, from ``dy`` [T, N] and ``x`` [T, K] as it reads them.
 
         Args:
             needs_grad: the names that autograd wants, without a role prefix.
             rows: T, which quantised operands do not tell.
             independent: the independent products that this one belongs to, unless it is delayed.
         """
-        if x is None or dy is None:
+        if x is None or dy is None or "weight" not in needs_grad:
             return {}
-        if isinstance(x, Columns) or isinstance(dy, Columns):
-            assert isinstance(x, Columns)
-            assert isinstance(dy, Columns)
-            pair = (x, dy) if self.transposed_weight else (dy, x)
-            reads = tuple([tensor for tensor in (*x, *dy) if tensor is not None])
-            return self.delivered(partial(weight_grad, *pair, split_sizes, rows), reads, needs_grad)
-        left, right = (x, dy) if self.transposed_weight else (dy, x)
-        product = partial(kernels.grouped_gemm, Layout.TN, left, right, split_sizes)
+        product = wgrad_of(*((x, dy) if self.transposed_weight else (dy, x)), split_sizes, rows)
 
         def wgrad(**options: Any) -> Matrices:
             is_copied = self.accumulate_into_main_grad and "out" not in options  # by torch, behind the product
             return product(**options, independent=None if is_copied else independent)
 
         overlaps = independent is not None and not self.delay_wgrad_compute
-        return self.delivered(wgrad if overlaps else product, (x, dy), needs_grad)
+        return self._delivered(wgrad if overlaps else product, (x, dy))
 
-    def delivered(self, wgrad: Wgrad, reads: tuple[Tensor, ...], needs_grad: frozenset[str]) -> Grads:
-        """Delivers the gradient of the weights, by name, that ``wgrad`` computes from the tensors that it ``reads``.
-
-        Args:
-            needs_grad: the names that autograd wants, without a role prefix.
-        """
-        if "weight" not in needs_grad:
-            return {}
+    def _delivered(self, wgrad: Wgrad, reads: tuple[WgradOperand, ...]) -> Grads:
+        """Delivers the gradient of the weights, by name, that ``wgrad`` computes from what it ``reads``."""
         if self._computed and (self.delay_wgrad_compute or self.accumulate_into_main_grad):
             self._refuse_computed()
         if (self.delay_wgrad_compute or self.accumulate_into_main_grad) and trace.active():
             self._foresee(wgrad)
             return {"weight": None}
         if self.delay_wgrad_compute:
-            self._delay(wgrad, self._trained(), reads)
+            self._delay(wgrad, self._trained(), tensors_of(reads))
             return {"weight": None}
         if self.accumulate_into_main_grad:
             names = self._trained()
@@ -207,7 +193,7 @@ class WeightGrads(ExpertParameters):
         facts = role, names, tuple(goes.add), tuple(goes.flagged), goes.zeros
         return SideEffects((*tensors, *shared), facts, tensors, done)
 
-    def _delay(self, wgrad: Wgrad, names: tuple[str, ...], reads: tuple[Tensor, ...]) -> None:
+    def _delay(self, wgrad: Wgrad, names: tuple[str, ...], reads: list[Tensor]) -> None:
         """Delays a weight gradient, and checks versions later, as autograd cannot detect overwritten tensors then."""
         capture.refuse("a weight gradient is computed later")
         versions = [t._version for t in reads]

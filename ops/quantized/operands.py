@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...fuser.contract import tracing as trace
 from ...fuser.replay import capture
@@ -15,28 +16,8 @@ from ..formats.recipe import Recipe
 from ..kernels import Matrices
 from ..kernels.doors.quantized import quantize_rows, quantize_weight
 from ..kernels.doors.quantized_whole import quantize_whole_rows, quantize_whole_weight
+from ..kernels.doors.routing import Routing, permute
 from ..kernels.problems.gemm import nbytes, stacked
-
-
-class TokenCopies(NamedTuple):
-    """Tokens as the products of a linear read them; None for what no product reads.
-
-    Attributes:
-        number: of tokens.
-        dtype: before they were quantised.
-        values: before they were quantised.
-    """
-
-    number: int
-    dtype: torch.dtype
-    values: Tensor | None
-    rows: Rows | None
-    columns: Columns | None
-
-    @property
-    def for_wgrad(self) -> Tensor | Columns | None:
-        """The operand of the gradient of a weight."""
-        return self.values if self.columns is None else self.columns
 
 
 class GatheredTokens(NamedTuple):
@@ -44,21 +25,58 @@ class GatheredTokens(NamedTuple):
 
     Attributes:
         tokens: [T, K].
-        slot_of_row: [R]: the slot, token * top_k + j, of each row; None: the rows are the tokens.
+        routing: gives the token of each row; None: the rows are the tokens.
     """
 
     tokens: Tensor
-    slot_of_row: Tensor | None
-    top_k: int
+    routing: Routing | None = None
+
+    @classmethod
+    def of(cls, tokens: Tensor, routing: Routing) -> GatheredTokens:
+        """The rows of the experts, as kernels read them."""
+        return cls(tokens if tokens.stride(-1) == 1 else tokens.contiguous(), routing)
 
     @property
-    def number(self) -> int:
-        """The number of rows."""
-        return self.tokens.shape[0] if self.slot_of_row is None else self.slot_of_row.shape[0]
+    def slot_of_row(self) -> Tensor | None:
+        """[R]: the slot, token * top_k + j, of each row; None: the rows are the tokens."""
+        return None if self.routing is None else self.routing.slot_of_row
+
+    @property
+    def top_k(self) -> int:
+        return 1 if self.routing is None else self.routing.row_of_slot.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """That of the rows, [R, K]."""
+        return (self.tokens if self.routing is None else self.routing.slot_of_row).shape[0], self.tokens.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tokens.dtype
 
     def rows(self) -> Tensor:
-        """[R, K], gathered."""
-        return self.tokens if self.slot_of_row is None else self.tokens.index_select(0, self.slot_of_row // self.top_k)
+        """[R, K], gathered; those of no expert may be anything."""
+        return self.tokens if self.routing is None else permute(self.tokens, self.routing, fill=False)
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Tokens as the products of a linear read them; None for what no product reads.
+
+    Attributes:
+        dtype: before they were quantised.
+        values: [R, K], before they were quantised.
+        for_wgrad: the operand of the gradient of a weight.
+        recipe: the one that quantised them; None: products read the values.
+        number: of tokens, which quantised operands do not tell.
+    """
+
+    dtype: torch.dtype
+    values: Tensor | None
+    for_wgrad: Tensor | GatheredTokens | Columns | None
+    rows: Rows | None = None
+    recipe: Recipe | None = None
+    number: int = 0
 
 
 class WantedOperands(NamedTuple):
@@ -83,8 +101,9 @@ class Quantiser(NamedTuple):
     weight: Callable[[Recipe, Matrices, bool], WeightOperands]
 
 
-def copies_of(
-    recipe: Recipe,
+def tokens_for(
+    reader: nn.Module | None,
+    recipe: Recipe | None,
     tokens: Tensor | GatheredTokens,
     split_sizes: Tensor,
     *,
@@ -92,24 +111,32 @@ def copies_of(
     wgrad: bool,
     values: bool = False,
     is_gradient: bool = False,
-) -> TokenCopies:
-    """The operands of ``tokens`` [T, K].
+) -> Tokens:
+    """``tokens`` [R, K] as the products of a linear read them. They are gathered where something reads their values.
 
     Args:
-        tokens: those that are gathered have no values.
+        reader: the linear, where the recipe takes a step for it.
+        recipe: None: nothing is quantised.
         rows: whether a product of rows reads them.
         wgrad: whether the gradient of a weight does.
         values: whether something else reads what was not quantised.
     """
-    columns, kept = wgrad and recipe.quantises_wgrad, None
+    if recipe is None:
+        return Tokens(tokens.dtype, tokens if isinstance(tokens, Tensor) else tokens.rows(), tokens)
+    columns = wgrad and recipe.quantises_wgrad
+    keeps = values or (wgrad and not columns)
+    if not isinstance(tokens, Tensor) and (keeps or recipe.steps is not None):
+        tokens = tokens.rows()
+    on, kept = recipe, None
     if isinstance(tokens, Tensor):
-        kept = tokens if values or (wgrad and not columns) else None
-        tokens = GatheredTokens(tokens, None, 1)
-    read: TokenOperands = None, None
+        if reader is not None:
+            on = recipe.on(reader, "gradient" if is_gradient else "x", tokens, split_sizes)
+        kept, tokens = tokens if keeps else None, GatheredTokens(tokens)
+    by_row, by_column = None, None
     if rows or columns:
         wanted = WantedOperands(rows, columns, is_gradient)
-        read = QUANTISERS[recipe.kernels(is_gradient)].tokens(recipe, tokens, split_sizes, wanted)
-    return TokenCopies(tokens.number, tokens.tokens.dtype, kept, *read)
+        by_row, by_column = QUANTISERS[on.kernels(is_gradient)].tokens(on, tokens, split_sizes, wanted)
+    return Tokens(tokens.dtype, kept, kept if by_column is None else by_column, by_row, recipe, tokens.shape[0])
 
 
 def weight_operands(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:

@@ -46,6 +46,7 @@ from fusible.benchmarks.problem import PRESETS
 from fusible.fuser import replay
 from fusible.ops.formats.copies import Weight
 from fusible.ops.modules import shard as sharded_modules
+from fusible.ops.quantized import activation as quantized_activation
 from fusible.ops.quantized import linear as quantized_linear
 from fusible.ops.quantized.gathered_weights import MasterWeight
 
@@ -220,7 +221,7 @@ def test_bytes_are_transposed_for_gradients_of_rows_alone(mesh: DeviceMesh, tran
 
 def test_transposed_bytes_are_freed_after_their_product(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
-    transpose, behind = quantized_linear.transpose_bytes, quantized_linear.quantize_activation_backward
+    transpose, behind = quantized_linear.transpose_bytes, quantized_activation.quantize_activation_backward
 
     def noted(data: torch.Tensor) -> torch.Tensor:
         out = transpose(data)
@@ -232,7 +233,7 @@ def test_transposed_bytes_are_freed_after_their_product(mesh: DeviceMesh, monkey
         return behind(*args, **options)
 
     monkeypatch.setattr(quantized_linear, "transpose_bytes", noted)
-    monkeypatch.setattr(quantized_linear, "quantize_activation_backward", after_the_first)
+    monkeypatch.setattr(quantized_activation, "quantize_activation_backward", after_the_first)
     in_8 = fully_shard(prepared(bias=False), mesh=mesh)
     in_8(torch.randn(5, K).bfloat16().requires_grad_(), split_sizes=SIZES).sum().backward()
 

@@ -17,6 +17,7 @@ E, K, F, T, SLOTS = 16, 512, 128, 512, 4
 ROWS = T * SLOTS
 FLOAT = 4
 SMALL = 800_000  # orders, weights of the rows, and one group's rows between the loop's products
+GROUP = 300_000  # more of one group: the product in front of an activation, in float32, and its gradients
 
 
 @pytest.fixture(autouse=True)
@@ -69,14 +70,14 @@ def test_peak_is_at_the_second_weights_gradient(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_peak_without_gradients_of_weights_is_in_front_of_the_activation() -> None:
-    """Kept pre-activations, the rows of dy, their product, both activations' gradients; and the output."""
+    """Kept pre-activations, the rows of dy, the gradients of the pre-activations; and the output."""
     layer = Layer()
     layer.fc1.weight.requires_grad_(False)
     layer.fc2.weight.requires_grad_(False)
     layer.step()
-    most = layer.x.nbytes + FLOAT * ROWS * (2 * F + K + F + 2 * F + F)
+    most = layer.x.nbytes + FLOAT * ROWS * (2 * F + K + 2 * F)
 
-    assert 0 <= peak_bytes(layer.step) - most <= SMALL
+    assert 0 <= peak_bytes(layer.step) - most <= SMALL + GROUP
 
 
 def test_slices_write_into_main_grads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,9 +92,9 @@ def test_slices_write_into_main_grads(monkeypatch: pytest.MonkeyPatch) -> None:
         layer.x.grad = None
 
     step()
-    most = layer.x.nbytes + FLOAT * ROWS * (2 * F + K + F + 2 * F + F)
+    most = layer.x.nbytes + FLOAT * ROWS * (2 * F + K + 2 * F + F)
 
-    assert 0 <= peak_bytes(step) - most <= SMALL
+    assert 0 <= peak_bytes(step) - most <= SMALL + GROUP
 
 
 @pytest.mark.parametrize("options", [{}, {"single_grouped_weight": False}, {"transposed_weight": True}], ids=str)

@@ -1,11 +1,36 @@
-"""The common part of patterns of a routed layer: the experts read the dispatch's outputs, and have its number."""
+"""The common part of fusions from tokens to tokens: their arguments, and the edges of their patterns."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable
+from typing import Any
 
-from ...fuser import Pattern
+import torch
+from torch import Tensor
+
+from ...fuser import FusedOp, Pattern
+from ..routed.call import RoutedCall
 from ..routed.moe import ROUTING
+
+
+class RoutedOp(FusedOp):
+    """A fused op from tokens to tokens."""
+
+    def fwd(
+        self,
+        x: Tensor,
+        *,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        needs_grad: frozenset[str],
+        autocast_dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Any]:
+        return self.run(RoutedCall(x, top_k_index, top_k_weights, needs_grad, autocast_dtype))
+
+    @abstractmethod
+    def run(self, call: RoutedCall) -> tuple[Tensor, Any]:
+        """The output and the saved state."""
 
 
 def routed(path: Pattern, scales: Iterable[str], to_combine: Iterable[str] = ROUTING) -> Pattern:
