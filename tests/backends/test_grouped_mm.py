@@ -158,9 +158,9 @@ def test_buffers_are_written_and_their_tails_left():
 @pytest.mark.parametrize(
     ("make", "kernel", "reason"),
     [
-        # the tail of rows in bfloat16 is zeroed on the device
+        # the tail of rows is zeroed on the device
         (lambda: GroupedLinear(E, 12, N, dtype=BF16), "loop + grouped_mm", "rows of a are not a multiple of 16 bytes"),
-        (lambda: GroupedLinear(E, K, N), "loop", "grouped_mm needs bfloat16, got torch.float32"),
+        (lambda: GroupedLinear(E, K, N), "loop + grouped_mm", "grouped_mm needs bfloat16, got torch.float32"),
     ],
 )
 def test_fallback_to_the_loop_says_why(make, kernel, reason):
