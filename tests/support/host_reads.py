@@ -19,5 +19,5 @@ class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         by_mask = function is _aten.index.Tensor and any(
             index is not None and index.dtype == torch.bool for index in args[1]
         )
-        assert function not in _READ and not by_mask, f"{function} waits for the device"
+        assert not (function in _READ or by_mask), f"{function} waits for the device"
         return function(*args, **(kwargs or {}))
