@@ -16,8 +16,8 @@ class NoHostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """In the body, numbers of tensors may not come to the host, nor sizes depend on them."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        by_mask = function is _aten.index.Tensor and any(
-            index is not None and index.dtype == torch.bool for index in args[1]
+        waits = function in _READ or (
+            function is _aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
         )
-        assert not (function in _READ or by_mask), f"{function} waits for the device"
+        assert not waits, f"{function} waits for the device"
         return function(*args, **(kwargs or {}))

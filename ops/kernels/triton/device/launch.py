@@ -20,6 +20,7 @@ from ...problems.gemm import Activate, ActivateBackward, GroupedGemm, Layout, Ma
 from ...pytorch.float32 import allows_tf32
 from .. import tiles
 from ..shape import ProgramTile, RowsShape, WeightShape
+from .call import call
 from .epilogues import activate, activate_backward, store_product
 from .function import function
 from .passes import column_sums, sum_dots, sum_tiles
@@ -148,7 +149,9 @@ def _launch_rows(
         n, k, block, gated, transposed, pairs, unit_a, unit_b, precision_of(a.dtype), tma, listed, *numbers
     )
     row_pitch, group_pitch = _pitches(b)
-    rows_kernel[(_programs(plan.most * -(-n // tile.n), tile, a),)](
+    call(
+        rows_kernel,
+        (_programs(plan.most * -(-n // tile.n), tile, a),),
         _descriptor(a, (tile.m, tile.k)) if tma else a,
         _weights_descriptor(first(b), of_weights, shape, tile) if tma else _table(b),
         (plan.tiles, plan.most),
@@ -174,7 +177,9 @@ def _run_weights(p: GroupedGemm, tile: ProgramTile, plan: TilePlan) -> None:
     listed = 0 if isinstance(p.out, Tensor) else _alignment(p.out)
     shape = WeightShape(m, n, unit_a, unit_b, unit_out, precision_of(a.dtype), tma, listed)
     row_pitch, group_pitch = _pitches(p.out)
-    weights_kernel[(_programs(p.groups * -(-m // tile.m) * -(-n // tile.n), tile, a),)](
+    call(
+        weights_kernel,
+        (_programs(p.groups * -(-m // tile.m) * -(-n // tile.n), tile, a),),
         descriptor_of_groups(a, (tile.k, tile.m)) if tma else a,
         descriptor_of_groups(b, (tile.k, tile.n)) if tma else b,
         (out, _table(p.out) if listed else None),
@@ -239,7 +244,7 @@ def _table(matrices: Matrices) -> Tensor:
     for i in range(0, len(addresses), _MOST):
         some = addresses[i : i + _MOST]
         size = triton.next_power_of_2(len(some))
-        table_kernel[(1,)](table[i:], tuple(some + some[-1:] * (size - len(some))), num_warps=1)
+        call(table_kernel, (1,), table[i:], tuple(some + some[-1:] * (size - len(some))), num_warps=1)
     return table
 
 
