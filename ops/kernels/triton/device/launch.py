@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....programs.columns import tensors_of
@@ -18,7 +19,7 @@ from ....programs.program import Program
 from ....values.activation_spec import ActivationSpec
 from ...problems.gemm import Activate, ActivateBackward, GroupedGemm, Layout, Matrices, Operands, first, stacked
 from ...pytorch.float32 import allows_tf32
-from .. import tiles
+from .. import tiles, tuned
 from ..shape import ProgramTile, RowsShape, WeightShape
 from .call import call
 from .epilogues import activate, activate_backward, store_product
@@ -32,8 +33,17 @@ _KINDS = {Activate: "activate", ActivateBackward: "activate_backward"}
 
 
 def run(problem: GroupedGemm, tile: ProgramTile | None = None) -> None:
-    """Computes ``problem.out``, and what its epilogue gives; with a tile other than the table's, if there is one."""
-    p, tile = problem, tile or tile_of(problem)
+    """Computes ``problem.out``, and what its epilogue gives; with a tile other than the chosen one, if there is one."""
+    try:
+        _run(problem, tile or tile_of(problem))
+    except OutOfResources:  # the tile was measured with a smaller epilogue
+        if tile is not None:
+            raise
+        _run(problem, tile_of(problem, measured=False))
+
+
+def _run(problem: GroupedGemm, tile: ProgramTile) -> None:
+    p = problem
     plan = plan_of(p.split_sizes, p.rows, tile.m)
     if p.layout is Layout.TN:
         _run_weights(p, tile, plan)
@@ -45,15 +55,15 @@ def run(problem: GroupedGemm, tile: ProgramTile | None = None) -> None:
         _run_backward(p, p.epilogue, tile, plan)
 
 
-def tile_of(problem: GroupedGemm) -> ProgramTile:
-    """The table's."""
+def tile_of(problem: GroupedGemm, measured: bool = True) -> ProgramTile:
+    """The tile that was measured on this card, if there is one and it may be taken; else the table's."""
     p, dtype = problem, problem.a.dtype
     kind = _KINDS.get(type(p.epilogue), p.layout.value.lower())
     strict = dtype == torch.float32 and precision_of(dtype) == "ieee"
-    architecture = architecture_of(p.a.device)
+    architecture, found = architecture_of(p.a.device), tuned.tiles_of(p.a.device) if measured else {}
     if not (isinstance(p.b, Tensor) and is_aligned(p.a) and is_aligned(p.b)):
-        architecture = tiles.WITHOUT_BULK_COPIES.get(architecture, architecture)
-    return tiles.choose(architecture, kind, p.rows / p.groups, dtype.itemsize, strict)
+        architecture, found = tiles.WITHOUT_BULK_COPIES.get(architecture, architecture), {}
+    return tiles.choose(architecture, kind, p.rows / p.groups, dtype.itemsize, strict, found)
 
 
 @lru_cache(maxsize=64)
