@@ -15,11 +15,12 @@ from ..compiler.graph import OpGraph
 from ..compiler.plan import Plan, compile_plan
 from ..compiler.recent import Recent
 from ..compiler.registry import registry
-from ..contract.config import active_config
+from ..contract.config import active_config, keep_for_recomputation
 from ..contract.errors import ArgumentError
 from ..contract.overrides import is_hooked
 from ..contract.parametrized import foreseen
 from ..contract.spec import TensorSpec
+from ..contract.torch_private import top_saved_tensors_hooks
 from ..contract.tracing import has_no_data
 from ..explain.dry_run import explain_plan
 from ..explain.explanation import Explanation
@@ -49,6 +50,8 @@ class CallCache:
 
     def call(self, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]) -> Any:
         """Binds the arguments, finds the plan, and runs it; a replay like the last one runs at once."""
+        if not torch.is_grad_enabled() or top_saved_tensors_hooks(True):
+            keep_for_recomputation()
         repeated, is_simple = self.repeated, op_kwargs is None
         if repeated is not None and is_simple:
             values = repeated.values(x, extra, shared)

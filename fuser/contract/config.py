@@ -11,10 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from threading import local
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
-from .torch_private import mark_constant
+import torch
+
+from .torch_private import current_recomputation, mark_constant
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -134,6 +136,29 @@ def use_config(switches: Config) -> Iterator[None]:
         thread_config.config = before
 
 
+class _Again(NamedTuple):
+    """The function that a checkpoint calls in the backward, which may be in another thread, under these switches."""
+
+    switches: Config
+    function: Callable[..., object]
+
+    def __call__(self, *arguments: object) -> object:
+        with use_config(self.switches):
+            return self.function(*arguments)
+
+
+def keep_for_recomputation() -> None:
+    """Makes the checkpoint that runs, if there is one, compute its forward again under the switches in force.
+
+    To be called where switches are read or changed: the first call in a checkpoint finds those that it began with.
+    """
+    if (found := current_recomputation()) is None:
+        return
+    function = getattr(*found)
+    if not isinstance(function, _Again):
+        setattr(*found, _Again(active_config(), function))
+
+
 @contextmanager
 def changed(**changes: Any) -> Iterator[Config]:
     """Puts the switches in force with these changes.
@@ -141,6 +166,8 @@ def changed(**changes: Any) -> Iterator[Config]:
     Raises:
         ValueError: a value that a switch cannot have.
     """
+    if not torch.compiler.is_dynamo_compiling():
+        keep_for_recomputation()
     before = active_config()
     names = type(before).__match_args__  # those of its fields, which a compiler cannot ask for
     switches = config_of(**{name: changes.get(name, getattr(before, name)) for name in names})

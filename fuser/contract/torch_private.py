@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -135,13 +135,48 @@ Else: 0, so that every tensor is asked for its tangent.
 """
 
 
-_top_saved_tensors_hooks: Callable[[bool], Any] = private("_C._autograd._top_saved_tensors_default_hooks") or _never
+top_saved_tensors_hooks: Callable[[bool], Any] = private("_C._autograd._top_saved_tensors_default_hooks") or _never
+"""Like the next, but asked with ``True``, and without a call in Python."""
 
 
 def current_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
     """The hooks of the innermost ``saved_tensors_hooks``, to pack and to unpack. Else: None, as if there were none."""
-    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = _top_saved_tensors_hooks(True) or None
+    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = top_saved_tensors_hooks(True) or None
     return hooks
+
+
+_CheckpointFrame: type = private_of_module("torch.utils.checkpoint", "_CheckpointFrame") or type(None)
+
+
+class Recomputation(NamedTuple):
+    """The attribute in which a checkpoint keeps the function that it calls again in the backward."""
+
+    owner: object
+    attribute: str
+
+
+def current_recomputation() -> Recomputation | None:
+    """Where the innermost checkpoint that runs its first forward keeps it; None: there is none. Else: None.
+
+    A checkpoint packs what autograd saves, with the record of the checkpoint in a closure. A reentrant one runs inside
+    the forward of an autograd function, whose ``ctx`` has its function; Megatron's own is like it.
+    """
+    if not torch.is_grad_enabled():
+        return None if is_without_gradients() else _reentrant_recomputation()
+    hooks = current_saved_tensors_hooks()
+    for cell in () if hooks is None else getattr(hooks[0], "__closure__", None) or ():
+        if isinstance(cell.cell_contents, _CheckpointFrame):
+            return Recomputation(cell.cell_contents, "recompute_fn")
+    return None
+
+
+def _reentrant_recomputation() -> Recomputation | None:
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_varnames[:1] == ("ctx",) and hasattr(frame.f_locals["ctx"], "run_function"):
+            return Recomputation(frame.f_locals["ctx"], "run_function")
+    return None
 
 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., tuple[Tensor, ...]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...fuser import ArgumentError, Sequential
-from ...fuser.contract.config import config_of, constant, use_config
+from ...fuser.contract.config import Config, constant, use_config
 from ...fuser.contract.tracing import has_no_data
 from ..basic.glu import Activated
 from ..basic.named_activation import activation_op, activation_spec
@@ -222,19 +222,30 @@ def _traced(spec: ActivationSpec, transposed: bool, *tensors: Tensor | None) -> 
     from ...fuser.dynamo.frontend import active_flags, constant_value
 
     _register_with_dynamo()
-    flags = [(name, tuple(sorted(value)) if isinstance(value, frozenset) else value) for name, value in active_flags()]
-    y: Tensor = _in_graph(constant_value(spec), transposed, tuple(flags), *tensors)
+    y: Tensor = _in_graph(constant_value(spec), transposed, _name_switches(active_flags()), *tensors)
     return y
 
 
-def _in_graph(spec: tuple[Any, ...], transposed: bool, flags: tuple[tuple[str, Any], ...], *tensors: Any) -> Tensor:
+_switches: dict[str, Config] = {}  # of compiled calls, by their names
+
+
+@constant
+def _name_switches(flags: tuple[tuple[str, Any], ...]) -> str:
+    """A name for switches, which a graph can store."""
+    from ...fuser.dynamo.steps import switches_of
+
+    switches = switches_of(flags)
+    _switches[repr(switches)] = switches
+    return repr(switches)
+
+
+def _in_graph(spec: tuple[Any, ...], transposed: bool, switches: str, *tensors: Any) -> Tensor:
     """:func:`routed_experts` on values that graphs can store; AOTAutograd traces through it, down to custom ops."""
     x, top_k_index, top_k_weights, *weights = tensors
     experts, activation = _Experts(*weights), ActivationSpec(*spec)
-    values = {name: frozenset(value) if isinstance(value, tuple) else value for name, value in flags}
     _check(x, experts, activation, transposed)
     container = _Container(_PoolKey.of(experts, activation, transposed))
-    with use_config(config_of(**values)):
+    with use_config(_switches[switches]):
         return container.run(experts, x, top_k_index, top_k_weights)
 
 

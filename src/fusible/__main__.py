@@ -1,4 +1,4 @@
-"""The command line: ``fusible info | cache | explain | demo | roofline | bench``, or ``python -m fusible …``."""
+"""The command line: ``fusible info | cache | tune | explain | demo | roofline | bench``, or ``python -m fusible …``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from . import __version__
 from .benchmarks import expert_parallel, grouped_gemm, grouped_mlp, hf, jax_experts, roofline, routing
-from .commands import cache, explain, info
+from .commands import cache, explain, info, tune
 from .examples import moe_lm
 
 
@@ -36,6 +36,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "info": (info.main, "versions, device, which backends run here and why others do not"),
     "cache": (cache.main, "kernels of user-written functions that are kept on disk: list, remove, compile ahead"),
+    "tune": (tune.main, "measure tiles of Triton's kernels on this card for a minute, and keep the fastest"),
     "explain": (explain.main, "what the experts of a model run, and why; tables or a drawing"),
     "demo": (moe_lm.main, "train a small language model for a minute, and see how its experts run"),
     "roofline": (roofline.main, "how near the matrix products of the experts come to what the device can do"),

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from host_reads import NoHostReads
 from kernels_asked import grouped_mm_on_cpu
 from reference import assert_as_good, assert_close_to, grouped_linear, run, unit
 from test_grouped_mlp import Case
@@ -158,9 +159,9 @@ def test_buffers_are_written_and_their_tails_left():
 @pytest.mark.parametrize(
     ("make", "kernel", "reason"),
     [
-        # the tail of rows in bfloat16 is zeroed on the device
+        # the tail of rows is zeroed on the device
         (lambda: GroupedLinear(E, 12, N, dtype=BF16), "loop + grouped_mm", "rows of a are not a multiple of 16 bytes"),
-        (lambda: GroupedLinear(E, K, N), "loop", "grouped_mm needs bfloat16, got torch.float32"),
+        (lambda: GroupedLinear(E, K, N), "loop + grouped_mm", "grouped_mm needs bfloat16, got torch.float32"),
     ],
 )
 def test_fallback_to_the_loop_says_why(make, kernel, reason):
@@ -265,3 +266,12 @@ def test_a_bias_behind_a_product_is_differentiated_again_and_without_the_tail():
 
     assert torch.equal(*grads[:2])
     torch.testing.assert_close(grads[0], grads[2], rtol=0.02, atol=0.1)
+
+
+@pytest.mark.parametrize("how", [{}, {"single_grouped_weight": False}, {"bias": False}])
+def test_nothing_waits_for_the_device(how):
+    model = Sequential(GroupedLinear(E, K, 2 * N, dtype=BF16, **how), SwiGLU(), GroupedLinear(E, N, K, dtype=BF16))
+    for sizes in (SIZES, [0, 40, 0]):
+        x = unit(T, K, dtype=BF16)
+        with NoHostReads():
+            model(x, split_sizes=torch.tensor(sizes)).sum().backward()

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException, Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from fusible import GroupedTensor, grouped_gemm
+from fusible import NVFP4, Float8Row, Float8Tensor, GroupedTensor, config, grouped_gemm
+from fusible.functional import routed_experts
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -76,3 +77,17 @@ def test_groups_of_any_shapes_break_the_graph() -> None:
     torch._dynamo.reset()
     with pytest.raises(Unsupported, match="a GroupedTensor cannot be part of a graph"):
         torch.compile(multiply, fullgraph=True, backend="eager")(*operands)
+
+
+@pytest.mark.parametrize("recipe", [Float8Row(), NVFP4(), Float8Tensor()], ids=str)
+def test_routed_experts_under_a_recipe(recipe: Any) -> None:
+    x, up, down = (torch.randn(shape).bfloat16() for shape in ((6, 32), (4, 64, 32), (4, 32, 32)))
+    weights, ids = torch.rand(6, 4).topk(2)
+    compiled = torch.compile(routed_experts, fullgraph=True, backend="aot_eager")
+    plain = routed_experts(x, ids, weights, up, down)
+    for disabled in ((), ("RoutedMLP", "GroupedMLP")):
+        with config(recipe=recipe, disable_fusions=disabled):
+            quantized = routed_experts(x, ids, weights, up, down)
+            assert torch.equal(compiled(x, ids, weights, up, down), quantized)
+        assert not torch.equal(quantized, plain)
+    assert torch.equal(compiled(x, ids, weights, up, down), plain)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from fusible import Pointwise
 from fusible.fuser.contract import torch_private
@@ -244,3 +245,24 @@ def test_a_node_that_cannot_run_when_it_is_ready_is_of_one_forward(monkeypatch):
     monkeypatch.setattr(group, "run_when_ready", torch_private._never)
     fresh = ExpertGroup(parameters)
     assert fresh.whole(False) is not fresh.whole(False)
+
+
+@pytest.mark.parametrize("name", ["_C._autograd._top_saved_tensors_default_hooks", "utils.checkpoint._CheckpointFrame"])
+def test_no_checkpoint_is_seen(without, name):
+    found = []
+
+    def forward(x, module):
+        found.append(module.current_recomputation())
+        return x.sin()
+
+    x = torch.ones(3, requires_grad=True)
+    checkpoint(forward, x, torch_private, use_reentrant=False)
+    owner = found[0].owner
+    with_record = torch_private._CheckpointFrame
+    assert isinstance(owner, with_record)
+    module = without(f"torch.{name}")
+    if name.startswith("_C"):
+        checkpoint(forward, x, module, use_reentrant=False)
+        assert found[1] is None
+    else:
+        assert not isinstance(owner, module._CheckpointFrame)

@@ -31,6 +31,7 @@ from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, Activa
 from fusible.ops.kernels.triton import gemm as triton_gemm
 from fusible.ops.kernels.triton import tiles
 from fusible.ops.kernels.triton.device import launch, passes, plan
+from fusible.ops.kernels.triton.shape import ProgramTile
 from fusible.ops.values.activation_spec import ActivationSpec, gated
 
 SWIGLU = gated("silu", None, 1.0, 0.0, "concat")
@@ -132,7 +133,7 @@ def with_operands(architecture: str) -> list[Any]:
     return [kernel for kernel in compiled if kernel.name in PRODUCTS]
 
 
-def report(architecture: str, problem: GroupedGemm, tile: tiles.Tile | None = None) -> str:
+def report(architecture: str, problem: GroupedGemm, tile: ProgramTile | None = None) -> str:
     """A line on the kernel of a problem; it starts with ``over`` where the card has less shared memory."""
     with compiled_for(architecture) as compiled:
         tile = tile or launch.tile_of(problem)
@@ -167,7 +168,7 @@ def ptxas(kernel: Any) -> tuple[int, int]:
     return int(found[1]) if found else 0, spills
 
 
-def short(tile: tiles.Tile) -> str:
+def short(tile: ProgramTile) -> str:
     flags = "".join(c for c, on in (("t", tile.tma), ("f", tile.flatten)) if on)
     return f"{tile.m}x{tile.n}x{tile.k}/{tile.warps}w{tile.stages}s{tile.per_sm}p{'.' + flags if flags else ''}"
 

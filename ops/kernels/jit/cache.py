@@ -38,14 +38,14 @@ class KernelCache:
 
     def find(self, key: str, compile_kernel: Callable[[], bytes]) -> bytes:
         """The cubin of a key; compiled and stored if it is missing. One process compiles while others wait."""
-        kept = self._read(key)
+        kept = self.read(key)
         if kept is not None:
             return kept
         with self._turn(key):
-            kept = self._read(key)
+            kept = self.read(key)
             if kept is None:
                 kept = compile_kernel()
-                self._write(key, kept)
+                self.write(key, kept)
         return kept
 
     def clear(self) -> int:
@@ -65,8 +65,8 @@ class KernelCache:
     def _kernels(self) -> list[Path]:
         return [] if self.refusal is not None else sorted(self.folder.glob("*.cubin"))
 
-    def _read(self, key: str) -> bytes | None:
-        """The cubin of a key; compiled and stored if it is missing. One process compiles while others wait."""
+    def read(self, key: str) -> bytes | None:
+        """What is stored under a key; None if nothing is, or it may not be trusted."""
         if self.refusal is not None:
             return None
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -78,8 +78,8 @@ class KernelCache:
         start = len(_MAGIC) + _DIGEST_BYTES
         return content[start:] if content[:start] == _head(key, content[start:]) else None
 
-    def _write(self, key: str, cubin: bytes) -> None:
-        """Writes a cubin completely or not at all, also with concurrent writers. A full disk is not an error."""
+    def write(self, key: str, cubin: bytes) -> None:
+        """Stores a cubin, or other data, completely or not at all. A full disk is not an error."""
         if self.refusal is not None:
             return
         name = None

@@ -51,7 +51,7 @@ def run(problem: GroupedGemm) -> None:
     else:
         weights = stacked(p.b)
         result = torch.nn.functional.grouped_mm(p.a, weights.mT if p.layout is Layout.NT else weights, offs=ends)
-        _write_rows(p, result, ends)
+        write_rows(p, result, ends)
 
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
@@ -66,7 +66,7 @@ def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) 
     """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
     ends = row_ends(split_sizes, rows.shape[0])
     wide = torch.promote_types(rows.dtype, torch.float32)
-    dots = (rows.to(wide) * stacked(vectors)[_group_of_row(ends, rows.shape[0])]).sum(-1)
+    dots = (rows.to(wide) * stacked(vectors)[group_of_row(ends, rows.shape[0])]).sum(-1)
     out.copy_(torch.where(_is_valid(ends, rows.shape[0]), dots, 0))
 
 
@@ -94,11 +94,12 @@ def _misaligned(problem: GroupedGemm) -> str | None:
     return None
 
 
-def _write_rows(p: GroupedGemm, result: Tensor, ends: Tensor) -> None:
+def write_rows(p: GroupedGemm, result: Tensor, ends: Tensor) -> None:
+    """Writes products of rows, with factors and bias, where the groups end there."""
     assert isinstance(p.out, Tensor)
     group = None
     if isinstance(p.alpha, Tensor) or p.bias is not None or isinstance(p.beta, Tensor):
-        group = _group_of_row(ends, p.rows)
+        group = group_of_row(ends, p.rows)
     wide = _wide(p)
     if p.alpha is not None:
         result = result.to(wide) * _by_row(p.alpha, group)
@@ -142,7 +143,8 @@ def _clamped_sizes(split_sizes: Tensor, rows: int) -> Tensor:
     return torch.diff(ends, prepend=ends.new_zeros(1))
 
 
-def _group_of_row(ends: Tensor, rows: int) -> Tensor:
+def group_of_row(ends: Tensor, rows: int) -> Tensor:
+    """int64 [T]: the group of each row; that of the last for the tail."""
     group = torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
     return group.clamp(max=ends.shape[0] - 1)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..architecture import is_capturing
 from ..problems.gemm import Activate, ActivateBackward, FunctionOperands, GroupedGemm, Layout, Matrices, Operands
-from . import activation, few_rows
+from . import activation, captured_rows, few_rows
 
 NAME = "loop"
 SPAN = few_rows.FEW
@@ -38,13 +38,15 @@ def keep_freed_memory() -> None:
 
 def refusal(problem: GroupedGemm) -> str | None:
     """Why the problem cannot be run here; None: it can."""
-    return "reads split sizes on the host, which a CUDA graph cannot" if is_capturing(problem.a.device) else None
+    return captured_rows.refusal(problem) if is_capturing(problem.a.device) else None
 
 
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``, and the results of its epilogue."""
     epilogue = problem.epilogue
-    if type(epilogue) is Activate:
+    if problem.a.is_cuda and is_capturing(problem.a.device):
+        captured_rows.run(problem)
+    elif type(epilogue) is Activate:
         _activate(problem, epilogue)
     elif epilogue is not None:
         _activate_backward(problem, epilogue)

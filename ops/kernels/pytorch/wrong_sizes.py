@@ -30,8 +30,8 @@ class SizeReport:
             return
         sizes = split_sizes.long()
         wrong = (sizes < 0) | (sizes.clamp(0, rows + 1).cumsum(0) > rows)
-        first = wrong.int().argmax()
-        new = torch.stack((first + 1, sizes[first])) * wrong.any()
+        first = wrong.int().argmax(keepdim=True)  # an index of no dimensions would be read on the host
+        new = torch.cat((first + 1, sizes.gather(0, first))) * wrong.any()
         torch.where(self._on_device[0] == 0, new, self._on_device, out=self._on_device)
         self._on_host.copy_(self._on_device, non_blocking=True)
 

@@ -93,6 +93,7 @@ def run(problem: GroupedGemm) -> None:
 
     wrong_sizes.look_at(problem.split_sizes, problem.rows)
     refuse("a kernel of Triton runs")
-    launch.run(problem)
+    with torch.cuda.device_of(problem.a):  # Triton launches on the current device
+        launch.run(problem)
     if not problem.fresh:
         torch.autograd.graph.increment_version(problem.out)

@@ -28,7 +28,8 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
     from .device import passes
 
     refuse("a kernel of Triton runs")
-    passes.column_sums(rows, split_sizes, out, scale)
+    with torch.cuda.device_of(out):
+        passes.column_sums(rows, split_sizes, out, scale)
     torch.autograd.graph.increment_version(out)
 
 
@@ -37,7 +38,8 @@ def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) 
     from .device import passes
 
     refuse("a kernel of Triton runs")
-    passes.row_dots(rows, stacked(vectors).contiguous(), split_sizes, out)
+    with torch.cuda.device_of(out):
+        passes.row_dots(rows, stacked(vectors).contiguous(), split_sizes, out)
     torch.autograd.graph.increment_version(out)
 
 
@@ -46,4 +48,5 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     from .device import passes
 
     refuse("a kernel of Triton runs")
-    passes.zero_tail(out, split_sizes)
+    with torch.cuda.device_of(out):
+        passes.zero_tail(out, split_sizes)

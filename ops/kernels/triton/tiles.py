@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from itertools import product
+from types import MappingProxyType
+
 from .shape import ProgramTile
 
 SHORT = {
@@ -55,7 +59,7 @@ FEW: dict[str, dict[str, ProgramTile]] = {
     "sm_90": {"nt": _TWO_A_MULTIPROCESSOR, "activate_backward": _TWO_A_MULTIPROCESSOR._replace(part=16)}
 }
 """The faster choices for groups of up to ``FEW_ROWS`` rows, where measured."""
-FEW_ROWS = 768
+FEW_ROWS, _SHORT_ROWS = 768, 64
 TABLE |= {"sm_86": TABLE["sm_89"], "sm_120": TABLE["sm_89"], "sm_103": TABLE["sm_100"], "gfx950": TABLE["gfx942"]}
 SHARED = {
     **{"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99},
@@ -74,26 +78,60 @@ def nearest(architecture: str) -> str:
     return _LIKE.get(int(architecture[3:]) // 10, "sm_120") if architecture.startswith("sm_") else "gfx942"
 
 
-def choose(architecture: str, kind: str, rows_per_group: float, itemsize: int, strict: bool = False) -> ProgramTile:
+Found = Mapping[tuple[str, bool], ProgramTile]
+"""Tiles that were measured on a card, for 16 bits: by kind, and whether groups have at most ``FEW_ROWS`` rows."""
+_NOTHING: Found = MappingProxyType({})
+
+
+def choose(
+    architecture: str,
+    kind: str,
+    rows_per_group: float,
+    itemsize: int,
+    strict: bool = False,
+    found: Found = _NOTHING,
+) -> ProgramTile:
     """The tile of a product.
 
     Args:
         kind: a key of the table.
         itemsize: bytes of an operand's element; a step of 4 has half the depth.
         strict: operands of float32 that are multiplied as such, without tensor cores.
+        found: goes before the table.
     """
+    measured = found.get((kind, rows_per_group <= FEW_ROWS)) if itemsize == 2 else None
+    if measured is not None and (kind == "tn" or rows_per_group > _SHORT_ROWS):
+        return measured
     architecture = nearest(architecture)
     tile = TABLE[architecture][kind]
     if strict:
         return ProgramTile(64, 64, 16, 8, 2, strip=tile.strip)
     if kind != "tn" and rows_per_group <= 16:
         tile = SHORT[kind]
-    elif kind != "tn" and rows_per_group <= 64:
+    elif kind != "tn" and rows_per_group <= _SHORT_ROWS:
         m = 32 if rows_per_group <= 32 else 64
         tile = ProgramTile(m, min(tile.n, 128), tile.k, 4, tile.stages, tile.strip, tma=tile.tma)
     elif rows_per_group <= FEW_ROWS:
         tile = FEW.get(architecture, {}).get(kind, tile)
     if itemsize == 4:
         tile = tile._replace(k=max(16, tile.k // 2), n=min(tile.n, 128))
-    stage = (tile.m + tile.n) * tile.k * itemsize
-    return tile._replace(stages=max(1, min(tile.stages, SHARED[architecture] * 1024 // stage)))
+    return tile._replace(stages=max(1, min(tile.stages, _most_stages(tile, architecture, itemsize))))
+
+
+def candidates(architecture: str, kind: str) -> Iterator[ProgramTile]:
+    """Tiles for 16 bits that may be faster on a card than the table's, which is the first; all fit its memory."""
+    architecture = nearest(architecture)
+    first = choose(architecture, kind, FEW_ROWS + 1, 2)
+    yield first
+    for (m, n), k, stages in product(_SIDES, (64, 32), (3, 4, 2)):
+        tile = first._replace(m=m, n=n, k=k, stages=stages, warps=8 if m * n > _OF_FOUR_WARPS else 4)
+        if stages <= _most_stages(tile, architecture, 2) and tile != first:
+            yield tile
+
+
+_SIDES = ((128, 128), (128, 256), (64, 128), (128, 64), (256, 128), (64, 256))
+_OF_FOUR_WARPS = 64 * 128  # elements of a tile
+
+
+def _most_stages(tile: ProgramTile, architecture: str, itemsize: int) -> int:
+    return SHARED[architecture] * 1024 // ((tile.m + tile.n) * tile.k * itemsize)

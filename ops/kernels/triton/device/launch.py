@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....programs.columns import tensors_of
@@ -18,8 +19,9 @@ from ....programs.program import Program
 from ....values.activation_spec import ActivationSpec
 from ...problems.gemm import Activate, ActivateBackward, GroupedGemm, Layout, Matrices, Operands, first, stacked
 from ...pytorch.float32 import allows_tf32
-from .. import tiles
+from .. import tiles, tuned
 from ..shape import ProgramTile, RowsShape, WeightShape
+from .call import call
 from .epilogues import activate, activate_backward, store_product
 from .function import function
 from .passes import column_sums, sum_dots, sum_tiles
@@ -31,8 +33,17 @@ _KINDS = {Activate: "activate", ActivateBackward: "activate_backward"}
 
 
 def run(problem: GroupedGemm, tile: ProgramTile | None = None) -> None:
-    """Computes ``problem.out``, and what its epilogue gives; with a tile other than the table's, if there is one."""
-    p, tile = problem, tile or tile_of(problem)
+    """Computes ``problem.out``, and what its epilogue gives; with a tile other than the chosen one, if there is one."""
+    try:
+        _run(problem, tile or tile_of(problem))
+    except OutOfResources:  # the tile was measured with a smaller epilogue
+        if tile is not None:
+            raise
+        _run(problem, tile_of(problem, measured=False))
+
+
+def _run(problem: GroupedGemm, tile: ProgramTile) -> None:
+    p = problem
     plan = plan_of(p.split_sizes, p.rows, tile.m)
     if p.layout is Layout.TN:
         _run_weights(p, tile, plan)
@@ -44,15 +55,15 @@ def run(problem: GroupedGemm, tile: ProgramTile | None = None) -> None:
         _run_backward(p, p.epilogue, tile, plan)
 
 
-def tile_of(problem: GroupedGemm) -> ProgramTile:
-    """The table's."""
+def tile_of(problem: GroupedGemm, measured: bool = True) -> ProgramTile:
+    """The tile that was measured on this card, if there is one and it may be taken; else the table's."""
     p, dtype = problem, problem.a.dtype
     kind = _KINDS.get(type(p.epilogue), p.layout.value.lower())
     strict = dtype == torch.float32 and precision_of(dtype) == "ieee"
-    architecture = architecture_of(p.a.device)
+    architecture, found = architecture_of(p.a.device), tuned.tiles_of(p.a.device) if measured else {}
     if not (isinstance(p.b, Tensor) and is_aligned(p.a) and is_aligned(p.b)):
-        architecture = tiles.WITHOUT_BULK_COPIES.get(architecture, architecture)
-    return tiles.choose(architecture, kind, p.rows / p.groups, dtype.itemsize, strict)
+        architecture, found = tiles.WITHOUT_BULK_COPIES.get(architecture, architecture), {}
+    return tiles.choose(architecture, kind, p.rows / p.groups, dtype.itemsize, strict, found)
 
 
 @lru_cache(maxsize=64)
@@ -148,7 +159,9 @@ def _launch_rows(
         n, k, block, gated, transposed, pairs, unit_a, unit_b, precision_of(a.dtype), tma, listed, *numbers
     )
     row_pitch, group_pitch = _pitches(b)
-    rows_kernel[(_programs(plan.most * -(-n // tile.n), tile, a),)](
+    call(
+        rows_kernel,
+        (_programs(plan.most * -(-n // tile.n), tile, a),),
         _descriptor(a, (tile.m, tile.k)) if tma else a,
         _weights_descriptor(first(b), of_weights, shape, tile) if tma else _table(b),
         (plan.tiles, plan.most),
@@ -174,7 +187,9 @@ def _run_weights(p: GroupedGemm, tile: ProgramTile, plan: TilePlan) -> None:
     listed = 0 if isinstance(p.out, Tensor) else _alignment(p.out)
     shape = WeightShape(m, n, unit_a, unit_b, unit_out, precision_of(a.dtype), tma, listed)
     row_pitch, group_pitch = _pitches(p.out)
-    weights_kernel[(_programs(p.groups * -(-m // tile.m) * -(-n // tile.n), tile, a),)](
+    call(
+        weights_kernel,
+        (_programs(p.groups * -(-m // tile.m) * -(-n // tile.n), tile, a),),
         descriptor_of_groups(a, (tile.k, tile.m)) if tma else a,
         descriptor_of_groups(b, (tile.k, tile.n)) if tma else b,
         (out, _table(p.out) if listed else None),
@@ -239,7 +254,7 @@ def _table(matrices: Matrices) -> Tensor:
     for i in range(0, len(addresses), _MOST):
         some = addresses[i : i + _MOST]
         size = triton.next_power_of_2(len(some))
-        table_kernel[(1,)](table[i:], tuple(some + some[-1:] * (size - len(some))), num_warps=1)
+        call(table_kernel, (1,), table[i:], tuple(some + some[-1:] * (size - len(some))), num_warps=1)
     return table
 
 

@@ -6,13 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .call import call
 from .plan import TilePlan, plan_of, row_range, row_tile
 
 
 def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | None) -> None:
     """``out[g]`` [E, N] = the sum of the rows of group g, each times its scale, in a fixed order."""
     groups, columns = out.shape
-    column_sums_kernel[(groups, triton.cdiv(columns, 128))](
+    call(
+        column_sums_kernel,
+        (groups, triton.cdiv(columns, 128)),
         rows,
         scale,
         split_sizes,
@@ -28,7 +31,7 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
 def row_dots(rows: Tensor, vectors: Tensor, split_sizes: Tensor, out: Tensor) -> None:
     """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
     plan = plan_of(split_sizes, rows.shape[0], 16)
-    row_dots_kernel[(plan.most,)](rows, vectors, (plan.tiles, plan.most), out, rows.stride(0), N=rows.shape[1])
+    call(row_dots_kernel, (plan.most,), rows, vectors, (plan.tiles, plan.most), out, rows.stride(0), N=rows.shape[1])
     zero_tail(out.unsqueeze(-1), split_sizes)
 
 
@@ -36,16 +39,33 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     """Zeros the rows past the last group."""
     (rows, columns), groups = out.shape, split_sizes.shape[0]
     width, sizes = min(1024, triton.next_power_of_2(columns)), triton.next_power_of_2(groups)
-    zero_tail_kernel[(triton.cdiv(rows, 16), triton.cdiv(columns, width))](
-        out, split_sizes, (rows, groups), out.stride(0), N=columns, GROUPS=sizes, TILE_N=width, num_warps=4
+    call(
+        zero_tail_kernel,
+        (triton.cdiv(rows, 16), triton.cdiv(columns, width)),
+        out,
+        split_sizes,
+        (rows, groups),
+        out.stride(0),
+        N=columns,
+        GROUPS=sizes,
+        TILE_N=width,
+        num_warps=4,
     )
 
 
 def sum_dots(dots: Tensor, split_sizes: Tensor, out: Tensor) -> None:
     """``out`` [T] = the sums of ``dots`` [T, parts]; 0 past the last group."""
     (rows, parts), groups = dots.shape, split_sizes.shape[0]
-    sum_dots_kernel[(triton.cdiv(rows, 128),)](
-        dots, split_sizes, out, (rows, groups), PARTS=parts, GROUPS=triton.next_power_of_2(groups), num_warps=4
+    call(
+        sum_dots_kernel,
+        (triton.cdiv(rows, 128),),
+        dots,
+        split_sizes,
+        out,
+        (rows, groups),
+        PARTS=parts,
+        GROUPS=triton.next_power_of_2(groups),
+        num_warps=4,
     )
 
 
@@ -53,8 +73,18 @@ def sum_tiles(sums: Tensor, plan: TilePlan, groups: int, of_groups: bool, number
     """[E, N]: sums of one of the numbers of ``sums`` [row tiles, numbers, N] over the tiles of each group, or all."""
     _, numbers, columns = sums.shape
     out = sums.new_empty((groups if of_groups else 1, columns))
-    sum_tiles_kernel[(out.shape[0], triton.cdiv(columns, 128))](
-        sums, plan.starts[1], out, groups, number, NUMBERS=numbers, N=columns, OF_GROUPS=of_groups, num_warps=4
+    call(
+        sum_tiles_kernel,
+        (out.shape[0], triton.cdiv(columns, 128)),
+        sums,
+        plan.starts[1],
+        out,
+        groups,
+        number,
+        NUMBERS=numbers,
+        N=columns,
+        OF_GROUPS=of_groups,
+        num_warps=4,
     )
     return out
 

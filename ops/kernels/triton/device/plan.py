@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .call import call
+
 _CHUNK = 128
 
 
@@ -35,8 +37,19 @@ def plan_of(split_sizes: Tensor, rows: int, tile_m: int) -> TilePlan:
     starts = split_sizes.new_empty((2, groups + 1), dtype=torch.int32)
     tiles = split_sizes.new_empty(1 + 3 * most, dtype=torch.int32)
     sizes = triton.next_power_of_2(groups)
-    plan_kernel[(groups,)](
-        split_sizes, starts, tiles, rows, groups, most, TILE_M=tile_m, GROUPS=sizes, CHUNK=_CHUNK, num_warps=4
+    call(
+        plan_kernel,
+        (groups,),
+        split_sizes,
+        starts,
+        tiles,
+        rows,
+        groups,
+        most,
+        TILE_M=tile_m,
+        GROUPS=sizes,
+        CHUNK=_CHUNK,
+        num_warps=4,
     )
     return TilePlan(starts, tiles, most)
 

@@ -1,0 +1,23 @@
+"""A launch of a kernel. Triton compiles and loads one when it is first launched, which no CUDA graph captures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def call(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
+    """Launches a kernel on the current device and stream.
+
+    Raises:
+        RuntimeError: a CUDA graph is captured, and the kernel has not been launched on this device before.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        _refuse_unloaded(kernel.run(*arguments, grid=grid, warmup=True, **constants))
+    kernel[grid](*arguments, **constants)
+
+
+def _refuse_unloaded(compiled: Any) -> None:
+    if compiled is None or compiled.module is None:
+        raise RuntimeError("a kernel of Triton is loaded at its first call; call it once before the capture")

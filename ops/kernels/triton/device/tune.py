@@ -1,0 +1,86 @@
+"""Measures the tiles that may suit a card."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources, PTXASError
+
+from ....values.activation_spec import gated
+from ...problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
+from .. import tiles
+from ..shape import ProgramTile
+from . import launch
+
+_DOES_NOT_RUN = CompilationError, OutOfResources, PTXASError
+_SWIGLU = gated("silu", None, 1.0, 0.0, "concat")
+
+
+class Layer(NamedTuple):
+    """The sizes of experts to tune for."""
+
+    groups: int
+    hidden: int
+    features: int
+
+
+class Measured(NamedTuple):
+    """The fastest tile of a kind of product, and seconds of a call: of this tile, and of the table's."""
+
+    kind: str
+    few: bool
+    tile: ProgramTile
+    seconds: float
+    of_table: float
+    tried: int
+
+
+def measure(
+    layer: Layer, device: torch.device, seconds: float, time_of: Callable[[Callable[[], None]], float]
+) -> Iterator[Measured]:
+    """The fastest tiles on this device, of products in bfloat16.
+
+    Args:
+        seconds: how long to try; the table's tile and one more are tried in any case.
+        time_of: seconds of a call of a function.
+    """
+    kinds = [(few, kind, p) for few in (False, True) for kind, p in problems(layer, device, few).items()]
+    for few, kind, problem in kinds:
+        deadline = time.monotonic() + seconds / len(kinds)
+        found = dict[ProgramTile, float]()
+        for tile in tiles.candidates(launch.architecture_of(device), kind):
+            try:
+                found[tile] = time_of(lambda tile=tile, problem=problem: launch.run(problem, tile))
+            except _DOES_NOT_RUN:
+                continue
+            if len(found) > 1 and time.monotonic() > deadline:
+                break
+        best = min(found, key=found.__getitem__)
+        yield Measured(kind, few, best, found[best], next(iter(found.values())), len(found))
+
+
+def problems(layer: Layer, device: torch.device, few: bool) -> dict[str, GroupedGemm]:
+    """The products of experts with a gate, by kind; ``few``: of 256 rows a group, else of twice what counts as few."""
+    groups, hidden, features = layer
+    rows = groups * (256 if few else 2 * tiles.FEW_ROWS)
+    sizes = torch.full((groups,), rows // groups, device=device)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+    x, a, h = random(rows, hidden), random(rows, features), random(rows, 2 * features)
+    up, down = random(groups, 2 * features, hidden), random(groups, hidden, features)
+    scales = torch.rand(rows, device=device)
+    grads = ActivationGrads(torch.empty_like(h), torch.empty_like(scales), torch.empty_like(a))
+    forward, backward = Activate(_SWIGLU, scales, h), ActivateBackward(_SWIGLU, scales, h, grads)
+    return {
+        "activate": GroupedGemm(Layout.NT, x, up, sizes, a, fresh=True, epilogue=forward),
+        "nt": GroupedGemm(Layout.NT, a, down, sizes, torch.empty_like(x), fresh=True),
+        "activate_backward": GroupedGemm(Layout.NN, x, down, sizes, grads.preact, fresh=True, epilogue=backward),
+        "nn": GroupedGemm(Layout.NN, h, up, sizes, torch.empty_like(x), fresh=True),
+        "tn": GroupedGemm(Layout.TN, h, x, sizes, torch.empty_like(up), fresh=True),
+    }

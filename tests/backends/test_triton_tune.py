@@ -1,0 +1,136 @@
+"""``fusible tune``: which tiles are tried, and that the fastest one is kept and used; without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton_interpreter
+
+from fusible.__main__ import main
+from fusible.commands import tune
+from fusible.ops.kernels.jit.cache import kernel_cache
+from fusible.ops.kernels.triton import tiles, tuned
+from fusible.ops.kernels.triton.shape import ProgramTile
+
+CARD = torch.device("cuda", 0)
+FAST = ProgramTile(64, 128, 32, 4, 3)
+DOES_NOT_FIT = ProgramTile(256, 128, 64, 8, 3)
+
+
+@pytest.fixture(autouse=True)
+def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The name of the card, and an empty cache."""
+    name = ["a card"]
+    monkeypatch.setenv("FUSIBLE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: name[0])
+    for function in (kernel_cache, tuned.tiles_of):
+        function.cache_clear()
+    yield name
+    for function in (kernel_cache, tuned.tiles_of):
+        function.cache_clear()
+
+
+@pytest.mark.parametrize("architecture", tiles.TABLE)
+@pytest.mark.parametrize("kind", tiles.TABLE["sm_80"])
+def test_candidates_fit_the_card(architecture: str, kind: str) -> None:
+    found = list(tiles.candidates(architecture, kind))
+
+    assert found[0] == tiles.choose(architecture, kind, tiles.FEW_ROWS + 1, 2)
+    assert len(found) == len({*found}) > 4
+    for tile in found:
+        assert tile.stages * (tile.m + tile.n) * tile.k * 2 <= tiles.SHARED[architecture] * 1024
+
+
+def test_what_was_found_goes_before_the_table() -> None:
+    found = {("nt", True): FAST, ("tn", False): FAST}
+
+    def chosen(kind: str, rows: float, itemsize: int = 2) -> ProgramTile:
+        return tiles.choose("sm_80", kind, rows, itemsize, found=found)
+
+    assert chosen("nt", 300) == chosen("tn", 2000) == FAST
+    for kind, rows in (("nt", 20), ("nt", 2000), ("nn", 300), ("tn", 300)):
+        assert chosen(kind, rows) == tiles.choose("sm_80", kind, rows, 2)
+    assert chosen("nt", 300, 4) == tiles.choose("sm_80", "nt", 300, 4)
+
+
+def test_tiles_are_kept_for_the_card(card: list[str]) -> None:
+    assert tuned.tiles_of(CARD) == {}
+    found = {("nt", True): FAST, ("activate", False): FAST._replace(registers=128)}
+
+    assert tuned.keep(CARD, found) is None
+    assert tuned.tiles_of(CARD) == found
+    assert tuned.tiles_of(torch.device("cpu")) == {}
+    card[0] = "another card"
+    tuned.tiles_of.cache_clear()
+    assert tuned.tiles_of(CARD) == {}
+
+
+def test_others_may_not_write_them(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert tuned.keep(CARD, {("nt", True): FAST}) == "can be written by others"
+    assert tuned.tiles_of(CARD) == {}
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Any]:
+    with triton_interpreter.interpreted() as launch:
+        yield launch
+
+
+def test_the_fastest_is_found(interpreter: Any, monkeypatch: pytest.MonkeyPatch, card: list[str]) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    tried = list[ProgramTile]()
+
+    def run(problem: Any, tile: ProgramTile) -> None:
+        tried.append(tile)
+        if tile == DOES_NOT_FIT:
+            raise OutOfResources(1, 0, "shared memory")
+
+    def time_of(function: Any) -> float:
+        function()
+        return 1.0 if tried[-1] == FAST else 2.0
+
+    monkeypatch.setattr(interpreter, "run", run)
+    monkeypatch.setattr(
+        tiles, "candidates", lambda *form: [FAST._replace(k=64), DOES_NOT_FIT, FAST, FAST._replace(m=32)]
+    )
+    monkeypatch.setattr(tune, "_clock", lambda device: time_of)
+    report = tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
+
+    assert len(report["products"]) == 10
+    for each in report["products"]:
+        assert ProgramTile(**each["tile"]) == FAST
+        assert (each["seconds"], each["of_table"], each["tried"]) == (1.0, 2.0, 3)
+    assert "a card" in "\n".join(tune.lines(report))
+    assert "activate_backward few rows   64 x 128 x 32, 4 warps, 3 stages: 2.00 x the table's, of 3" in [
+        *tune.lines(report)
+    ]
+
+
+def test_a_tile_that_does_not_fit_an_epilogue_is_replaced(interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime.errors import OutOfResources
+
+    ran = list[bool]()
+
+    def run(problem: Any, tile: bool) -> None:
+        ran.append(tile)
+        if tile:
+            raise OutOfResources(1, 0, "shared memory")
+
+    monkeypatch.setattr(interpreter, "_run", run)
+    monkeypatch.setattr(interpreter, "tile_of", lambda problem, measured=True: measured)
+    interpreter.run(None)
+    assert ran == [True, False]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(SystemExit):
+        main(["tune"])
+    assert "triton needs a CUDA device, got cpu" in capsys.readouterr().err
