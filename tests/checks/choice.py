@@ -81,7 +81,7 @@ def keys_and_bounds(p: Choosing) -> tuple[Tensor, Tensor]:
 
 
 def is_decided(p: Choosing) -> Tensor:
-    """Whether float32 must make the choice of float64, bool [T]: no keys next to one another lie within their bounds."""
+    """Whether float32 must make the choice of float64, bool [T]: all keys lie further apart than their bounds."""
     keys, bounds = keys_and_bounds(p)
     rule, decided = p.rule, torch.ones(len(keys), dtype=torch.bool)
     if not bounds.any():
