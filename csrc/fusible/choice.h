@@ -25,8 +25,8 @@ struct ChoiceRule {
   float scale;
 };
 
-// Experts are ordered by scores plus bias, or by logits without bias and groups. Higher first, NaN before all, the
-// lower expert first among equals. Addresses are null for absent operands and unwanted results.
+// Experts are ordered by scores plus bias, or by logits without bias and groups, in fp32. Higher first, NaN before all,
+// the lower expert first among equals. Addresses are null for absent operands and unwanted results.
 struct Choice {
   ChoiceRule rule;
   int groups, keep, best;  // a token chooses from the `keep` groups with the highest sums of their `best` keys; 1: none

@@ -68,6 +68,12 @@ def test_odd_numbers(scores: str, by_scores: bool) -> None:
     choice.check_odd("cuda", scores, 60, by_scores)
 
 
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("experts", [60, 1100])
+def test_near_ties(scores: str, experts: int) -> None:
+    choice.check_near_ties("cuda", scores, experts)
+
+
 @pytest.mark.parametrize("sizes", [(256, 8), (896, 16), (1100, 4)])
 def test_tokens_do_not_see_one_another(sizes: tuple[int, int]) -> None:
     choice.check_alone("cuda", Case(*sizes, tokens=4000, scores="sigmoid", biased=True))

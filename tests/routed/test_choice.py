@@ -17,6 +17,7 @@ from fusible import RefusedError, Router, SignBias, SwitchLoss, ZLoss, config
 from fusible.fuser import replay
 from fusible.ops.kernels.hopper import choice as kernel
 from fusible.ops.kernels.problems.choice import SCORES, ChoiceRule, Choosing
+from fusible.ops.kernels.pytorch.choice import log_scores
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
@@ -74,6 +75,24 @@ def test_tokens(tokens: int) -> None:
 @pytest.mark.parametrize("by_scores", [True, False])
 def test_odd_numbers(scores: str, by_scores: bool) -> None:
     choice.check_odd("cpu", scores, 60, by_scores)
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("experts", [60, 1100])
+def test_near_ties(scores: str, experts: int) -> None:
+    choice.check_near_ties("cpu", scores, experts)
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_float32_is_as_near_to_float64_as_the_bounds_say(scores: str) -> None:
+    """Those of PyTorch's operations, and of the keys that the kernel computes alike, by many logits."""
+    p = Choosing(4 * choice.numbers("cpu", 50, 512), ChoiceRule(8, scores, True, 1.0), torch.zeros(512), None, None)
+    keys, bounds = choice.keys_and_bounds(p)
+    logs = log_scores(p.logits, scores)
+    logs = logs - p.logits.logsumexp(-1, keepdim=True) if scores == "softmax" else logs
+
+    assert ((logs.exp() - keys).abs() <= bounds).all()
+    assert ((logs.exp() - keys).abs() > bounds / 200).any()
 
 
 @pytest.mark.parametrize("sizes", [(256, 8), (1100, 4)])

@@ -1,0 +1,99 @@
+"""Routers of Hugging Face transformers' models, run by :func:`fusible.functional.route`.
+
+fusible.integrations.routers.route(model)
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .router_formula import Formula, recognized
+
+ATTRIBUTE = "_fusible_router"
+
+
+class Padding:
+    """The mask of a model's running call: bool [B, S], True for a real token; None without one."""
+
+    def __init__(self) -> None:
+        self.valid: Tensor | None = None
+
+
+def route(model: nn.Module) -> dict[str, str]:
+    """Lets routers of a transformers model choose by :func:`fusible.functional.route`, where that is their formula.
+
+    The formula is found by trial: experts, weights and gradients of the router's own code on random numbers. Parameters
+    and their names stay, and so do the results, but of experts with equal scores the lower one is chosen. Under
+    autocast, and for hidden states of another dtype, a router runs its own code.
+
+    A 2-D ``attention_mask`` of a call keeps padding from all experts, if those are ``"fusible"``, except in training
+    with activation checkpointing, whose second forward knows of no mask.
+
+    Returns:
+        The name of each router, with the reason why its own code stays; "" where it does not.
+
+    >>> import torch, fusible.integrations.routers
+    >>> fusible.integrations.routers.route(torch.nn.Linear(2, 2))
+    {}
+    """
+    reasons, padding, known = dict[str, str](), Padding(), dict[Any, Formula | str]()
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    for name, module in model.named_modules():
+        if not _is_router(module):
+            continue
+        form = _form(module)
+        if form not in known:
+            known[form] = recognized(module, dtype)
+        found = known[form]
+        reasons[name] = found if isinstance(found, str) else ""
+        if isinstance(found, Formula):
+            setattr(module, ATTRIBUTE, (found, padding))
+            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+    if "" in reasons.values():
+        model.register_forward_pre_hook(partial(_note_padding, padding), with_kwargs=True)
+    return reasons
+
+
+def _forward(router: Any, hidden_states: Tensor, *given: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
+    """The ``forward`` of a router whose formula is known."""
+    formula, padding = getattr(router, ATTRIBUTE)
+    if hidden_states.dtype != formula.dtype or torch.is_autocast_enabled(hidden_states.device.type):
+        own: tuple[Tensor, ...] = type(router).forward(router, hidden_states, *given, **named)
+        return own
+    valid, tokens = padding.valid, hidden_states.numel() // hidden_states.shape[-1]
+    valid = valid.reshape(-1) if valid is not None and valid.numel() == tokens else None
+    return tuple(formula.run(router, hidden_states, (*given, *named.values()), valid))
+
+
+def _note_padding(padding: Padding, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Keeps the mask of a call for its routers."""
+    padding.valid = None
+    implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if implementation != "fusible" or (model.training and model.is_gradient_checkpointing):
+        return
+    call = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
+    mask, tokens = call.get("attention_mask"), call.get("input_ids", call.get("inputs_embeds"))
+    if isinstance(mask, Tensor) and mask.dim() == 2 and isinstance(tokens, Tensor):
+        padding.valid = mask[:, -tokens.shape[1] :].bool()  # a cache has the others
+
+
+def _is_router(module: nn.Module) -> bool:
+    return "router" in type(module).__name__.lower() and any(p.dim() == 2 for p in module.parameters())
+
+
+def _form(module: nn.Module) -> tuple[Any, ...]:
+    """All that the formula depends on: the class, its attributes, and the forms of tensors."""
+    plain = int, float, str, bool, type(None)
+    attributes = [
+        (path, name, value if isinstance(value, plain) else id(value))
+        for path, each in module.named_modules()
+        for name, value in vars(each).items()
+        if not name.startswith("_") and name != "training"
+    ]
+    return type(module), tuple(attributes), tuple([(n, t.shape, t.dtype) for n, t in module.state_dict().items()])
