@@ -19,12 +19,15 @@ import pytest
 import torch
 import transformers
 from ep_world import World
-from hugging_face import make, relative
+from hugging_face import COMMON, experts_of, make, relative
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import apply_expert_parallelism
+from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import fusible
@@ -37,6 +40,7 @@ transformers.logging.disable_progress_bar()
 
 CASES: list[Callable[[World], None]] = []
 ON_FOUR: list[Callable[[World], None]] = []
+SYMMETRIC: list[Callable[[World], None]] = []
 STEPS = 2
 
 
@@ -47,6 +51,11 @@ def case(function: Callable[[World], None]) -> Callable[[World], None]:
 
 def case_on_four(function: Callable[[World], None]) -> Callable[[World], None]:
     ON_FOUR.append(function)
+    return function
+
+
+def case_symmetric(function: Callable[[World], None]) -> Callable[[World], None]:
+    SYMMETRIC.append(function)
     return function
 
 
@@ -122,7 +131,11 @@ def gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def check(world: World, way: Way, bound: float = 5e-6) -> Any:
-    """Training steps of all ranks: logits, gradients and weights are as of one process; returns the sharded model."""
+    """Training steps of all ranks: logits, gradients and weights are as of one process; returns the sharded model.
+
+    Args:
+        bound: of the relative error of logits in float32; products have other bits beside other rows.
+    """
     ours, alone = way.models()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in (ours, alone)]
     everyone, replica = batches(way.fsdp), way.replica(world)
@@ -137,7 +150,7 @@ def check(world: World, way: Way, bound: float = 5e-6) -> Any:
             optimizer.step()
             optimizer.zero_grad()
     assert_near(ours, alone, lambda parameter: parameter, 10 * bound)
-    return ours, alone
+    return ours
 
 
 def implementations(model: nn.Module) -> list[transformers_ep.FusibleEP]:
@@ -176,20 +189,47 @@ def checkpointed(model: Any) -> None:
     model.gradient_checkpointing_enable()
 
 
+def experts_of_bytes() -> Any:
+    """The experts of a tiny FP8 checkpoint; the same on all ranks."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 4, "num_hidden_layers": 1}
+    config = transformers.MixtralConfig(**COMMON | sizes)
+    config._experts_implementation = "fusible"
+    model = transformers.MixtralForCausalLM(config).bfloat16()
+    options = FineGrainedFP8Config()
+    (experts,) = experts_of(replace_with_fp8_linear(model, quantization_config=options, pre_quantized=True))
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in experts.to_empty(device="cpu").named_parameters():
+            drawn = torch.rand(parameter.shape) / 10 if name.endswith("scale_inv") else torch.randn(parameter.shape)
+            parameter.copy_(drawn)
+    return experts
+
+
+def spread(experts: Any) -> None:
+    """Leaves this rank its part of the experts, as transformers does by a model's plan."""
+    values = {f"experts.{name}": parameter.detach().clone() for name, parameter in experts.named_parameters()}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ep", "tp"))
+    plan = {**dict.fromkeys(values, "grouped_gemm"), "experts": "ep_dispatch_experts"}
+    holder = apply_expert_parallelism(nn.ModuleDict({"experts": experts}), mesh["ep"], mesh["tp"], plan, "fusible")
+    with torch.no_grad():
+        for name, parameter in holder.named_parameters():
+            parameter.to_local().copy_(values[name].chunk(mesh["ep"].size())[mesh["ep"].get_local_rank()])
+
+
 # ----------------------------------------------------------------------------------------------------- training
 
 
 @case
 def sharded_by_fsdp(world: World) -> None:
     transformers_ep.exchange_ops.cache_clear()
-    model, _ = check(world, Way(fsdp=2))
+    model = check(world, Way(fsdp=2))
     assert_fused(model, STEPS * 2)
 
 
 @case
 def on_tensor_parallel_ranks(world: World) -> None:
     transformers_ep.exchange_ops.cache_clear()
-    model, _ = check(world, Way(tp=2))
+    model = check(world, Way(tp=2))
     assert_fused(model, STEPS * 2)
 
 
@@ -203,21 +243,21 @@ def a_rank_without_rows(world: World) -> None:
 @case
 def a_fixed_number_of_rows(world: World) -> None:
     transformers_ep.register("fixed", capacity=2.0, max_tokens=16)
-    model, _ = check(world, Way(fsdp=2, exchange="fixed"))
+    model = check(world, Way(fsdp=2, exchange="fixed"))
     assert group_of(model).local_capacity == 2 * 16 * 3
 
 
 @case
 def checkpointing_exchanges_again(world: World) -> None:
     transformers_ep.exchange_ops.cache_clear()
-    model, _ = check(world, Way(fsdp=2, change=checkpointed))
+    model = check(world, Way(fsdp=2, change=checkpointed))
     assert_fused(model, STEPS * 2 * 2)
 
 
 @case
 def other_experts_get_rows(world: World) -> None:
     way = Way(fsdp=2, experts="grouped_mm", reference="grouped_mm")
-    model, _ = check(world, way, 1e-5)
+    model = check(world, way, 1e-5)
     with all_tokens_to_rank_0():
         check(world, way, 1e-5)
     reasons = {layer.reason for layer in fusible.explain(model).layers}
@@ -233,6 +273,20 @@ def rows_with_a_tail(world: World) -> None:
 
 
 @case
+def experts_in_8_bits_get_rows(world: World) -> None:
+    whole_ones, ours = experts_of_bytes(), experts_of_bytes()
+    spread(ours)
+    draw = torch.Generator().manual_seed(world.rank)
+    x = torch.randn(9, 128, generator=draw).bfloat16().requires_grad_()
+    ids, weights = torch.rand(9, 4, generator=draw).argsort(-1)[:, :2], torch.rand(9, 2, generator=draw)
+    came, expected = (module(x, ids, weights) for module in (ours, whole_ones))
+    assert relative(came, expected) < 0.006
+    dx = [torch.autograd.grad(y.float().sum(), x)[0] for y in (came, expected)]
+    assert relative(*dx) < 0.026  # rounding to e4m3; the routing weights are applied before it, to 16 bits
+    assert "rows of an exchange: gate_up_proj is float8_e4m3fn" in str(fusible.explain(nn.ModuleList([ours])))
+
+
+@case
 def our_experts_behind_their_exchange(world: World) -> None:
     check(world, Way(fsdp=2, exchange="all_to_all"), 1e-5)
 
@@ -245,7 +299,7 @@ def other_models(world: World) -> None:
 
 
 @case
-def experts_that_are_never_used_alone_are_explained(world: World) -> None:
+def layers_are_explained_before_the_first_call(world: World) -> None:
     model, _ = Way(fsdp=2).models()
     assert {layer.reason for layer in fusible.explain(model).layers} == {"no call yet"}
 
@@ -273,7 +327,7 @@ def a_batch_that_all_have_is_not_sent(world: World) -> None:
 
 @case
 def saved_weights_are_those_of_the_model(world: World) -> None:
-    ours, _ = check(world, Way(fsdp=2))
+    ours = check(world, Way(fsdp=2))
     box = [tempfile.mkdtemp() if world.rank == 0 else None]
     dist.broadcast_object_list(box)
     ours.save_pretrained(box[0])
@@ -330,6 +384,20 @@ def the_first_call_fixes_the_number_of_tokens(world: World) -> None:
 
 
 @case
+def adapters_of_experts_are_refused(world: World) -> None:
+    peft = pytest.importorskip("peft")
+    model, _ = Way(fsdp=2).models()
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["experts.down_proj"])
+    words = r"Qwen3MoeExperts\.down_proj: PEFT cannot adapt experts that ranks share .* without ep_size, or leave"
+    with pytest.raises(ValueError, match=words):
+        peft.get_peft_model(model, config)
+    beside = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    ids = batches(2)[world.rank]
+    beside(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad.isfinite().all() for name, p in beside.named_parameters() if "lora_" in name)
+
+
+@case
 def an_exchange_that_is_misspelt(world: World) -> None:
     with pytest.raises(TypeError, match="max_token"):
         transformers_ep.register("wrong", max_token=3)
@@ -353,3 +421,34 @@ def tensor_parallel_replicas(world: World) -> None:
 def replicas_of_the_whole(world: World) -> None:
     with all_tokens_to_rank_0():
         check(world, Way(fsdp=4, ep=4))
+
+
+# ---------------------------------------------------------------------------------------- the transport "symmetric"
+
+
+@case_symmetric
+def by_the_memory_of_one_host(world: World) -> None:
+    for way in (Way(fsdp=2, exchange="fusible_symmetric"), Way(tp=2, exchange="fusible_symmetric")):
+        model = check(world, way)
+        group = group_of(model)
+        assert group.transport == "symmetric"
+        assert group.settings.capacity == transformers_ep.CAPACITY
+        group.check(synchronize=True)
+
+
+@case_symmetric
+def rows_by_the_memory_of_one_host(world: World) -> None:
+    way = Way(fsdp=2, experts="grouped_mm", reference="grouped_mm", exchange="fusible_symmetric")
+    check(world, way, 1e-5)
+
+
+@case_symmetric
+def more_rows_than_fit_are_an_error(world: World) -> None:
+    model, _ = Way(fsdp=2, exchange="fusible_symmetric").models()
+
+    def run() -> None:
+        model(batches(1)[0])
+        group_of(model).check(synchronize=True)
+
+    with all_tokens_to_rank_0(), pytest.raises(ep.CapacityError, match="rank 0 had to own 78 rows, its capacity is 59"):
+        run()
