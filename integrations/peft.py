@@ -51,6 +51,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         while isinstance(inner, peft_layer.ParamWrapper):
             inner = inner.base_layer
         check_adaptable(inner, parameter_name)
+        check_not_shared(inner, parameter_name)
         original(self, base_layer, adapter_name, parameter_name, *args, **kwargs)
 
     return init
@@ -71,6 +72,21 @@ def check_adaptable(module: Any, name: str) -> None:
             f"{type(module).__name__}.{name}: PEFT cannot adapt {parameter.dtype} with scales beside it: the adapters "
             "would be added to the bytes, and get no gradients. Load the model in 16 bits, as "
             "from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True)) does, or leave "
+            f"{name!r} out of target_parameters"
+        )
+
+
+def check_not_shared(module: Any, name: str) -> None:
+    """Checks that a rank has all experts that an adapter would be for.
+
+    Raises:
+        ValueError: ranks share the experts. PEFT would make adapters for all experts on each rank, and add them to the
+        experts of one.
+    """
+    if getattr(module, "_is_expert_parallel", False):
+        raise ValueError(
+            f"{type(module).__name__}.{name}: PEFT cannot adapt experts that ranks share (ep_size): its adapters are "
+            "whole, and the parameter is the part of one rank. Load the model without ep_size, or leave "
             f"{name!r} out of target_parameters"
         )
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch import distributed as dist
 
 from ..fuser import Sequential
@@ -28,20 +30,23 @@ class ExchangeOptions(NamedTuple):
     transport: str = "collective"
     timeout: float = 60.0
 
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the largest number of tokens is not given, but fixes the number of rows."""
+        return self.max_tokens is None and (self.capacity != "exact" or self.transport == "symmetric")
+
     def tokens(self) -> int:
         """The largest number of tokens that a rank gives to a call.
 
         Raises:
             ValueError: it is not given, but the capacity depends on it.
         """
-        if self.max_tokens is not None:
-            return self.max_tokens
-        if self.capacity != "exact" or self.transport == "symmetric":
+        if self.needs_tokens:
             raise ValueError(
                 f"max_tokens is needed for capacity {self.capacity!r} with transport {self.transport!r}: the largest "
                 "number of tokens that a rank gives to a layer; or leave both at their defaults"
             )
-        return _MOST_TOKENS
+        return _MOST_TOKENS if self.max_tokens is None else self.max_tokens
 
 
 class ExchangeOps(NamedTuple):
@@ -71,7 +76,29 @@ def exchange_ops(
     Raises:
         ValueError: the options do not fit, or ranks differ in them.
     """
-    asked: dict[str, Any] = options._replace(max_tokens=options.tokens())._asdict()
-    group = Group(process_group, num_experts=num_experts, top_k=top_k, hidden=hidden, dtype=dtype, **asked)
+    group = Group(
+        process_group, num_experts=num_experts, max_tokens=options.tokens(), top_k=top_k, hidden=hidden, dtype=dtype,
+        capacity=options.capacity, combine=options.combine, transport=options.transport, timeout=options.timeout,
+    )  # fmt: skip
     combine = EPCombine(group)
     return ExchangeOps(group, EPDispatch(group), combine, Sequential(Scale(), combine))
+
+
+_agreed: dict[tuple[Hashable, ...], int] = {}
+
+
+def agreed_tokens(x: Tensor, process_group: dist.ProcessGroup, *exchange: Hashable) -> int:
+    """The largest number of tokens that a rank had in the first call for an exchange, at least one.
+
+    The first call is collective.
+
+    Args:
+        x: tokens [T, H] of this rank.
+        process_group, exchange: the arguments of :func:`exchange_ops`.
+    """
+    key = process_group, *exchange
+    if key not in _agreed:
+        most = torch.tensor(max(1, x.shape[0]), device=x.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, process_group)
+        _agreed[key] = int(most)
+    return _agreed[key]

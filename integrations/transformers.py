@@ -75,6 +75,7 @@ def register() -> None:
         )
     moe.ExpertsInterface.register(NAME, experts_forward)
     _register_fp8()
+    _register_expert_parallelism()
     add_finder(_explained)
 
 
@@ -95,6 +96,15 @@ def _register_fp8() -> None:
     fp8.FP8ExpertsInterface.register(NAME, forward)
 
 
+def _register_expert_parallelism() -> None:
+    """Registers with the registry of expert parallelism, which transformers has had since 5.24."""
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
+    except ImportError:
+        return
+    from . import transformers_ep  # noqa: F401
+
+
 def _delegate(experts: Any, why: str, stock: ExpertsForward) -> ExpertsForward:
     """The stock implementation, after one warning for each class and reason."""
     case = type(experts).__name__, why
@@ -104,7 +114,7 @@ def _delegate(experts: Any, why: str, stock: ExpertsForward) -> ExpertsForward:
     return stock
 
 
-def _explained(module: Any) -> Any:
+def _explained(module: Any) -> LayerContainer | str | None:
     """The container of an experts module for ``fusible.explain(model)``, or a text that says what runs the module
     instead.
     """

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -171,17 +171,19 @@ def start(
     transport: str = "collective",
     device: str = "cpu",
     only: Sequence[str] = (),
+    launcher: Callable[[int], list[str]] = lambda rank: [],
 ) -> dict[str, list[str]]:
     """The message of every rank on every case of a module: "" if it passed. An empty list: no message arrived.
 
     Args:
         wait: seconds, after which the ranks are killed.
         only: the names of cases; none: all.
+        launcher: the words in front of the command of a rank.
     """
     command = [sys.executable, str(Path(__file__)), transport, device, module, str(ranks), str(folder)]
     running = [
         subprocess.Popen(
-            [*command, str(rank), *only],
+            [*launcher(rank), *command, str(rank), *only],
             env=environment(device),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
