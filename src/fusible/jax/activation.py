@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from .errors import ArgumentError
 
@@ -39,7 +40,7 @@ class KernelActivation(NamedTuple):
         """The number of columns of the hidden rows."""
         return preact_columns // 2 if self.gated else preact_columns
 
-    def attributes(self, columns: int) -> dict[str, Any]:
+    def attributes(self, columns: int) -> dict[str, object]:
         """The attributes that the XLA handlers take, for hidden rows with this number of columns."""
         return {
             "curve": np.int64(CURVES.index(self.curve)),
@@ -82,7 +83,7 @@ def activation(
     return KernelActivation(curve, gated, slope, math.inf if limit is None else limit, linear_offset, interleave)
 
 
-def activate(preact: Any, spec: KernelActivation) -> Any:
+def activate(preact: Array, spec: KernelActivation) -> Array:
     """Applies the activation to rows [T, C], in at least float32; returns [T, F]."""
     wide = preact.astype(jnp.promote_types(preact.dtype, jnp.float32))
     if not spec.gated:
@@ -97,7 +98,7 @@ def activate(preact: Any, spec: KernelActivation) -> Any:
     return _curve(gate, spec) * (up + spec.linear_offset)
 
 
-def _curve(x: Any, spec: KernelActivation) -> Any:
+def _curve(x: Array, spec: KernelActivation) -> Array:
     match spec.curve:
         case "silu":
             return x * jax.nn.sigmoid(x * spec.alpha)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import AxisType
 
 from .errors import ArgumentError
 
 
-def check_array(function: str, name: str, array: Any, dimensions: int | None = None) -> None:
+def check_array(function: str, name: str, array: Array, dimensions: int | None = None) -> None:
     """Checks for an array of real numbers with this number of dimensions."""
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise ArgumentError(f"{function}: {name} must be an array, got a {type(array).__name__}")
@@ -26,7 +26,7 @@ def check_array(function: str, name: str, array: Any, dimensions: int | None = N
         raise ArgumentError(f"{function}: {name} must hold numbers of at least 16 bits, got {array.dtype}")
 
 
-def check_sizes(function: str, name: str, sizes: Any, groups: int | None = None) -> None:
+def check_sizes(function: str, name: str, sizes: Array, groups: int | None = None) -> None:
     """Checks for one integer per group, on the device or not."""
     if not hasattr(sizes, "shape") or sizes.ndim != 1 or sizes.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
         came = f"{sizes.dtype} {list(sizes.shape)}" if hasattr(sizes, "shape") else f"a {type(sizes).__name__}"
@@ -35,14 +35,14 @@ def check_sizes(function: str, name: str, sizes: Any, groups: int | None = None)
         raise ArgumentError(f"{function}: {name} must have a size for each of {groups} groups, got {sizes.shape[0]}")
 
 
-def check_shape(function: str, name: str, array: Any, shape: tuple[int, ...]) -> None:
+def check_shape(function: str, name: str, array: Array, shape: tuple[int, ...]) -> None:
     """Checks that an operand has the shape that the others imply."""
     check_array(function, name, array)
     if tuple(array.shape) != shape:
         raise ArgumentError(f"{function}: {name} must be {list(shape)}, got shape {list(array.shape)}")
 
 
-def check_one_dtype(function: str, **arrays: Any) -> None:
+def check_one_dtype(function: str, **arrays: Array) -> None:
     """Checks that operands that are multiplied have one dtype."""
     dtypes = {name: array.dtype for name, array in arrays.items()}
     if len(set(dtypes.values())) > 1:
@@ -58,7 +58,7 @@ def check_depths(function: str, names: tuple[str, str], depths: tuple[int, int])
         )
 
 
-def check_sharding(function: str, *arrays: Any) -> None:
+def check_sharding(function: str, *arrays: Array | None) -> None:
     """Checks that operands spread over devices are inside ``shard_map``.
 
     It raises for explicit mesh axes, which would need a sharding rule, and warns if XLA gathers the operands. Under
@@ -77,8 +77,8 @@ def check_sharding(function: str, *arrays: Any) -> None:
         _warn_of_gathering(function)
 
 
-def _is_spread(array: Any) -> bool:
-    if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
+def _is_spread(array: Array) -> bool:
+    if not isinstance(array, Array) or isinstance(array, jax.core.Tracer):
         return False
     return not array.sharding.is_fully_replicated
 

@@ -8,7 +8,8 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import NamedTuple
 
 import jax
 
@@ -31,7 +32,7 @@ class Version(NamedTuple):
 class Kernels(NamedTuple):
     """The extension, and the platform of jax whose devices its handlers launch on."""
 
-    library: Any
+    library: ModuleType
     platform: str
 
     def target(self, name: str) -> str:
@@ -99,7 +100,7 @@ def device_refusal() -> str | None:
     return f"needs GPUs of compute capability {HOPPER}, got {', '.join(sorted(others))}" if others else None
 
 
-def _load() -> Any:
+def _load() -> ModuleType:
     """Loads the module by its path, as importing its package would import torch; torch then shares it."""
     if _NAME in sys.modules:
         return sys.modules[_NAME]

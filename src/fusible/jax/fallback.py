@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
 
 from .activation import KernelActivation, activate
-from .calls import Layout, output_shape
+from .calls import BackwardOperands, Layout, Operands, output_shape
 
 _WGRAD = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
 )
 
 
-def product(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, row_scale: Any, into: Any) -> jax.Array:
+def product(layout: Layout, dtype: DTypeLike, o: Operands) -> Array:
     """One product per group. Rows past the last group are zero, or keep the value in ``into``."""
-    out = _multiply(layout, a, b, sizes, jnp.promote_types(dtype, jnp.float32))
-    if bias is not None:
-        out = out + of_rows(bias, sizes, a.shape[0]).astype(out.dtype)
-    if row_scale is not None:
-        out = jnp.where(in_a_group(sizes, a.shape[0])[:, None], out * row_scale[:, None].astype(out.dtype), 0)
-    return (out if into is None else into.astype(out.dtype) + out).astype(dtype)
+    out = _multiply(layout, *o[:3], jnp.promote_types(dtype, jnp.float32))
+    if o.bias is not None:
+        out = out + of_rows(o.bias, o.sizes, o.a.shape[0]).astype(out.dtype)
+    if o.row_scale is not None:
+        out = jnp.where(in_a_group(o.sizes, o.a.shape[0])[:, None], out * o.row_scale[:, None].astype(out.dtype), 0)
+    return (out if o.into is None else o.into.astype(out.dtype) + out).astype(dtype)
 
 
-def _multiply(layout: Layout, a: Any, b: Any, sizes: Any, dtype: Any) -> jax.Array:
+def _multiply(layout: Layout, a: Array, b: Array, sizes: Array, dtype: DTypeLike) -> Array:
     if a.size == 0 or b.size == 0:
         return jnp.zeros(output_shape(layout, a, b, sizes), dtype)
     sizes = fitting(sizes, a.shape[0])
@@ -35,34 +35,31 @@ def _multiply(layout: Layout, a: Any, b: Any, sizes: Any, dtype: Any) -> jax.Arr
     return jax.lax.ragged_dot(a, weights, sizes, preferred_element_type=dtype)
 
 
-def linear_activation(
-    layout: Layout, spec: KernelActivation, keep_preact: bool, x: Any, w: Any, sizes: Any, bias: Any, scales: Any
-) -> tuple[jax.Array, jax.Array]:
+def linear_activation(layout: Layout, spec: KernelActivation, keep_preact: bool, o: Operands) -> tuple[Array, Array]:
     """See :func:`calls.linear_activation`."""
-    preact = product(layout, x.dtype, x, w, sizes, bias, None, None)
-    return postact(preact, spec, scales), preact if keep_preact else preact[:0]
+    preact = product(layout, o.a.dtype, o._replace(row_scale=None))
+    return postact(preact, spec, o.row_scale), preact if keep_preact else preact[:0]
 
 
-def postact(preact: Any, spec: KernelActivation, scales: Any) -> jax.Array:
+def postact(preact: Array, spec: KernelActivation, scales: Array | None) -> Array:
     """The activation times the scales of the rows, in the dtype of the pre-activation."""
     value = activate(preact, spec)
     return (value if scales is None else value * scales[:, None].astype(value.dtype)).astype(preact.dtype)
 
 
 def linear_activation_backward(
-    layout: Layout, spec: KernelActivation, bias_dtype: Any, dy: Any, w: Any, sizes: Any, preact: Any, scales: Any
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    layout: Layout, spec: KernelActivation, bias_dtype: DTypeLike | None, o: BackwardOperands
+) -> tuple[Array, Array, Array, Array]:
     """See :func:`calls.linear_activation_backward`."""
-    wide = jnp.promote_types(dy.dtype, jnp.float32)
-    return through_activation(
-        product(layout, wide, dy, w, sizes, None, None, None), spec, bias_dtype, sizes, preact, scales
-    )
+    dpostact = product(layout, jnp.promote_types(o.dy.dtype, jnp.float32), Operands(*o[:3]))
+    return through_activation(dpostact, spec, bias_dtype, o)
 
 
 def through_activation(
-    dpostact: Any, spec: KernelActivation, bias_dtype: Any, sizes: Any, preact: Any, scales: Any
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    dpostact: Array, spec: KernelActivation, bias_dtype: DTypeLike | None, o: BackwardOperands
+) -> tuple[Array, Array, Array, Array]:
     """The gradients of :func:`linear_activation_backward`, from the gradient of the scaled hidden rows."""
+    sizes, preact, scales = o[2:]
     value, pull = jax.vjp(lambda rows: activate(rows, spec), preact.astype(dpostact.dtype))
     factor = 1 if scales is None else scales[:, None].astype(value.dtype)
     (dpreact,) = pull(dpostact * factor)
@@ -77,7 +74,7 @@ def through_activation(
     return dpreact, dscales, (value * factor).astype(preact.dtype), dbias
 
 
-def column_sums(dtype: Any, rows: Any, sizes: Any, scale: Any) -> jax.Array:
+def column_sums(dtype: DTypeLike, rows: Array, sizes: Array, scale: Array | None) -> Array:
     """See :func:`calls.column_sums`."""
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
     wide = wide if scale is None else wide * scale[:, None].astype(wide.dtype)
@@ -86,36 +83,36 @@ def column_sums(dtype: Any, rows: Any, sizes: Any, scale: Any) -> jax.Array:
     return jax.ops.segment_sum(wide, groups, num_segments=sizes.shape[0]).astype(dtype)
 
 
-def row_dots(rows: Any, vectors: Any, sizes: Any) -> jax.Array:
+def row_dots(rows: Array, vectors: Array, sizes: Array) -> Array:
     """See :func:`calls.row_dots`; in float64 for rows of that dtype."""
     wide = rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
     dots = jnp.sum(wide * of_rows(vectors, sizes, rows.shape[0]).astype(wide.dtype), axis=1)
     return jnp.where(in_a_group(sizes, rows.shape[0]), dots, 0)
 
 
-def of_rows(vectors: Any, sizes: Any, rows: int) -> jax.Array:
+def of_rows(vectors: Array, sizes: Array, rows: int) -> Array:
     """Gathers for each row [T, N] the vector of its group from [G, N]; zero past the last group."""
     return jnp.where(in_a_group(sizes, rows)[:, None], vectors[group_of_rows(sizes, rows)], 0)
 
 
-def group_of_rows(sizes: Any, rows: int) -> jax.Array:
+def group_of_rows(sizes: Array, rows: int) -> Array:
     """The group of each row [T]; the last one for rows past the last group."""
     groups = jnp.searchsorted(group_ends(sizes, rows), jnp.arange(rows, dtype=sizes.dtype), side="right")
     return jnp.minimum(groups, sizes.shape[0] - 1)
 
 
-def in_a_group(sizes: Any, rows: int) -> jax.Array:
+def in_a_group(sizes: Array, rows: int) -> Array:
     """Whether each row [T] belongs to a group."""
     return jnp.arange(rows, dtype=sizes.dtype) < jnp.max(group_ends(sizes, rows), initial=0)
 
 
-def fitting(sizes: Any, rows: int) -> jax.Array:
+def fitting(sizes: Array, rows: int) -> Array:
     """The sizes [G] after clipping; see :func:`group_ends`."""
     return jnp.diff(group_ends(sizes, rows), prepend=0)
 
 
-def group_ends(sizes: Any, rows: int) -> jax.Array:
+def group_ends(sizes: Array, rows: int) -> Array:
     """The end row of each group [G], as in the kernels: negative sizes count as 0, rows past the end are cut off."""
     fitting = jnp.clip(sizes, 0, rows)
-    ends: jax.Array = jax.lax.associative_scan(lambda a, b: jnp.minimum(a, rows - b) + b, fitting)  # cannot overflow
+    ends: Array = jax.lax.associative_scan(lambda a, b: jnp.minimum(a, rows - b) + b, fitting)  # cannot overflow
     return ends

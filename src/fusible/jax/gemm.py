@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
 
 from . import dispatch
-from .calls import Layout
+from .calls import Layout, Operands
 from .checks import check_array, check_depths, check_one_dtype, check_shape, check_sharding, check_sizes
 from .errors import ArgumentError
 from .versions import vary_alike
 
 
 def grouped_gemm(
-    lhs: Any,
-    rhs: Any,
+    lhs: Array,
+    rhs: Array,
     *,
-    first_dims: Any = None,
-    last_dims: Any = None,
+    first_dims: Array | None = None,
+    last_dims: Array | None = None,
     transpose_rhs: bool = False,
-    bias: Any = None,
-    into: Any = None,
-    preferred_element_type: Any = None,
-) -> jax.Array:
+    bias: Array | None = None,
+    into: Array | None = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Array:
     """One matrix product for each of G groups, whose sizes stay on the device.
 
     =========================================  ================  ============  ============
@@ -56,6 +58,7 @@ def grouped_gemm(
     """
     ragged_depth = _is_depth_ragged(first_dims, last_dims, transpose_rhs, bias)
     sizes = last_dims if ragged_depth else first_dims
+    assert sizes is not None
     _check_operands(lhs, rhs, sizes, ragged_depth, transpose_rhs)
     check_sharding(_NAME, lhs, rhs, sizes, bias, into)
     a = as_rows(lhs)
@@ -72,14 +75,14 @@ def grouped_gemm(
 
 
 def ragged_dot(
-    lhs: Any,
-    rhs: Any,
-    group_sizes: Any,
-    precision: Any = None,
-    preferred_element_type: Any = None,
-    group_offset: Any = None,
-    out_sharding: Any = None,
-) -> jax.Array:
+    lhs: Array,
+    rhs: Array,
+    group_sizes: Array,
+    precision: jax.lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: Array | None = None,
+    out_sharding: jax.sharding.Sharding | None = None,
+) -> Array:
     """A replacement of ``jax.lax.ragged_dot``: [T, K] x [G, K, N] -> [T, N], for rows that are sorted by group.
 
     Args:
@@ -105,7 +108,9 @@ def ragged_dot(
 _NAME = "grouped_gemm"
 
 
-def _is_depth_ragged(first_dims: Any, last_dims: Any, transpose_rhs: bool, bias: Any) -> bool:
+def _is_depth_ragged(
+    first_dims: Array | None, last_dims: Array | None, transpose_rhs: bool, bias: Array | None
+) -> bool:
     if (first_dims is None) == (last_dims is None):
         raise ArgumentError("grouped_gemm: give first_dims or last_dims, and not both")
     if last_dims is not None and (transpose_rhs or bias is not None):
@@ -113,7 +118,7 @@ def _is_depth_ragged(first_dims: Any, last_dims: Any, transpose_rhs: bool, bias:
     return last_dims is not None
 
 
-def _check_operands(lhs: Any, rhs: Any, sizes: Any, ragged_depth: bool, transpose_rhs: bool) -> None:
+def _check_operands(lhs: Array, rhs: Array, sizes: Array, ragged_depth: bool, transpose_rhs: bool) -> None:
     for name, array in (("lhs", lhs), ("rhs", rhs)):
         check_array(_NAME, name, array)
         if array.ndim < 2:
@@ -128,10 +133,12 @@ def _check_operands(lhs: Any, rhs: Any, sizes: Any, ragged_depth: bool, transpos
     check_depths(_NAME, ("lhs", "rhs"), (lhs.shape[-1], rhs.shape[2 if transpose_rhs else 1]))
 
 
-def _result_dtype(operands: Any, preferred: Any, into: Any, shape: tuple[int, ...]) -> Any:
+def _result_dtype(
+    operands: DTypeLike, preferred: DTypeLike | None, into: Array | None, shape: tuple[int, ...]
+) -> np.dtype:
     if into is not None:
         check_shape(_NAME, "into", into, shape)
-    dtype = jnp.dtype(preferred if preferred is not None else operands if into is None else into.dtype)
+    dtype: np.dtype = jnp.dtype(preferred if preferred is not None else operands if into is None else into.dtype)
     if into is not None and into.dtype != dtype:
         raise ArgumentError(f"grouped_gemm: into must be {dtype}, the dtype of the result, got {into.dtype}")
     if not jnp.issubdtype(dtype, jnp.floating) or not np.can_cast(operands, dtype, "same_kind") or dtype.itemsize == 1:
@@ -139,16 +146,30 @@ def _result_dtype(operands: Any, preferred: Any, into: Any, shape: tuple[int, ..
     return dtype
 
 
-def _multiply(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, into: Any) -> jax.Array:
-    return dispatch.product(layout, dtype, a, b, sizes, bias, None, into)
+def _multiply(
+    layout: Layout, dtype: DTypeLike, a: Array, b: Array, sizes: Array, bias: Array | None, into: Array | None
+) -> Array:
+    return dispatch.product(layout, dtype, Operands(a, b, sizes, bias, None, into))
 
 
-def _fwd(layout: Layout, dtype: Any, a: Any, b: Any, sizes: Any, bias: Any, into: Any) -> Any:
+class Saved(NamedTuple):
+    """The values that the forward keeps; ``accumulated``: whether the product was added to an array."""
+
+    a: Array
+    b: Array
+    sizes: Array
+    bias: Array | None
+    accumulated: bool
+
+
+def _fwd(
+    layout: Layout, dtype: DTypeLike, a: Array, b: Array, sizes: Array, bias: Array | None, into: Array | None
+) -> tuple[Array, Saved]:
     """The forward rule of the product. It calls the differentiable product, so second derivatives exist."""
-    return _product(layout, dtype, a, b, sizes, bias, into), (a, b, sizes, bias, into is not None)
+    return _product(layout, dtype, a, b, sizes, bias, into), Saved(a, b, sizes, bias, into is not None)
 
 
-def _bwd(layout: Layout, dtype: Any, saved: Any, dout: Any) -> Any:
+def _bwd(layout: Layout, dtype: DTypeLike, saved: Saved, dout: Array) -> tuple[Array | None, ...]:
     a, b, sizes, bias, accumulated = saved
     rounded = dout.astype(a.dtype)
     da, db = _operand_grads(layout, a, b, sizes, rounded)
@@ -156,11 +177,11 @@ def _bwd(layout: Layout, dtype: Any, saved: Any, dout: Any) -> Any:
     return da, db, no_gradient(sizes), dbias, dout if accumulated is True else None
 
 
-def _operand_grads(layout: Layout, a: Any, b: Any, sizes: Any, dout: Any) -> tuple[jax.Array, jax.Array]:
+def _operand_grads(layout: Layout, a: Array, b: Array, sizes: Array, dout: Array) -> tuple[Array, Array]:
     """The gradients of the operands, as differentiable products, so they can be differentiated again."""
 
-    def product(other: Layout, left: Any, right: Any) -> jax.Array:
-        result: jax.Array = _product(other, a.dtype, *vary_alike(left, right, sizes), None, None)
+    def product(other: Layout, left: Array, right: Array) -> Array:
+        result: Array = _product(other, a.dtype, *vary_alike(left, right, sizes), None, None)
         return result
 
     match layout:
@@ -172,12 +193,12 @@ def _operand_grads(layout: Layout, a: Any, b: Any, sizes: Any, dout: Any) -> tup
             return product(Layout.NT, b, dout), product(Layout.NN, a, dout)
 
 
-def as_rows(array: Any) -> Any:
+def as_rows(array: Array) -> Array:
     """Reshapes [..., C] to [T, C], also if C is 0."""
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
 
 
-def no_gradient(sizes: Any) -> Any:
+def no_gradient(sizes: Array) -> np.ndarray:
     """The gradient of an integer array, in jax's form (float0 zeros)."""
     return np.zeros(sizes.shape, jax.dtypes.float0)
 

@@ -7,15 +7,17 @@ The backward keeps x and the pre-activation, and computes the activation again, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
 import jax
+from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
 
 from . import dispatch
 from .activation import KernelActivation
 from .activation import activation as activation_of
-from .calls import Layout
+from .calls import BackwardOperands, Layout, Operands
 from .checks import check_array, check_depths, check_one_dtype, check_shape, check_sharding, check_sizes
 from .errors import ArgumentError
 from .gemm import as_rows, no_gradient
@@ -48,18 +50,18 @@ class StaticArguments(NamedTuple):
         """The layout of the products that give the gradients of the inputs."""
         return Layout.NT if self.kn else Layout.NN
 
-    def wgrad(self, inputs: Any, grads: Any, sizes: Any, dtype: Any) -> jax.Array:
+    def wgrad(self, inputs: Array, grads: Array, sizes: Array, dtype: DTypeLike) -> Array:
         """The gradient of a weight, in the weight's own layout."""
         a, b = (inputs, grads) if self.kn else (grads, inputs)
-        return dispatch.product(Layout.TN, dtype, a, b, sizes)
+        return dispatch.product(Layout.TN, dtype, Operands(a, b, sizes))
 
 
 def grouped_mlp(
-    x: Any,
-    w13: Any,
-    w2: Any,
-    sizes: Any,
-    probs: Any = None,
+    x: Array,
+    w13: Array,
+    w2: Array,
+    sizes: Array,
+    probs: Array | None = None,
     *,
     activation: str = "silu",
     gated: bool = True,
@@ -67,11 +69,11 @@ def grouped_mlp(
     limit: float | None = None,
     alpha: float = 1.0,
     linear_offset: float = 0.0,
-    b13: Any = None,
-    b2: Any = None,
+    b13: Array | None = None,
+    b2: Array | None = None,
     weight_layout: str = "kn",
     probs_at: str = "activation",
-) -> jax.Array:
+) -> Array:
     """The experts of a layer: two linears of G groups, an activation in between, and a probability for each row.
 
     On Hopper the activation runs in the epilogue of the first product, and its backward in the epilogue of the second
@@ -110,17 +112,26 @@ def grouped_mlp(
     rows = as_rows(x)
     factors = None if probs is None else probs.reshape(-1)
     operands = Arrays(*vary_alike(rows, w13, w2, sizes, factors, b13, b2))
-    y: jax.Array = _mlp(static, operands)
+    y: Array = _mlp(static, operands)
     return y.reshape(x.shape)
 
 
-def _choice(name: str, value: Any, chosen: str, other: str) -> bool:
+def _choice(name: str, value: str, chosen: str, other: str) -> bool:
     if value not in (chosen, other):
         raise ArgumentError(f"{_NAME}: {name} must be {chosen!r} or {other!r}, got {value!r}")
     return bool(value == chosen)
 
 
-def _check(static: StaticArguments, x: Any, w13: Any, w2: Any, sizes: Any, probs: Any, b13: Any, b2: Any) -> None:
+def _check(
+    static: StaticArguments,
+    x: Array,
+    w13: Array,
+    w2: Array,
+    sizes: Array,
+    probs: Array | None,
+    b13: Array | None,
+    b2: Array | None,
+) -> None:
     check_array(_NAME, "x", x)
     for name, weight in (("w13", w13), ("w2", w2)):
         check_array(_NAME, name, weight, 3)
@@ -146,56 +157,57 @@ def _check(static: StaticArguments, x: Any, w13: Any, w2: Any, sizes: Any, probs
 class Arrays(NamedTuple):
     """The arrays of a call, or their gradients; None for absent ones."""
 
-    x: Any
-    w13: Any
-    w2: Any
-    sizes: Any
-    probs: Any
-    b13: Any
-    b2: Any
+    x: Array
+    w13: Array
+    w2: Array
+    sizes: Array
+    probs: Array | None
+    b13: Array | None
+    b2: Array | None
 
 
 class Saved(NamedTuple):
     """The values that the forward keeps for the backward."""
 
     operands: Arrays
-    preact: Any
+    preact: Array
 
 
-def _forward(static: StaticArguments, keep_preact: bool, o: Arrays) -> Any:
+def _forward(static: StaticArguments, keep_preact: bool, o: Arrays) -> tuple[Array, Array]:
     before, after = (None, o.probs) if static.probs_at_output else (o.probs, None)
     spec = static.activation
-    hidden, preact = dispatch.linear_activation(static.forward, spec, keep_preact, o.x, o.w13, o.sizes, o.b13, before)
-    return dispatch.product(static.forward, o.x.dtype, hidden, o.w2, o.sizes, o.b2, after), preact
+    first = Operands(o.x, o.w13, o.sizes, o.b13, before)
+    hidden, preact = dispatch.linear_activation(static.forward, spec, keep_preact, first)
+    return dispatch.product(static.forward, o.x.dtype, Operands(hidden, o.w2, o.sizes, o.b2, after)), preact
 
 
-def _primal(static: StaticArguments, operands: Arrays) -> jax.Array:
-    y: jax.Array = _forward(static, False, operands)[0]
+def _primal(static: StaticArguments, operands: Arrays) -> Array:
+    y: Array = _forward(static, False, operands)[0]
     return y
 
 
-def _fwd(static: StaticArguments, operands: Arrays) -> tuple[jax.Array, Saved]:
+def _fwd(static: StaticArguments, operands: Arrays) -> tuple[Array, Saved]:
     y, preact = _forward_once(static, operands)
     return y, Saved(operands, checkpoint_name(preact, PREACT))
 
 
-def _bwd(static: StaticArguments, saved: Saved, dy: Any) -> tuple[Arrays]:
+def _bwd(static: StaticArguments, saved: Saved, dy: Array) -> tuple[Arrays]:
     grads: Arrays = _backward_once(static, saved, dy)
     return (grads._replace(sizes=no_gradient(saved.operands.sizes)),)
 
 
-def _backward(static: StaticArguments, saved: Saved, dy: Any) -> Arrays:
+def _backward(static: StaticArguments, saved: Saved, dy: Array) -> Arrays:
     o, spec = saved.operands, static.activation
     bias_dtype = None if o.b13 is None else o.b13.dtype
     dpreact, dprobs, hidden, db13 = dispatch.linear_activation_backward(
-        static.backward, spec, bias_dtype, dy, o.w2, o.sizes, saved.preact, o.probs
+        static.backward, spec, bias_dtype, BackwardOperands(dy, o.w2, o.sizes, saved.preact, o.probs)
     )
     at_output = o.probs if static.probs_at_output else None
     if at_output is not None and o.b2 is not None:
         dots = dispatch.row_dots(dy, o.b2, o.sizes)
-        dprobs = (dprobs.astype(dots.dtype) + dots).astype(o.probs.dtype)
+        dprobs = (dprobs.astype(dots.dtype) + dots).astype(at_output.dtype)
     return Arrays(
-        x=dispatch.product(static.backward, o.x.dtype, dpreact, o.w13, o.sizes),
+        x=dispatch.product(static.backward, o.x.dtype, Operands(dpreact, o.w13, o.sizes)),
         w13=static.wgrad(o.x, dpreact, o.sizes, o.w13.dtype),
         w2=static.wgrad(hidden, dy, o.sizes, o.w2.dtype),
         sizes=None,
@@ -205,14 +217,14 @@ def _backward(static: StaticArguments, saved: Saved, dy: Any) -> Arrays:
     )
 
 
-def _once(function: Callable[..., Any]) -> Any:
+def _once(function: Callable[..., object]) -> jax.custom_jvp:
     """Wraps a function so that differentiating it raises an error."""
     once = jax.custom_jvp(function, nondiff_argnums=(0,))
     once.defjvp(_refuse)
     return once
 
 
-def _refuse(static: StaticArguments, primals: Any, tangents: Any) -> Any:
+def _refuse(static: StaticArguments, primals: tuple[object, ...], tangents: tuple[object, ...]) -> NoReturn:
     raise NotImplementedError("grouped_mlp: second derivatives are not supported; a layer of two grouped_gemm has them")
 
 

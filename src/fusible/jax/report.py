@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from . import dispatch, extension
@@ -12,7 +10,7 @@ VERIFIED = "on an H200 under jax 0.11.2 (2026-11-23, commit 4c1d1b4), and on CPU
 """Where the tests of the custom calls have passed."""
 
 
-def info() -> dict[str, Any]:
+def info() -> dict[str, object]:
     """Reports versions, the devices that jax sees, and the reason if jax's own products run.
 
     Returns:
