@@ -29,7 +29,7 @@ def misfit(recipe: Recipe, shape: tuple[int, int, int], copy: Weight) -> str | N
         if value is None or like is None:
             came = "is missing" if value is None else f"is {_named(value)}"
             return f"{name}: {came}, and {recipe.name} has {'none' if like is None else _named(like)}"
-        if not _are_alike(value, like):
+        if not _are_alike(value, like) and not (name == SCALES and _may_stay(recipe, value, like)):
             expected = f"expected {_named(like)}, under {recipe.name}"
             return f"{name}: {expected}, got {_named(value)}{_fix(value, like)}"
     return None
@@ -39,7 +39,7 @@ def widened(recipe: Recipe, shape: tuple[int, int, int], copy: Weight) -> Weight
     """The copy of a weight [E, N, K], with float32 for numbers that a checkpoint has in less and the recipe in that."""
     form = form_of(recipe, shape)
     amax = None if copy.amax is None else _wide(copy.amax, form.amax)
-    scales = None if copy.scales is None else _wide(copy.scales, form.scales)
+    scales = copy.scales if copy.scales is None or recipe.scale_dtypes else _wide(copy.scales, form.scales)
     return Weight(copy.data, scales, amax)
 
 
@@ -78,6 +78,11 @@ def _number_of_scales(form: Weight) -> tuple[int, int]:
 
 def _are_alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _may_stay(recipe: Recipe, scales: Tensor, like: Tensor) -> bool:
+    """Whether scales are of another dtype than the recipe's own that they keep."""
+    return scales.shape == like.shape and scales.dtype in recipe.scale_dtypes
 
 
 def _named(tensor: Tensor) -> str:

@@ -20,7 +20,9 @@ from .. import kernels
 from ..formats.copies import Columns, Rows, Scaling, Transposition, Weight
 from ..formats.formats import product_factors
 from ..formats.recipe import Recipe, is_recipe
+from ..formats.weight_only import WeightOnly
 from ..kernels import Layout, Matrices
+from ..kernels.doors.decoding import decode_weight
 from ..kernels.doors.packed import packed_gemm
 from ..kernels.doors.quantized import (
     quantize_activation,
@@ -116,9 +118,21 @@ def product(
     if weight.packed is not None:
         assert weight.scales is not None
         return packed_gemm(rows.data, weight.data, weight.scales, split_sizes, weight.packed, **options)
-    y = kernels.grouped_gemm(Layout.NT, rows.data, weight.data, split_sizes, **options)
+    values = weight.data if weight.scales is None else decoded(recipe, weight, rows.data)
+    y = kernels.grouped_gemm(Layout.NT, rows.data, values, split_sizes, **options)
     assert isinstance(y, Tensor)
     return y
+
+
+def decoded(recipe: Recipe, weight: Weight, like: Tensor) -> Tensor:
+    """The values of a weight that is kept in 8 or 4 bits and multiplied in 16: [E, N, K], or [E, K, N] if it is turned.
+
+    Args:
+        like: a tensor of the product; the values have its dtype.
+    """
+    assert isinstance(recipe, WeightOnly)
+    values = decode_weight(*weight.tensors, like, recipe)  # type: ignore[arg-type]
+    return values if weight.turn is Transposition.NOTHING else values.mT
 
 
 def weight_grad(
