@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ...fuser import ArgumentError
 from .copies import AMAX, SCALES, Weight
 from .recipe import RECIPES, Recipe
 
@@ -33,6 +35,12 @@ def misfit(recipe: Recipe, shape: tuple[int, int, int], copy: Weight) -> str | N
             expected = f"expected {_named(like)}, under {recipe.name}"
             return f"{name}: {expected}, got {_named(value)}{_fix(value, like)}"
     return None
+
+
+def check_decoders(recipe: Recipe, shape: tuple[int, int, int], decoders: Sequence[Tensor]) -> None:
+    """Raises :class:`ArgumentError` where the scales of a weight that stays quantised do not fit."""
+    if (why := misfit(recipe, shape, Weight(form_of(recipe, shape).data, *decoders))) is not None:
+        raise ArgumentError(f"{why}; what casts a module casts them too, so quantise it after that")
 
 
 def widened(recipe: Recipe, shape: tuple[int, int, int], copy: Weight) -> Weight:

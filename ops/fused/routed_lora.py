@@ -20,7 +20,7 @@ from ...fuser.runtime.call import evaluate
 from .. import kernels
 from ..basic.glu import Activated
 from ..basic.scale import Scale
-from ..grouped.lora import GroupedLoRA, back_through, input_grad, lora_b_grad
+from ..grouped.lora import GroupedLoRA, back_through, input_grad, lora_b_grad, values_of
 from ..grouped.pointwise import Pointwise
 from ..kernels import ActivationGrads
 from ..kernels.doors import routing as permutation
@@ -118,7 +118,7 @@ class RoutedLoRA(FusedOp):
         assert rows is not None
         preact, postact = kernels.grouped_linear_activation(
             rows,
-            fc1.matrices("weight", rows.dtype),
+            fc1.base(rows),
             sizes,
             spec_of(self.act),
             bias=fc1.matrices("bias") if fc1.has_bias else None,
@@ -165,7 +165,7 @@ class RoutedLoRA(FusedOp):
             return ActivationGrads(rows, None, kernels.activate(preact, spec, saved.scales, *of_groups))
         return kernels.grouped_linear_activation_backward(
             rows,
-            saved.fc2.weight,
+            values_of(saved.fc2.weight, saved.fc2.recipe, rows),
             preact,
             saved.fc2.split_sizes,
             spec,

@@ -9,7 +9,9 @@ from ...fuser import ArgumentError
 from ...fuser.contract.stored_values import stores_values
 from ..formats.copies import AMAX, SCALES, Weight
 from ..formats.recipe import Recipe, gives_blocks, is_recipe
+from ..formats.weight_only import WeightOnly
 from ..grouped.grouped_linear import GroupedLinear
+from ..grouped.lora import GroupedLoRA
 from ..kernels.problems.gemm import stacked
 from ..quantized.linear import refusal
 from ..quantized.weights import operands_of
@@ -29,7 +31,8 @@ def quantize_(module: nn.Module, recipe: Recipe) -> nn.Module:
     Raises:
         ArgumentError: not a recipe, a recipe with delayed scales, or sizes that its blocks do not divide.
     """
-    linears = [each for each in module.modules() if isinstance(each, GroupedLinear) and not each.is_quantized]
+    kinds = (GroupedLinear, GroupedLoRA)
+    linears = [each for each in module.modules() if isinstance(each, kinds) and not each.is_quantized]
     for why in [_refusal(recipe, linear) for linear in linears]:
         if why is not None:
             raise ArgumentError(f"quantize_: {why}")
@@ -38,7 +41,7 @@ def quantize_(module: nn.Module, recipe: Recipe) -> nn.Module:
     return module
 
 
-def _refusal(recipe: Recipe, linear: GroupedLinear) -> str | None:
+def _refusal(recipe: Recipe, linear: GroupedLinear | GroupedLoRA) -> str | None:
     if not is_recipe(recipe) or not recipe.quantises:
         return f"recipe must be one such as fusible.Float8Block(), got {recipe!r}"
     if recipe.steps is not None:
@@ -47,6 +50,8 @@ def _refusal(recipe: Recipe, linear: GroupedLinear) -> str | None:
         if not stores_values(kind := type(getattr(linear, name))):
             cure = "quantise before fully_shard, which then gathers bytes"
             return f"{name}: expected a plain tensor, got a {kind.__name__}; {cure}"
+    if isinstance(linear, GroupedLoRA) and not isinstance(recipe, WeightOnly):
+        return f"adapters stand beside a weight in a format of weights alone, such as MXFP4 or NF4, not {recipe.name}"
     return refusal(linear, recipe)
 
 
@@ -61,7 +66,7 @@ def holding(weight: Tensor, scales: Tensor, recipe: Recipe) -> GroupedLinear:
 
 
 @torch.no_grad()
-def _quantize(linear: GroupedLinear, recipe: Recipe) -> None:
+def _quantize(linear: GroupedLinear | GroupedLoRA, recipe: Recipe) -> None:
     copy = _copy_of(linear, recipe)
     linear.transposed_weight, linear.recipe, linear.is_quantized = False, recipe, True
     parts = copy.data if linear.per_group["weight"] else [copy.data]
@@ -72,6 +77,6 @@ def _quantize(linear: GroupedLinear, recipe: Recipe) -> None:
         linear.register_buffer(AMAX, copy.amax)
 
 
-def _copy_of(linear: GroupedLinear, recipe: Recipe) -> Weight:
+def _copy_of(linear: GroupedLinear | GroupedLoRA, recipe: Recipe) -> Weight:
     weight = linear.matrices("weight")
     return operands_of(recipe, weight, False).forward if gives_blocks(recipe) else recipe.weight(stacked(weight))
