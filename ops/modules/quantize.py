@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from ...fuser import ArgumentError
 from ...fuser.contract.stored_values import stores_values
 from ..formats.copies import AMAX, SCALES, Weight
+from ..formats.forms import form_of
 from ..formats.recipe import Recipe, gives_blocks, is_recipe
 from ..formats.weight_only import WeightOnly
 from ..grouped.grouped_linear import GroupedLinear
@@ -62,6 +63,16 @@ def holding(weight: Tensor, scales: Tensor, recipe: Recipe) -> GroupedLinear:
     linear.is_quantized = True
     linear._parameters["weight"] = weight  # type: ignore[assignment]
     linear.register_buffer(SCALES, scales)
+    return linear
+
+
+def hold(linear: GroupedLoRA, recipe: WeightOnly) -> GroupedLoRA:
+    """Makes a linear without data hold a weight in a format, without data; the caller puts the parts there."""
+    parts = form_of(recipe, linear.weight_shape)
+    linear.recipe, linear.is_quantized, linear.transposed_weight = recipe, True, False
+    linear.register_parameter("weight", nn.Parameter(parts.data, requires_grad=False))
+    for name, part in zip((SCALES, AMAX), parts.decoders, strict=False):
+        linear.register_buffer(name, part)
     return linear
 
 
