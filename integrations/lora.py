@@ -21,7 +21,7 @@ from ..ops.formats.copies import AMAX, SCALES
 from ..ops.kernels.doors.routing import routed_by
 from ..ops.modules.quantize import hold
 from .experts import ModuleParameters, Names, _key, autocasts, layer_around, refusal
-from .stored_experts import Stored, both_stored, stored_of
+from .stored_experts import Stored, both_stored, float8_blocks, stored_of
 
 ATTRIBUTE = "_fusible_lora"  # of the module, where neither its children nor its state_dict show it
 _ALIGNED = 16  # bytes in a row of a matrix that the CUDA kernels read
@@ -185,8 +185,9 @@ def stored_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: 
 
 
 def _run_stored(layer: AdaptedExperts, experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """In the dtype of the rows, to which the bytes are decoded; float16 has less range than they, so they are cast."""
-    rows = x.bfloat16() if x.dtype == torch.float16 and not autocasts(x) else x
+    """In the dtype of the rows if products with the bytes read it, else in bfloat16."""
+    read = (torch.bfloat16, torch.float16) if float8_blocks(experts) else (torch.bfloat16, torch.float32, torch.float64)
+    rows = x if x.dtype in read or autocasts(x) else x.bfloat16()
     return layer.run(experts, rows, index, weights).to(x.dtype)
 
 

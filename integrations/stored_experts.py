@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.formats.copies import BLOCK, Weight
-from ..ops.formats.float8_weight import Float8Weight
-from ..ops.formats.forms import misfit
-from ..ops.formats.weight_only import WeightOnly
+from ..ops.formats.forms import misfit, widened
+from ..ops.formats.per_block import Float8Block
+from ..ops.formats.recipe import Recipe
 from .experts import Names
 from .stored_layouts import Layout
 
@@ -31,7 +31,7 @@ class Stored(NamedTuple):
         layout: how a state dict has it; None: as the module does.
     """
 
-    recipe: WeightOnly
+    recipe: Recipe
     shape: tuple[int, int, int]
     names: tuple[str, ...]
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Stored(NamedTuple):
         """The current parts."""
         parts = [getattr(experts, name).detach() for name in self.names]
         if parts[0].dtype == torch.float8_e4m3fn or parts[0].dtype == torch.uint8:
-            return Weight(*parts)
+            return widened(self.recipe, self.shape, Weight(*parts))
         raise RuntimeError(
             f"fusible: {self.names[0]} was {self.recipe.name} and is {parts[0].dtype}: what casts a model casts bytes"
         )
@@ -65,14 +65,15 @@ def stored_of(experts: Any, name: str) -> Stored | None:
 
 def _of_float8_blocks(experts: Any, name: str, weight: Tensor, scales: Tensor) -> Stored | None:
     """What transformers' own FP8 experts hold."""
-    recipe, shape = Float8Weight(), tuple(weight.shape)
+    recipe = Float8Block(scales="float32" if scales.dtype == torch.float32 else "power_of_two")
+    shape: Any = tuple(weight.shape)
     block = getattr(experts, "block_size", None)
     if block is None or tuple(block) != (BLOCK, BLOCK) or getattr(experts, "activation_scheme", "") != "dynamic":
         return None
     dtype = getattr(getattr(experts, "config", None), "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    stored = Stored(recipe, shape, (name, f"{name}_scale_inv"), dtype)  # type: ignore[arg-type]
-    return stored if misfit(recipe, stored.shape, Weight(weight, scales)) is None else None
+    stored = Stored(recipe, shape, (name, f"{name}_scale_inv"), dtype)
+    return stored if misfit(recipe, shape, widened(recipe, shape, Weight(weight, scales))) is None else None
 
 
 def is_stored(experts: Any) -> bool:
@@ -83,6 +84,12 @@ def is_stored(experts: Any) -> bool:
 def both_stored(experts: Any) -> bool:
     """Whether both weights of an experts module are bytes that we read."""
     return all([stored_of(experts, name) is not None for name in Names.of(experts)[:2]])
+
+
+def float8_blocks(experts: Any) -> bool:
+    """Whether the bytes of an experts module are multiplied by quantised rows."""
+    stored = stored_of(experts, Names.of(experts).up)
+    return stored is not None and stored.recipe.quantises_tokens
 
 
 def keep(experts: Any, name: str, layout: Layout, parts: dict[str, Tensor], dtype: torch.dtype) -> None:

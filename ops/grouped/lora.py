@@ -19,10 +19,17 @@ from ..kernels.doors.low_rank import LowRank, low_rank_pass
 from ..kernels.doors.routing import Routing
 from ..kernels.problems.gemm import stacked
 from ..parameters.grouped import ExpertParameters
-from ..quantized.linear import decoded
 from ..quantized.weights import match_state
-from ..values.checks import check_decoded_input, check_matrix_input, check_sizes, check_split_sizes, product_dtype
+from ..values.checks import (
+    check_decoded_input,
+    check_matrix_input,
+    check_quantized_input,
+    check_sizes,
+    check_split_sizes,
+    product_dtype,
+)
 from .grouped_linear import as_rows, with_rows_of
+from .stored_base import add_low_rank, quantized_gradient, quantized_product, values_of
 
 
 class GroupedLoRA(ExpertParameters):
@@ -33,8 +40,9 @@ class GroupedLoRA(ExpertParameters):
     backward. Rows
     past the last group, the tail, are zero in the output.
 
-    :func:`fusible.quantize_` with a format of weights alone, such as ``fusible.MXFP4()``, makes bytes of the weight.
-    Each product decodes them, and so does the backward; adapters and rows stay in 16 or 32 bits.
+    :func:`fusible.quantize_` makes bytes of the weight. In a format of weights alone, such as ``fusible.MXFP4()``,
+    each product decodes them, and so does the backward. Under ``fusible.Float8Block()`` quantised rows multiply them,
+    and the adapter's product with the rows as they are is added.
 
     Keywords of a call:
         split_sizes: the number of rows of each group: int32 or int64 [E]; copied to the device of ``x`` if it is
@@ -121,6 +129,7 @@ class GroupedLoRA(ExpertParameters):
         self, x: TensorSpec, *, split_sizes: Tensor | Sequence[int], autocast_dtype: torch.dtype | None = None
     ) -> TensorSpec:
         checked = check_decoded_input if self.is_quantized else check_matrix_input
+        checked = check_quantized_input if self.quantises_rows else checked
         dtype = checked(x, self.one_parameter("weight"), self.in_features, autocast_dtype)
         self._check_parameters(x.device)
         check_split_sizes(split_sizes, self.num_groups, x)
@@ -205,19 +214,21 @@ class GroupedLoRA(ExpertParameters):
         tail_unspecified: bool = False,
     ) -> Tensor:
         """``rows`` times the weight, plus ``low`` times ``lora_b``, plus the bias times its scale for each row."""
-        bias = self.matrices("bias") if self.has_bias else None
-        return _tensor(
-            kernels.grouped_gemm(
-                Layout.NT,
-                rows,
-                self.base(rows),
-                sizes,
-                bias=bias,
-                bias_scale=bias_scale,
-                second=self.second(low),
-                tail_unspecified=tail_unspecified,
-            )
+        bias = {"bias": self.matrices("bias") if self.has_bias else None, "bias_scale": bias_scale}
+        if self.quantises_rows:
+            assert self.recipe is not None
+            y = quantized_product(self.recipe, self._stored(), rows, sizes, **bias)
+            return add_low_rank(y, self.second(low), Layout.NT, sizes)
+        second = self.second(low)
+        y = kernels.grouped_gemm(
+            Layout.NT, rows, self.base(rows), sizes, second=second, tail_unspecified=tail_unspecified, **bias
         )
+        return _tensor(y)
+
+    @property
+    def quantises_rows(self) -> bool:
+        """Whether the weight's bytes are multiplied by quantised rows; the adapter reads the rows as they are."""
+        return self.recipe is not None and self.recipe.quantises_tokens
 
     def second(self, low: Tensor | None) -> OperandPair | None:
         """``low`` and ``lora_b``, whose product is added to the weight's; None without an adapter."""
@@ -317,15 +328,6 @@ class GroupedLoRA(ExpertParameters):
         return f"{sizes}, rank={self.rank}, bias={self.has_bias}{recipe}"
 
 
-def values_of(weight: Matrices | Weight | None, recipe: Recipe | None, like: Tensor) -> Matrices:
-    """A saved weight [E, N, K] for a product of rows like these: decoded for it if it is stored."""
-    assert weight is not None
-    if not isinstance(weight, Weight):
-        return weight
-    assert recipe is not None
-    return decoded(recipe, weight, like)
-
-
 def lora_b_grad(through: LowRank) -> dict[str, Gradient]:
     """The gradient of ``lora_b`` by name, if it is wanted."""
     return {} if through.gradient is None else {"lora_b": through.gradient}
@@ -333,16 +335,21 @@ def lora_b_grad(through: LowRank) -> dict[str, Gradient]:
 
 def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved, *, tail_unspecified: bool = False) -> Tensor:
     """The gradient [T, K] of the input, through weight and adapter."""
+    second = back_through(dlow, saved)
+    if quantises_rows(saved):
+        assert isinstance(saved.weight, Weight)
+        assert saved.recipe is not None
+        dx = quantized_gradient(saved.recipe, saved.weight, dy, saved.split_sizes)
+        return add_low_rank(dx, second, Layout.NN, saved.split_sizes)
+    weight = values_of(saved.weight, saved.recipe, dy)
     return _tensor(
-        kernels.grouped_gemm(
-            Layout.NN,
-            dy,
-            values_of(saved.weight, saved.recipe, dy),
-            saved.split_sizes,
-            second=back_through(dlow, saved),
-            tail_unspecified=tail_unspecified,
-        )
+        kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes, second=second, tail_unspecified=tail_unspecified)
     )
+
+
+def quantises_rows(saved: GroupedLoRA.Saved) -> bool:
+    """Whether the gradient of the input is a product of quantised rows and bytes."""
+    return saved.recipe is not None and saved.recipe.quantises_tokens
 
 
 def back_through(dlow: Tensor | None, saved: GroupedLoRA.Saved) -> OperandPair | None:

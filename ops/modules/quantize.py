@@ -10,7 +10,6 @@ from ...fuser.contract.stored_values import stores_values
 from ..formats.copies import AMAX, SCALES, Weight
 from ..formats.forms import form_of
 from ..formats.recipe import Recipe, gives_blocks, is_recipe
-from ..formats.weight_only import WeightOnly
 from ..grouped.grouped_linear import GroupedLinear
 from ..grouped.lora import GroupedLoRA
 from ..kernels.problems.gemm import stacked
@@ -51,8 +50,8 @@ def _refusal(recipe: Recipe, linear: GroupedLinear | GroupedLoRA) -> str | None:
         if not stores_values(kind := type(getattr(linear, name))):
             cure = "quantise before fully_shard, which then gathers bytes"
             return f"{name}: expected a plain tensor, got a {kind.__name__}; {cure}"
-    if isinstance(linear, GroupedLoRA) and not isinstance(recipe, WeightOnly):
-        return f"adapters stand beside a weight in a format of weights alone, such as MXFP4 or NF4, not {recipe.name}"
+    if isinstance(linear, GroupedLoRA) and recipe.quantises_tokens and not gives_blocks(recipe):
+        return f"adapters stand beside Float8Block, or a format of weights alone such as NF4, not {recipe.name}"
     return refusal(linear, recipe)
 
 
@@ -66,7 +65,7 @@ def holding(weight: Tensor, scales: Tensor, recipe: Recipe) -> GroupedLinear:
     return linear
 
 
-def hold(linear: GroupedLoRA, recipe: WeightOnly) -> GroupedLoRA:
+def hold(linear: GroupedLoRA, recipe: Recipe) -> GroupedLoRA:
     """Makes a linear without data hold a weight in a format, without data; the caller puts the parts there."""
     parts = form_of(recipe, linear.weight_shape)
     linear.recipe, linear.is_quantized, linear.transposed_weight = recipe, True, False
