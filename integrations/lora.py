@@ -104,6 +104,8 @@ class AdaptedExperts:
         for linear, weight, bias, decoding, (lora_a, lora_b) in zip(
             self._linears(), parameters[:2], parameters[2:], decoders, factors, strict=True
         ):
+            if decoding:
+                weight = nn.Parameter(weight.detach(), requires_grad=False)  # transformers' own FP8 weights ask for it
             named = {"weight": weight, "bias": bias, "lora_a": lora_a, "lora_b": lora_b}
             linear._parameters.update({name: tensor for name, tensor in named.items() if tensor is not None})
             linear._buffers.update(zip((SCALES, AMAX), decoding, strict=False))

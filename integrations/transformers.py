@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from ..fuser.explain.model import LayerContainer, add_finder
-from . import compiled, float8_experts, lora, quantizers
+from . import compiled, float8_experts, lora, modelopt, quantizers
 from .experts import ExpertsForward, ModuleParameters, built_before, built_of, existing, refusal
 from .stored_experts import is_stored
 
@@ -79,6 +79,7 @@ def register() -> None:
     moe.ExpertsInterface.register(NAME, experts_forward)
     _register_fp8()
     quantizers.register()
+    modelopt.register()
     add_finder(_explained)
 
 
