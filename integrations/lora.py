@@ -17,8 +17,11 @@ from torch import Tensor, nn
 from ..fuser import Sequential
 from ..fuser.explain.model import LayerContainer
 from ..ops import GroupedLoRA
+from ..ops.formats.copies import AMAX, SCALES
 from ..ops.kernels.doors.routing import routed_by
+from ..ops.modules.quantize import hold
 from .experts import ModuleParameters, Names, _key, autocasts, layer_around, refusal
+from .stored_experts import Stored, both_stored, float8_blocks, stored_of
 
 ATTRIBUTE = "_fusible_lora"  # of the module, where neither its children nor its state_dict show it
 _ALIGNED = 16  # bytes in a row of a matrix that the CUDA kernels read
@@ -68,12 +71,13 @@ class AdaptedExperts:
         parameters, names = ModuleParameters.of(experts), Names.of(experts)
         adapters = [self.adapters.get(name) for name in (names.up, names.down)]
         ranks = tuple([0 if adapter is None else adapter.a.shape[1] for adapter in adapters])
-        key: Any = _key(experts, parameters), ranks
+        stored = _stored(experts)
+        key: Any = _key(experts, parameters), ranks, [None if each is None else each[:2] for each in stored]
         if key != self._key:
-            self._container, self._key = _build(experts, parameters, *ranks), key
+            self._container, self._key = _build(experts, parameters, stored, *ranks), key
         groups = parameters.up.shape[0]
         self.routing = routed_by(index.dtype, x.device, groups, index.numel(), x.dtype)
-        self._put(parameters, [adapter or (None, None) for adapter in adapters])
+        self._put(parameters, _decoders(experts, stored), [adapter or (None, None) for adapter in adapters])
         try:
             y: Tensor = self._container(x, top_k_index=index, top_k_weights=weights)
             return y
@@ -86,21 +90,31 @@ class AdaptedExperts:
             return None
         device, like = self._last
         factors = [_like(factor, device) for factor in like]
-        self._put(ModuleParameters.of(experts), [factors[:2], factors[2:]])
+        decoders = _decoders(experts, _stored(experts))
+        self._put(ModuleParameters.of(experts), decoders, [factors[:2], factors[2:]])
         return LayerContainer(self._container, self.routing)
 
-    def _put(self, parameters: ModuleParameters, factors: Sequence[Sequence[Tensor | None]]) -> None:
-        """Puts tensors in the place of parameters; they need not be ``nn.Parameter``."""
-        for linear, weight, bias, (lora_a, lora_b) in zip(
-            self._linears(), parameters[:2], parameters[2:], factors, strict=True
+    def _put(
+        self,
+        parameters: ModuleParameters,
+        decoders: Sequence[Sequence[Tensor]],
+        factors: Sequence[Sequence[Tensor | None]],
+    ) -> None:
+        """Puts tensors in the place of parameters and of the scales of bytes; they need not be ``nn.Parameter``."""
+        for linear, weight, bias, decoding, (lora_a, lora_b) in zip(
+            self._linears(), parameters[:2], parameters[2:], decoders, factors, strict=True
         ):
+            if decoding:
+                weight = nn.Parameter(weight.detach(), requires_grad=False)  # transformers' own FP8 weights ask for it
             named = {"weight": weight, "bias": bias, "lora_a": lora_a, "lora_b": lora_b}
             linear._parameters.update({name: tensor for name, tensor in named.items() if tensor is not None})
+            linear._buffers.update(zip((SCALES, AMAX), decoding, strict=False))
 
     def _let_go(self, device: torch.device) -> None:
         """Drops the tensors; keeps the container's structure and which adapters are trained."""
         for linear in self._linears():
-            linear._parameters.update({name: _like(tensor, "meta") for name, tensor in linear._parameters.items()})
+            for held in (linear._parameters, linear._buffers):
+                held.update({name: _like(tensor, "meta") for name, tensor in held.items()})
         names = "lora_a", "lora_b"
         self._last = _Last(device, tuple([linear._parameters.get(n) for linear in self._linears() for n in names]))
 
@@ -139,7 +153,9 @@ def lent(experts: nn.Module, name: str, adapter: Adapter) -> Iterator[None]:
 
 def takes(experts: Any, name: str) -> bool:
     """Whether this parameter of an experts module can be adapted here without a conversion."""
-    return name in Names.of(experts)[:2] and refusal(experts, ModuleParameters.of(experts)) is None
+    if name not in Names.of(experts)[:2]:
+        return False
+    return both_stored(experts) or refusal(experts, ModuleParameters.of(experts)) is None
 
 
 def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
@@ -152,8 +168,29 @@ def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights:
     if not layer.belongs_to(experts) or not layer.adapters:
         experts.__dict__[ATTRIBUTE] = None
         return None
+    if both_stored(experts):
+        return _run_stored(layer, experts, x, top_k_index, top_k_weights)
     rows = x if autocasts(x) else x.to(getattr(experts, Names.of(experts).up).dtype)
     return layer.run(experts, rows, top_k_index, top_k_weights).to(x.dtype)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def stored_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """:func:`experts_forward` of experts that are bytes, with the adapters that are lent now or without any.
+
+    Compiled code breaks its graph for it: else a compiler would see the adapters as they are lent, and keep them.
+    """
+    layer: AdaptedExperts | None = experts.__dict__.get(ATTRIBUTE)
+    if layer is None or not layer.belongs_to(experts):
+        layer = experts.__dict__[ATTRIBUTE] = AdaptedExperts(experts)
+    return _run_stored(layer, experts, x, top_k_index, top_k_weights)
+
+
+def _run_stored(layer: AdaptedExperts, experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """In the dtype of the rows if products with the bytes read it, else in bfloat16."""
+    read = (torch.bfloat16, torch.float16) if float8_blocks(experts) else (torch.bfloat16, torch.float32, torch.float64)
+    rows = x if x.dtype in read or autocasts(x) else x.bfloat16()
+    return layer.run(experts, rows, index, weights).to(x.dtype)
 
 
 def explained(experts: Any) -> LayerContainer | None:
@@ -162,13 +199,29 @@ def explained(experts: Any) -> LayerContainer | None:
     return None if layer is None else layer.explained(experts)
 
 
-def _build(experts: Any, parameters: ModuleParameters, up_rank: int, down_rank: int) -> Sequential:
-    fc1 = _linear(experts, parameters.up, parameters.up_bias, up_rank)
-    fc2 = _linear(experts, parameters.down, parameters.down_bias, down_rank)
+def _stored(experts: Any) -> list[Stored | None]:
+    """What the bytes of both weights stand for; None for those that are no bytes."""
+    return [stored_of(experts, name) for name in Names.of(experts)[:2]]
+
+
+def _decoders(experts: Any, stored: Sequence[Stored | None]) -> list[tuple[Tensor, ...]]:
+    """The scales of both weights, and what is beside them."""
+    return [() if each is None else each.weight(experts).decoders for each in stored]
+
+
+def _build(
+    experts: Any, parameters: ModuleParameters, stored: Sequence[Stored | None], up_rank: int, down_rank: int
+) -> Sequential:
+    fc1 = _linear(experts, parameters.up, parameters.up_bias, stored[0], up_rank)
+    fc2 = _linear(experts, parameters.down, parameters.down_bias, stored[1], down_rank)
     return layer_around(experts, fc1, fc2)
 
 
-def _linear(experts: Any, weight: Tensor, bias: Tensor | None, rank: int) -> GroupedLoRA:
+def _linear(experts: Any, weight: Tensor, bias: Tensor | None, stored: Stored | None, rank: int) -> GroupedLoRA:
+    if stored is not None:
+        groups, rows, columns = stored.shape
+        linear = GroupedLoRA(groups, columns, rows, rank, bias=bias is not None, device="meta", dtype=stored.dtype)
+        return hold(linear, stored.recipe)
     groups, rows, columns = weight.shape
     sizes = (rows, columns) if experts.is_transposed else (columns, rows)
     options = {"bias": bias is not None, "transposed_weight": experts.is_transposed}

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from . import lora
 from .lora import Adapter
+from .stored_experts import Stored, stored_of
 
 NAME = "fusible"
 _METHOD = "_activate_lora"  # private; its arguments and effect have not changed since PEFT 0.17
@@ -40,6 +41,7 @@ def register() -> None:
     elif not hasattr(original, "_fusible"):
         setattr(wrapper, _METHOD, _activate(original))
         wrapper.__init__ = _init(wrapper.__init__)
+        wrapper.get_param, wrapper.merge = _get_param(wrapper.get_param), _merge(wrapper.merge)
 
 
 def _init(original: Callable[..., None]) -> Callable[..., None]:
@@ -57,23 +59,64 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
+def _get_param(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """PEFT reads shape, dtype and device of a parameter: of bytes those of the values that they stand for."""
+
+    @wraps(original)
+    def get_param(self: Any) -> Any:
+        stored = _adapted_bytes(self.get_base_layer(), self.parameter_name)
+        return original(self) if stored is None else stored.stand_in(self.get_base_layer())
+
+    return get_param
+
+
+def _merge(original: Callable[..., None]) -> Callable[..., None]:
+    @wraps(original)
+    def merge(self: Any, *args: Any, **kwargs: Any) -> None:
+        stored = _adapted_bytes(self.get_base_layer(), self.parameter_name)
+        if stored is not None:
+            raise ValueError(
+                f"fusible: {self.parameter_name} is stored as {stored.recipe.name}, whose steps are larger than an "
+                "adapter's changes: merged, it would be lost. Keep the adapter beside the model, or write merged "
+                "weights in 16 bits, layer by layer: fusible.integrations.peft.export_merged(model, folder)"
+            )
+        original(self, *args, **kwargs)
+
+    return merge
+
+
+def _adapted_bytes(experts: Any, name: str) -> Stored | None:
+    """What the bytes of a parameter stand for, if experts run here on them."""
+    return stored_of(experts, name) if _runs_here(experts) else None
+
+
+def _runs_here(experts: Any) -> bool:
+    config = getattr(experts, "config", None)
+    return getattr(config, "_experts_implementation", None) == NAME
+
+
 def check_adaptable(module: Any, name: str) -> None:
     """Checks that PEFT can adapt a parameter, whichever implementation runs the module.
 
     Raises:
-        ValueError: the parameter is stored as bytes with separate scales. PEFT would add adapters to the bytes, which
-        get no gradient in transformers: nothing is trained, and the output hardly changes.
+        ValueError: the parameter is stored as bytes which ``"fusible"`` does not read, or which something else runs.
+        PEFT would add adapters to the bytes, which get no gradient in transformers: nothing is trained, and the output
+        hardly changes.
     """
     parameter = getattr(module, name, None)
-    if getattr(module, f"{name}_scale_inv", None) is None or not isinstance(parameter, Tensor):
+    if not isinstance(parameter, Tensor) or parameter.dtype.itemsize != 1:
         return
-    if parameter.dtype.itemsize == 1:
-        raise ValueError(
-            f"{type(module).__name__}.{name}: PEFT cannot adapt {parameter.dtype} with scales beside it: the adapters "
-            "would be added to the bytes, and get no gradients. Load the model in 16 bits, as "
-            "from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True)) does, or leave "
-            f"{name!r} out of target_parameters"
-        )
+    stored = stored_of(module, name)
+    if stored is not None and _runs_here(module):
+        return
+    cure = "Load the model in 16 bits, as from_pretrained(..., quantization_config=FineGrainedFP8Config("
+    cure += f"dequantize=True)) does, or leave {name!r} out of target_parameters"
+    if stored is not None:
+        cure = 'Load the model with experts_implementation="fusible", which trains adapters beside bytes'
+    raise ValueError(
+        f"{type(module).__name__}.{name}: PEFT cannot adapt {parameter.dtype} with scales beside it: the adapters "
+        f"would be added to the bytes, and get no gradients. {cure}"
+    )
 
 
 def check_not_shared(module: Any, name: str) -> None:
@@ -112,8 +155,11 @@ def _activate(original: ActivateAdapters) -> ActivateAdapters:
 
 def _takes(wrapper: Any, experts: Any) -> bool:
     """Whether the wrapped parameter belongs to experts that run here. Compiled code uses PEFT's sum instead."""
-    config = getattr(experts, "config", None)
-    if getattr(config, "_experts_implementation", None) != NAME or not hasattr(experts, "is_transposed"):
+    if not _runs_here(experts):
+        return False
+    if stored_of(experts, wrapper.parameter_name) is not None:
+        return True
+    if not hasattr(experts, "is_transposed"):
         return False
     if torch.compiler.is_compiling() or torch.nn.utils.parametrize.is_parametrized(experts):
         return False
@@ -133,7 +179,7 @@ def adapter_of(wrapper: Any, name: str) -> Adapter:
 
 
 def _of_parameter_dtype(wrapper: Any, *factors: Tensor) -> tuple[Tensor, ...]:
-    """Casts the adapters to the parameter's dtype: adapters of a model in half precision are float32."""
+    """Casts the adapters to the dtype of the parameter's values: adapters in half precision are float32 in PEFT."""
     dtype = wrapper.get_param().dtype
     return tuple([factor.to(dtype) for factor in factors])
 

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from ..fuser.explain.model import LayerContainer, add_finder
-from . import compiled, float8_experts, lora
+from . import compiled, float8_experts, lora, modelopt, quantizers
 from .experts import ExpertsForward, ModuleParameters, built_before, built_of, existing, refusal
+from .stored_experts import is_stored
 
 NAME = "fusible"
 OLDEST = (5, 7)
@@ -41,6 +42,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         [T, H], in the dtype of ``hidden_states``.
     """
     traced, tensors = torch.compiler.is_dynamo_compiling(), (hidden_states, top_k_index, top_k_weights)
+    if is_stored(self):
+        return lora.stored_forward(self, *tensors)
     if not traced and lora.ATTRIBUTE in self.__dict__ and self.__dict__[lora.ATTRIBUTE] is not None:
         adapted = lora.experts_forward(self, *tensors)
         if adapted is not None:
@@ -76,6 +79,8 @@ def register() -> None:
     moe.ExpertsInterface.register(NAME, experts_forward)
     _register_fp8()
     _register_expert_parallelism()
+    quantizers.register()
+    modelopt.register()
     add_finder(_explained)
 
 
@@ -88,6 +93,9 @@ def _register_fp8() -> None:
 
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tensors = hidden_states, top_k_index, top_k_weights
+        layer = self.__dict__.get(lora.ATTRIBUTE)
+        if layer is not None and layer.adapters:
+            return lora.stored_forward(self, *tensors)
         why = float8_experts.refusal(self, hidden_states)
         if why is None:
             return float8_experts.run(self, *tensors)

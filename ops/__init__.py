@@ -8,9 +8,13 @@ from .basic.linear import Linear
 from .basic.residual import AddExtraInput, Identity, MakeExtraOutput
 from .basic.scale import ConstantScale, Scale
 from .formats.delayed import Delayed
+from .formats.float8_weight import Float8Weight
+from .formats.int4 import Int4
 from .formats.mxfp4 import MXFP4
 from .formats.mxfp8 import MXFP8
+from .formats.nf4 import NF4
 from .formats.nvfp4 import NVFP4
+from .formats.nvfp4_weight import NVFP4Weight
 from .formats.per_block import Float8Block
 from .formats.per_row import Float8Row
 from .formats.per_tensor import Float8Tensor
@@ -51,6 +55,7 @@ __all__ = [
     "GRAD_INPUT_BUFFER_KEY",
     "MXFP4",
     "MXFP8",
+    "NF4",
     "NVFP4",
     "OUTPUT_BUFFER_KEY",
     "QGEGLU",
@@ -65,6 +70,7 @@ __all__ = [
     "Float8Block",
     "Float8Row",
     "Float8Tensor",
+    "Float8Weight",
     "GLUScale",
     "GroupedLinear",
     "GroupedLinearChain",
@@ -75,8 +81,10 @@ __all__ = [
     "GroupedTensor",
     "Identity",
     "IdentityExperts",
+    "Int4",
     "Linear",
     "MakeExtraOutput",
+    "NVFP4Weight",
     "NoRecipe",
     "Pointwise",
     "PointwiseChain",

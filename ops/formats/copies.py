@@ -117,6 +117,11 @@ class Weight(NamedTuple):
         """Data, scales and amax."""
         return self[:3]
 
+    @property
+    def decoders(self) -> tuple[Tensor, ...]:
+        """Scales and amax, those that there are."""
+        return tuple([tensor for tensor in self[1:3] if tensor is not None])
+
     def viewed(self) -> Weight:
         """The transpose, where that takes views alone."""
         if self.turn is Transposition.NOTHING:

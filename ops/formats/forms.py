@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from ...fuser import ArgumentError
 from .copies import AMAX, SCALES, Weight
 from .recipe import RECIPES, Recipe
 
@@ -29,17 +31,23 @@ def misfit(recipe: Recipe, shape: tuple[int, int, int], copy: Weight) -> str | N
         if value is None or like is None:
             came = "is missing" if value is None else f"is {_named(value)}"
             return f"{name}: {came}, and {recipe.name} has {'none' if like is None else _named(like)}"
-        if not _are_alike(value, like):
+        if not _are_alike(value, like) and not (name == SCALES and _may_stay(recipe, value, like)):
             expected = f"expected {_named(like)}, under {recipe.name}"
             return f"{name}: {expected}, got {_named(value)}{_fix(value, like)}"
     return None
+
+
+def check_decoders(recipe: Recipe, shape: tuple[int, int, int], decoders: Sequence[Tensor]) -> None:
+    """Raises :class:`ArgumentError` where the scales of a weight that stays quantised do not fit."""
+    if (why := misfit(recipe, shape, Weight(form_of(recipe, shape).data, *decoders))) is not None:
+        raise ArgumentError(f"{why}; what casts a module casts them too, so quantise it after that")
 
 
 def widened(recipe: Recipe, shape: tuple[int, int, int], copy: Weight) -> Weight:
     """The copy of a weight [E, N, K], with float32 for numbers that a checkpoint has in less and the recipe in that."""
     form = form_of(recipe, shape)
     amax = None if copy.amax is None else _wide(copy.amax, form.amax)
-    scales = None if copy.scales is None else _wide(copy.scales, form.scales)
+    scales = copy.scales if copy.scales is None or recipe.scale_dtypes else _wide(copy.scales, form.scales)
     return Weight(copy.data, scales, amax)
 
 
@@ -78,6 +86,11 @@ def _number_of_scales(form: Weight) -> tuple[int, int]:
 
 def _are_alike(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _may_stay(recipe: Recipe, scales: Tensor, like: Tensor) -> bool:
+    """Whether scales are of another dtype than the recipe's own that they keep."""
+    return scales.shape == like.shape and scales.dtype in recipe.scale_dtypes
 
 
 def _named(tensor: Tensor) -> str:

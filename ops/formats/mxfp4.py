@@ -13,53 +13,47 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .copies import Columns, PackedFormat, Rows, Weight
-from .formats import cast_e2m1, cast_e8m0, from_e2m1, from_e8m0, pack, unpack
+from .copies import PackedFormat, Weight
+from .formats import cast_e2m1, cast_e8m0, from_e2m1, from_e8m0, pack
 from .mxfp8 import MX_BLOCK
+from .nibbles import looked_up, scaled_by_block, table_of_bytes
 from .packed import unpacks
-from .recipe import Recipe, register
+from .recipe import register
 from .reference import amax_of, split
+from .weight_only import WeightOnly
 
 _LARGEST = 6.0
+_NAN = 255  # the byte of a scale
 
 
 @register
 @dataclass(frozen=True)
-class MXFP4(Recipe):
+class MXFP4(WeightOnly):
     """Weights in e2m1 with a power of two for each 32 values along the contraction, as gpt-oss's checkpoints have them.
 
     Rows and gradients are not quantised. Products are exact, in bfloat16.
     """
 
-    quantises_tokens: ClassVar[bool] = False
-    quantises_wgrad: ClassVar[bool] = False
     packed: ClassVar[PackedFormat] = PackedFormat.MXFP4
-    has_one_copy: ClassVar[bool] = True
     values_in_byte: ClassVar[int] = 2
-
-    def dtype_refusal(self, dtype: torch.dtype) -> str | None:
-        if dtype == torch.bfloat16:
-            return None
-        return f"MXFP4 multiplies bfloat16, not {str(dtype).removeprefix('torch.')}"
 
     def size_refusal(self, in_features: int, out_features: int) -> str | None:
         if in_features % MX_BLOCK:
             return f"MXFP4 needs in_features that are multiples of {MX_BLOCK}, got {in_features}"
         return None
 
-    def rows(self, x: Tensor, split_sizes: Tensor, is_gradient: bool = False) -> Rows:
-        raise ValueError("MXFP4 quantises weights, not tokens")
+    def stored_refusal(self, weight: Weight) -> str | None:
+        assert weight.scales is not None
+        nans = int((weight.scales.view(torch.uint8) == _NAN).sum())
+        return f"scales must be exponents below {_NAN}, which is NaN, and has it {nans} times" if nans else None
 
-    def columns(self, x: Tensor, split_sizes: Tensor, is_gradient: bool = False) -> Columns:
-        raise ValueError("MXFP4 quantises weights, not tokens")
+    def bits(self, in_features: int) -> float:
+        return 4 + 8 / MX_BLOCK
 
-    def weight(self, weight: Tensor, parts: int = 1, is_gradient: bool = False) -> Weight:
+    def quantize(self, weight: Tensor) -> Weight:
         return quantize_weight(weight)
 
-    def transposed_weight(self, weight: Tensor, parts: int = 1, is_gradient: bool = False) -> Weight:
-        raise ValueError("MXFP4 has no columnwise copy of a weight: the rowwise one is read for all products")
-
-    def weight_values(self, weight: Weight, parts: int = 1) -> Tensor:
+    def values(self, weight: Weight) -> Tensor:
         return dequantize(weight, torch.float32)
 
 
@@ -83,8 +77,9 @@ def quantize_weight(weight: Tensor) -> Weight:
 def dequantize(quantised: Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """[..., K]."""
     assert quantised.scales is not None
-    values = split(from_e2m1(unpack(quantised.data)), -1, MX_BLOCK)
-    return (values * from_e8m0(quantised.scales).unsqueeze(-1)).flatten(-2).to(dtype)
+    codes = torch.arange(16, device=quantised.data.device)
+    values = looked_up(quantised.data, table_of_bytes(from_e2m1(codes)))
+    return scaled_by_block(values, from_e8m0(quantised.scales)).to(dtype)
 
 
 @unpacks(PackedFormat.MXFP4)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from .copies import PackedFormat
+from .runs import decoded_in_runs
 
 Unpack = Callable[[Tensor, Tensor], Tensor]
 _UNPACKED: dict[PackedFormat, Unpack] = {}
@@ -23,5 +25,11 @@ def unpacks(format: PackedFormat) -> Callable[[Unpack], Unpack]:
 
 
 def unpacked(data: Tensor, scales: Tensor, format: PackedFormat) -> Tensor:
-    """bfloat16 [E, N, K], but for the factors of groups."""
-    return _UNPACKED[format](data, scales)
+    """bfloat16 [E, N, K], but for the factors of groups; a run of groups at a time."""
+    (groups, rows, columns), unpack = data.shape, _UNPACKED[format]
+    shape = groups, rows, columns * _values_in_byte(format)
+    return decoded_in_runs(lambda run: unpack(data[run], scales[run]), shape, data, torch.bfloat16)
+
+
+def _values_in_byte(format: PackedFormat) -> int:
+    return 1 if format is PackedFormat.MXFP8 else 2

@@ -46,6 +46,7 @@ class Recipe:
         quantises_tokens: whether tokens are quantised, and not weights alone.
         scaling: which values share a scale in what kernels quantise; None: no kernel quantises.
         values_in_byte: how many values of a weight share a byte.
+        scale_dtypes: the dtypes in which scales of a weight may come and stay; empty: in the recipe's own alone.
         encode: float32 [E], what the values of each group are multiplied by; None: that follows from them.
     """
 
@@ -53,6 +54,7 @@ class Recipe:
     quantises_tokens: ClassVar[bool] = True
     scaling: ClassVar[Scaling | None] = None
     values_in_byte: ClassVar[int] = 1
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = ()
     encode: Tensor | None = None
 
     @property

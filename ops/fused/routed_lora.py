@@ -20,8 +20,9 @@ from ...fuser.runtime.call import evaluate
 from .. import kernels
 from ..basic.glu import Activated
 from ..basic.scale import Scale
-from ..grouped.lora import GroupedLoRA, back_through, input_grad, lora_b_grad
+from ..grouped.lora import GroupedLoRA, back_through, input_grad, lora_b_grad, quantises_rows
 from ..grouped.pointwise import Pointwise
+from ..grouped.stored_base import values_of
 from ..kernels import ActivationGrads
 from ..kernels.doors import routing as permutation
 from ..kernels.doors.routing import Routing
@@ -107,9 +108,13 @@ class RoutedLoRA(RoutedOp):
         fc1, sizes = self.fc1, routing.split_sizes
         rows, low, _ = fc1.project(tokens, sizes, routing)
         assert rows is not None
+        if fc1.quantises_rows:
+            preact = fc1.product(rows, low, sizes)
+            postact = kernels.activate(preact, spec_of(self.act), scales, *_of_groups(vectors, sizes))
+            return low, preact if keep_preact else None, postact
         preact, postact = kernels.grouped_linear_activation(
             rows,
-            fc1.matrices("weight", rows.dtype),
+            fc1.base(rows),
             sizes,
             spec_of(self.act),
             bias=fc1.matrices("bias") if fc1.has_bias else None,
@@ -152,20 +157,23 @@ class RoutedLoRA(RoutedOp):
         if preact is None:
             return ActivationGrads(rows, None, None)
         if saved.fc2.weight is None:
-            of_groups = vectors, None if vectors is None else saved.routing.split_sizes
+            of_groups = _of_groups(vectors, saved.routing.split_sizes)
             return ActivationGrads(rows, None, kernels.activate(preact, spec, saved.scales, *of_groups))
+        wanted = {"want_scales": needs.weights, "want_postact": needs.postact, "want_vectors": needs.vectors}
+        if quantises_rows(saved.fc2):
+            dpostact, sizes = input_grad(rows, dlow, saved.fc2), saved.fc2.split_sizes
+            of_groups = dict(zip(("vectors", "split_sizes"), _of_groups(vectors, sizes), strict=True))
+            return kernels.activate_backward(dpostact, preact, spec, saved.scales, **of_groups, **wanted)
         return kernels.grouped_linear_activation_backward(
             rows,
-            saved.fc2.weight,
+            values_of(saved.fc2.weight, saved.fc2.recipe, rows),
             preact,
             saved.fc2.split_sizes,
             spec,
             scales=saved.scales,
-            want_scales=needs.weights,
-            want_postact=needs.postact,
             vectors=vectors,
-            want_vectors=needs.vectors,
             second=back_through(dlow, saved.fc2),
+            **wanted,
         )
 
     def _weight_grads(self, saved: Saved, rows: Tensor, dots: Tensor | None) -> Tensor:
@@ -200,6 +208,11 @@ class RoutedLoRA(RoutedOp):
             return
         inputs = permutation.permute(tokens, routing, fill=False)
         yield from self.fc1.parameter_grads(dpreact, dlow, inputs, sizes, needs).items()
+
+
+def _of_groups(vectors: tuple[Tensor, ...] | None, split_sizes: Tensor) -> tuple[Any, Tensor | None]:
+    """The numbers of columns, and the rows of each group, which nothing reads without them."""
+    return vectors, None if vectors is None else split_sizes
 
 
 def _with_split_sizes(saved: GroupedLoRA.Saved, split_sizes: Any) -> GroupedLoRA.Saved:

@@ -15,7 +15,7 @@ from ...fuser.contract import tracing as trace
 from ...fuser.runtime.buffers import CallerBuffer
 from .. import kernels
 from ..formats.copies import AMAX, SCALES, Columns, Transposition, Weight
-from ..formats.forms import form_of, misfit
+from ..formats.forms import check_decoders
 from ..formats.recipe import Recipe
 from ..kernels import Independent, Matrices
 from ..kernels.problems.gemm import stacked
@@ -243,11 +243,8 @@ class GroupedLinear(WideBuffers, WeightGrads):
         self.check_parameters(device, **shapes)
         if not self.is_quantized:
             return
-        recipe: Recipe = self.recipe  # type: ignore[assignment]
-        data = form_of(recipe, self.weight_shape).data
         decoders: Any = [self._buffers.get(name) for name in (SCALES, AMAX)]
-        if (why := misfit(recipe, self.weight_shape, Weight(data, *decoders))) is not None:
-            raise ArgumentError(f"{why}; what casts a module casts them too, so quantise it after that")
+        check_decoders(self.recipe, self.weight_shape, decoders)  # type: ignore[arg-type]
 
     def fwd(
         self,

@@ -11,12 +11,25 @@ from torch import Tensor, nn
 
 from ...fuser import Gradient, Grads, Promises, TensorSpec
 from .. import kernels
+from ..formats.copies import Weight
+from ..formats.forms import check_decoders
+from ..formats.recipe import Recipe
 from ..kernels import Layout, Matrices, OperandPair
 from ..kernels.doors.low_rank import LowRank, low_rank_pass
 from ..kernels.doors.routing import Routing
+from ..kernels.problems.gemm import stacked
 from ..parameters.grouped import ExpertParameters
-from ..values.checks import check_matrix_input, check_sizes, check_split_sizes, product_dtype
+from ..quantized.weights import match_state
+from ..values.checks import (
+    check_decoded_input,
+    check_matrix_input,
+    check_quantized_input,
+    check_sizes,
+    check_split_sizes,
+    product_dtype,
+)
 from .grouped_linear import as_rows, with_rows_of
+from .stored_base import add_low_rank, quantized_gradient, quantized_product, values_of
 
 
 class GroupedLoRA(ExpertParameters):
@@ -26,6 +39,10 @@ class GroupedLoRA(ExpertParameters):
     is multiplied by ``lora_b`` within the kernel of the weight's product. A frozen weight costs no product in the
     backward. Rows
     past the last group, the tail, are zero in the output.
+
+    :func:`fusible.quantize_` makes bytes of the weight. In a format of weights alone, such as ``fusible.MXFP4()``,
+    each product decodes them, and so does the backward. Under ``fusible.Float8Block()`` quantised rows multiply them,
+    and the adapter's product with the rows as they are is added.
 
     Keywords of a call:
         split_sizes: the number of rows of each group: int32 or int64 [E]; copied to the device of ``x`` if it is
@@ -46,15 +63,17 @@ class GroupedLoRA(ExpertParameters):
     """
 
     promises = Promises(replayable=True, values_checked=frozenset({"split_sizes"}))
+    recipe: Recipe | None = None  # the format in which the weight stays
 
     class Saved(NamedTuple):
         x: Tensor | None
         low: Tensor | None
-        weight: Matrices | None
+        weight: Matrices | Weight | None
         lora_a: Tensor | None
         lora_b: Tensor | None
         split_sizes: Tensor
         x_shape: tuple[int, ...]
+        recipe: Recipe | None = None
 
     def __init__(
         self,
@@ -81,7 +100,8 @@ class GroupedLoRA(ExpertParameters):
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of one group's parameters, by name."""
         inputs, outputs = self.in_features, self.out_features
-        matrix = (inputs, outputs) if self.transposed_weight else (outputs, inputs)
+        in_byte = 1 if self.recipe is None else self.recipe.values_in_byte
+        matrix = (inputs, outputs) if self.transposed_weight else (outputs, inputs // in_byte)
         shapes: dict[str, tuple[int, ...]] = {"weight": matrix}
         if self.has_bias:
             shapes["bias"] = (outputs,)
@@ -93,25 +113,46 @@ class GroupedLoRA(ExpertParameters):
         for name, parameter in self.named_parameters():
             if name == "lora_b":
                 nn.init.zeros_(parameter)
-            else:
+            elif name != "weight" or not self.is_quantized:
                 nn.init.uniform_(parameter, -bound, bound)
 
     def decision_key(self) -> tuple[Any, ...]:
         parameters = (self.one_parameter(name) for name in self.per_group)
-        return (type(self), *[(p.dtype, p.device, p.requires_grad, p.shape) for p in parameters])
+        return (type(self), self.recipe, *[(p.dtype, p.device, p.requires_grad, p.shape) for p in parameters])
 
     def check_without_x(self, *, split_sizes: Any = None) -> None:
-        self.check_parameters(None, **self._shapes())
+        self._check_parameters(None)
         if split_sizes is not None:
             check_split_sizes(split_sizes, self.num_groups, None)
 
     def check(
         self, x: TensorSpec, *, split_sizes: Tensor | Sequence[int], autocast_dtype: torch.dtype | None = None
     ) -> TensorSpec:
-        dtype = check_matrix_input(x, self.one_parameter("weight"), self.in_features, autocast_dtype)
-        self.check_parameters(x.device, **self._shapes())
+        checked = check_decoded_input if self.is_quantized else check_matrix_input
+        checked = check_quantized_input if self.quantises_rows else checked
+        dtype = checked(x, self.one_parameter("weight"), self.in_features, autocast_dtype)
+        self._check_parameters(x.device)
         check_split_sizes(split_sizes, self.num_groups, x)
         return TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)
+
+    def _check_parameters(self, device: torch.device | None) -> None:
+        self.check_parameters(device, **self._shapes())
+        if self.recipe is not None:
+            check_decoders(self.recipe, self.weight_shape, self.quantized_buffers())
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int]:
+        """The shape [E, N, K] of the values, in any storage layout."""
+        return self.num_groups, self.out_features, self.in_features
+
+    def base(self, like: Tensor) -> Matrices:
+        """The weight [E, N, K] as a product of rows like these reads it; decoded for this product if it is stored."""
+        if not self.is_quantized:
+            return self.matrices("weight", like.dtype)
+        return values_of(self._stored(), self.recipe, like)
+
+    def _stored(self) -> Weight:
+        return Weight(stacked(self.matrices("weight")), *self.quantized_buffers())
 
     def fwd(
         self,
@@ -144,9 +185,13 @@ class GroupedLoRA(ExpertParameters):
             shape: the shape of the input and of its gradient.
         """
         through = "x" in needs_grad
-        weight = self.matrices("weight", dtype) if through else None
-        if weight is not None and type(weight) is not nn.Parameter:
-            weight = self.to_save("weight", weight)
+        weight: Matrices | Weight | None = None
+        if through and self.is_quantized:
+            weight = self._stored()
+        elif through:
+            weight = self.matrices("weight", dtype)
+            if type(weight) is not nn.Parameter:
+                weight = self.to_save("weight", weight)
         keeps_rows = not needs_grad.isdisjoint(("weight", "lora_a"))
         return self.Saved(
             rows if keeps_rows else None,
@@ -156,6 +201,7 @@ class GroupedLoRA(ExpertParameters):
             self.factor("lora_b", dtype) if through or "lora_a" in needs_grad else None,
             sizes,
             shape,
+            self.recipe,
         )
 
     def product(
@@ -168,19 +214,21 @@ class GroupedLoRA(ExpertParameters):
         tail_unspecified: bool = False,
     ) -> Tensor:
         """``rows`` times the weight, plus ``low`` times ``lora_b``, plus the bias times its scale for each row."""
-        weight, bias = self.matrices("weight", rows.dtype), self.matrices("bias") if self.has_bias else None
-        return _tensor(
-            kernels.grouped_gemm(
-                Layout.NT,
-                rows,
-                weight,
-                sizes,
-                bias=bias,
-                bias_scale=bias_scale,
-                second=self.second(low),
-                tail_unspecified=tail_unspecified,
-            )
+        bias = {"bias": self.matrices("bias") if self.has_bias else None, "bias_scale": bias_scale}
+        if self.quantises_rows:
+            assert self.recipe is not None
+            y = quantized_product(self.recipe, self._stored(), rows, sizes, **bias)
+            return add_low_rank(y, self.second(low), Layout.NT, sizes)
+        second = self.second(low)
+        y = kernels.grouped_gemm(
+            Layout.NT, rows, self.base(rows), sizes, second=second, tail_unspecified=tail_unspecified, **bias
         )
+        return _tensor(y)
+
+    @property
+    def quantises_rows(self) -> bool:
+        """Whether the weight's bytes are multiplied by quantised rows; the adapter reads the rows as they are."""
+        return self.recipe is not None and self.recipe.quantises_tokens
 
     def second(self, low: Tensor | None) -> OperandPair | None:
         """``low`` and ``lora_b``, whose product is added to the weight's; None without an adapter."""
@@ -268,9 +316,16 @@ class GroupedLoRA(ExpertParameters):
             want_rows=routing is not None,
         )
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        if (why := match_state(self, state_dict, prefix)) is not None:  # nothing of the linear is loaded
+            args[-1].append(why)
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     def extra_repr(self) -> str:
         sizes = f"{self.num_groups}, {self.in_features}, {self.out_features}"
-        return f"{sizes}, rank={self.rank}, bias={self.has_bias}"
+        recipe = "" if self.recipe is None else f", recipe={self.recipe}"
+        return f"{sizes}, rank={self.rank}, bias={self.has_bias}{recipe}"
 
 
 def lora_b_grad(through: LowRank) -> dict[str, Gradient]:
@@ -280,17 +335,21 @@ def lora_b_grad(through: LowRank) -> dict[str, Gradient]:
 
 def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved, *, tail_unspecified: bool = False) -> Tensor:
     """The gradient [T, K] of the input, through weight and adapter."""
-    assert saved.weight is not None
+    second = back_through(dlow, saved)
+    if quantises_rows(saved):
+        assert isinstance(saved.weight, Weight)
+        assert saved.recipe is not None
+        dx = quantized_gradient(saved.recipe, saved.weight, dy, saved.split_sizes)
+        return add_low_rank(dx, second, Layout.NN, saved.split_sizes)
+    weight = values_of(saved.weight, saved.recipe, dy)
     return _tensor(
-        kernels.grouped_gemm(
-            Layout.NN,
-            dy,
-            saved.weight,
-            saved.split_sizes,
-            second=back_through(dlow, saved),
-            tail_unspecified=tail_unspecified,
-        )
+        kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes, second=second, tail_unspecified=tail_unspecified)
     )
+
+
+def quantises_rows(saved: GroupedLoRA.Saved) -> bool:
+    """Whether the gradient of the input is a product of quantised rows and bytes."""
+    return saved.recipe is not None and saved.recipe.quantises_tokens
 
 
 def back_through(dlow: Tensor | None, saved: GroupedLoRA.Saved) -> OperandPair | None:

@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from ...fuser import ArgumentError
 from ...fuser.contract.stored_values import stores_values
 from ..formats.copies import AMAX, SCALES, Weight
+from ..formats.forms import form_of
 from ..formats.recipe import Recipe, gives_blocks, is_recipe
 from ..grouped.grouped_linear import GroupedLinear
+from ..grouped.lora import GroupedLoRA
 from ..kernels.problems.gemm import stacked
 from ..quantized.linear import refusal
 from ..quantized.weights import operands_of
@@ -29,7 +31,8 @@ def quantize_(module: nn.Module, recipe: Recipe) -> nn.Module:
     Raises:
         ArgumentError: not a recipe, a recipe with delayed scales, or sizes that its blocks do not divide.
     """
-    linears = [each for each in module.modules() if isinstance(each, GroupedLinear) and not each.is_quantized]
+    kinds = (GroupedLinear, GroupedLoRA)
+    linears = [each for each in module.modules() if isinstance(each, kinds) and not each.is_quantized]
     for why in [_refusal(recipe, linear) for linear in linears]:
         if why is not None:
             raise ArgumentError(f"quantize_: {why}")
@@ -38,7 +41,7 @@ def quantize_(module: nn.Module, recipe: Recipe) -> nn.Module:
     return module
 
 
-def _refusal(recipe: Recipe, linear: GroupedLinear) -> str | None:
+def _refusal(recipe: Recipe, linear: GroupedLinear | GroupedLoRA) -> str | None:
     if not is_recipe(recipe) or not recipe.quantises:
         return f"recipe must be one such as fusible.Float8Block(), got {recipe!r}"
     if recipe.steps is not None:
@@ -47,6 +50,8 @@ def _refusal(recipe: Recipe, linear: GroupedLinear) -> str | None:
         if not stores_values(kind := type(getattr(linear, name))):
             cure = "quantise before fully_shard, which then gathers bytes"
             return f"{name}: expected a plain tensor, got a {kind.__name__}; {cure}"
+    if isinstance(linear, GroupedLoRA) and recipe.quantises_tokens and not gives_blocks(recipe):
+        return f"adapters stand beside Float8Block, or a format of weights alone such as NF4, not {recipe.name}"
     return refusal(linear, recipe)
 
 
@@ -60,8 +65,18 @@ def holding(weight: Tensor, scales: Tensor, recipe: Recipe) -> GroupedLinear:
     return linear
 
 
+def hold(linear: GroupedLoRA, recipe: Recipe) -> GroupedLoRA:
+    """Makes a linear without data hold a weight in a format, without data; the caller puts the parts there."""
+    parts = form_of(recipe, linear.weight_shape)
+    linear.recipe, linear.is_quantized, linear.transposed_weight = recipe, True, False
+    linear.register_parameter("weight", nn.Parameter(parts.data, requires_grad=False))
+    for name, part in zip((SCALES, AMAX), parts.decoders, strict=False):
+        linear.register_buffer(name, part)
+    return linear
+
+
 @torch.no_grad()
-def _quantize(linear: GroupedLinear, recipe: Recipe) -> None:
+def _quantize(linear: GroupedLinear | GroupedLoRA, recipe: Recipe) -> None:
     copy = _copy_of(linear, recipe)
     linear.transposed_weight, linear.recipe, linear.is_quantized = False, recipe, True
     parts = copy.data if linear.per_group["weight"] else [copy.data]
@@ -72,6 +87,6 @@ def _quantize(linear: GroupedLinear, recipe: Recipe) -> None:
         linear.register_buffer(AMAX, copy.amax)
 
 
-def _copy_of(linear: GroupedLinear, recipe: Recipe) -> Weight:
+def _copy_of(linear: GroupedLinear | GroupedLoRA, recipe: Recipe) -> Weight:
     weight = linear.matrices("weight")
     return operands_of(recipe, weight, False).forward if gives_blocks(recipe) else recipe.weight(stacked(weight))

@@ -20,7 +20,9 @@ from .. import kernels
 from ..formats.copies import Columns, Rows, Transposition, Weight
 from ..formats.formats import product_factors
 from ..formats.recipe import Recipe, is_recipe
+from ..formats.weight_only import WeightOnly
 from ..kernels import Layout, Matrices
+from ..kernels.doors.decoding import decode_weight
 from ..kernels.doors.gathered_wgrad import gathered_wgrad
 from ..kernels.doors.packed import packed_gemm
 from ..kernels.doors.quantized import scaled_gemm, scaled_wgrad
@@ -134,7 +136,8 @@ def product(
     if weight.packed is not None:
         assert weight.scales is not None
         return packed_gemm(rows.data, weight.data, weight.scales, split_sizes, weight.packed, **options)
-    y = kernels.grouped_gemm(Layout.NT, rows.data, weight.data, split_sizes, **options)
+    values = weight.data if weight.scales is None else decoded(recipe, weight, rows.data)
+    y = kernels.grouped_gemm(Layout.NT, rows.data, values, split_sizes, **options)
     assert isinstance(y, Tensor)
     return y
 
@@ -152,6 +155,17 @@ def wgrad_of(a: WgradOperand, b: WgradOperand, split_sizes: Tensor, number: int)
     if isinstance(a, Columns):
         return partial(weight_grad, a, b, split_sizes, number)
     return partial(kernels.grouped_gemm, Layout.TN, a, b, split_sizes)
+
+
+def decoded(recipe: Recipe, weight: Weight, like: Tensor) -> Tensor:
+    """The values of a weight that is kept in 8 or 4 bits and multiplied in 16: [E, N, K], or [E, K, N] if it is turned.
+
+    Args:
+        like: a tensor of the product; the values have its dtype.
+    """
+    assert isinstance(recipe, WeightOnly)
+    values = decode_weight(*weight.tensors, like, recipe)  # type: ignore[arg-type]
+    return values if weight.turn is Transposition.NOTHING else values.mT
 
 
 def weight_grad(

@@ -128,7 +128,8 @@ def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> str | N
     if weight is None and _have_one_shape([state_dict.get(name) for name in names.many]):
         weight = torch.stack([state_dict[name].data for name in names.many])
     if not isinstance(weight, Tensor):
-        return None
+        is_alone = isinstance(scales, Tensor) and state_dict.keys().isdisjoint((names.weight, *names.many))
+        return f"{names.weight} is missing, and {names.scales} is there" if is_alone else None
     if isinstance(scales, Tensor):
         return _match_bytes(linear, state_dict, names, Weight(weight, scales, state_dict.get(names.amax)))
     if weight.dtype.itemsize == 1:

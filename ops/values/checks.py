@@ -208,6 +208,21 @@ def check_quantized_input(
     return dtype
 
 
+def check_decoded_input(
+    x: TensorSpec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None
+) -> torch.dtype:
+    """:func:`check_matrix_input` for a weight that is decoded to the dtype of the rows, which has float32's range."""
+    if len(x.shape) < 2:
+        raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
+    check_features(x, features)
+    if x.device != weight.device:
+        raise ArgumentError(f"x: expected a tensor on {weight.device}, where the weight is, got one on {x.device}")
+    dtype = product_dtype(x.dtype, autocast_dtype)
+    if dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ArgumentError(f"x: expected bfloat16 or float32, to which the weight is decoded, got {dtype}; cast it")
+    return dtype
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether all values have one address: the tensor is not sparse, nested or in a library's own format."""
     return tensor.layout is torch.strided and not tensor.is_nested

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ...formats.weight_only import WeightOnly, in_words, of_words
 from ...programs.program import Program, parse
 from ..problems.gemm import Matrices, OperandPair, Operands
 
@@ -112,6 +113,7 @@ CODECS: dict[Any, Codec] = {
     Matrices | None: Codec(("Tensor[]? {}",), _listed, _unlisted),
     Operands: Codec(("Tensor? {}",), _stacked),
     tuple[float, ...]: Codec(("float[] {}=[]",), lambda numbers: (list(numbers),), tuple),
+    WeightOnly: Codec(("str {}",), lambda format: (in_words(format),), of_words),
     Program: Codec(("str {}",), lambda program: (program.text,), parse),
     Program | None: Codec(("str? {}",), lambda program: (program and program.text,), lambda text: text and parse(text)),
     OperandPair | None: Codec(("Tensor? {}_a=None", "Tensor? {}_b=None"), lambda pair: pair or (None, None), _pair),

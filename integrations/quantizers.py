@@ -1,0 +1,237 @@
+"""Quantised checkpoints in transformers: experts stay in their bytes where a model runs through ``"fusible"``.
+
+A quantiser of transformers is replaced by a subclass of itself. It acts where the model is loaded with
+``experts_implementation="fusible"``; elsewhere it does what its parent does. Before the weights are loaded, each weight
+of the experts gives way to parameters of the publisher's names; afterwards these become the parts of a stored weight.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers import auto, base
+
+from .experts import Names
+from .stored_experts import keep
+from .stored_layouts import Layout, compressed_tensors, mxfp4_of_gpt_oss, nf4
+
+NAME = "fusible"
+_PLANNED = "_fusible_planned"  # of an experts module while it is loaded: name of a weight -> Layout
+_HOOKS = {
+    "_process_model_before_weight_loading": ("model",),
+    "_process_model_after_weight_loading": ("model",),
+    "get_new_dtype": ("converter", "param", "dtype"),
+    "update_attn_implementation": ("config",),
+}
+LayoutOf = Callable[[Any, str, tuple[int, int, int]], Layout | None]
+
+
+def experts_of(model: nn.Module) -> list[Any]:
+    """The experts modules of a model that ``"fusible"`` runs."""
+    found = [each for each in model.modules() if hasattr(each, "is_transposed") and hasattr(each, "has_gate")]
+    return [each for each in found if hasattr(each, "down_proj")]
+
+
+def runs_here(config: Any) -> bool:
+    """Whether a model of this configuration is loaded for ``"fusible"``."""
+    texts = (config, getattr(config, "text_config", None))
+    return any(getattr(each, "_experts_implementation", None) == NAME for each in texts)
+
+
+def shape_of(experts: Any, name: str) -> tuple[int, int, int]:
+    """[E, N, K] of a weight that is not loaded yet."""
+    groups, rows, columns = getattr(experts, name).shape
+    return (groups, columns, rows) if experts.is_transposed else (groups, rows, columns)
+
+
+def plan(experts: Any, name: str, layout: Layout) -> None:
+    """Replaces a weight by parameters of the publisher's names and shapes, without data, which loading fills."""
+    del experts._parameters[name]
+    for part in (*layout.parts, *layout.more):
+        empty = torch.empty(part.shape, dtype=part.dtype or torch.float32, device="meta")
+        experts.register_parameter(f"{name}{part.suffix}", nn.Parameter(empty, requires_grad=False))
+    experts.__dict__.setdefault(_PLANNED, {})[name] = layout
+    experts._is_hf_initialized = True  # the model's initialiser looks for the parameters that it knows
+
+
+def settle(experts: Any, dtype: torch.dtype) -> None:
+    """Makes stored weights of the parameters that loading has filled.
+
+    Raises:
+        ValueError: the checkpoint lacks one, or it does not fit.
+    """
+    for name, layout in experts.__dict__.pop(_PLANNED, {}).items():
+        parts = {}
+        for part in (*layout.parts, *layout.more):
+            tensor = experts._parameters[f"{name}{part.suffix}"]
+            if not getattr(tensor, "_is_hf_initialized", False):
+                raise ValueError(f"{name}{part.suffix}: the checkpoint lacks it, and has {layout.recipe.name} weights")
+            parts[part.suffix] = tensor.data
+        keep(experts, name, layout, parts, dtype)
+
+
+class KeepsBytes(base.HfQuantizer):  # type: ignore[misc]
+    """The common part of quantisers that leave experts in their bytes, before the class of transformers."""
+
+    def layout_of(self, experts: Any, name: str, shape: tuple[int, int, int]) -> Layout | None:
+        """How the checkpoint stores a weight of the experts; None: as no format of ours, so the parent loads it."""
+        raise NotImplementedError
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        result = super()._process_model_before_weight_loading(model, **kwargs)
+        if runs_here(model.config) and not getattr(self.quantization_config, "dequantize", False):
+            self._plan(model)
+        return result
+
+    def _plan(self, model: Any) -> None:
+        for experts in experts_of(model):
+            names = Names.of(experts)[:2]
+            layouts = {name: self.layout_of(experts, name, shape_of(experts, name)) for name in names}
+            for name, layout in layouts.items():
+                if None in layouts.values():
+                    self._tell(experts)
+                    break
+                plan(experts, name, layout)  # type: ignore[arg-type]
+
+    def _tell(self, experts: Any) -> None:
+        method = self.quantization_config.quant_method
+        size = sum(2 * getattr(experts, name).numel() for name in Names.of(experts)[:2]) / 1e9
+        warnings.warn(
+            f"fusible: no product here reads this kind of {getattr(method, 'value', method)}: the experts become 16 "
+            f"bits, {size:.3g} GB a layer",
+            stacklevel=2,
+        )
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for experts in experts_of_planned(model):
+            settle(experts, model.dtype)
+        return super()._process_model_after_weight_loading(model, **kwargs)
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        targets = getattr(converter, "target_patterns", None) or ()
+        if any("_proj" in target and "experts" in target for target in targets):
+            return None  # stays as it is in the file
+        return super().get_new_dtype(converter, param, dtype)
+
+
+def experts_of_planned(model: nn.Module) -> list[Any]:
+    """The experts modules whose weights :func:`plan` has replaced."""
+    return [each for each in model.modules() if _PLANNED in each.__dict__]
+
+
+def _mxfp4(parent: Any) -> Any:
+    class KeepsMXFP4(KeepsBytes, parent):  # type: ignore[misc]
+        def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+            self._asked = args, kwargs  # for kernels and a GPU, once it is known that the model is not ours
+            self._is_ours = False
+
+        def update_attn_implementation(self, config: Any) -> Any:  # the first hook that sees the configuration
+            self._is_ours = runs_here(config) and self.pre_quantized and not self.quantization_config.dequantize
+            if not self._is_ours:
+                super().validate_environment(*self._asked[0], **self._asked[1])
+            return super().update_attn_implementation(config)
+
+        def layout_of(self, experts: Any, name: str, shape: tuple[int, int, int]) -> Layout | None:
+            return mxfp4_of_gpt_oss(shape)
+
+        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+            if self._is_ours:
+                return self._plan(model)
+            return parent._process_model_before_weight_loading(self, model, **kwargs)
+
+        def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+            return not self._is_ours and super().param_needs_quantization(model, param_name, **kwargs)
+
+        def get_weight_conversions(self) -> Any:
+            return [] if self._is_ours else super().get_weight_conversions()
+
+        def get_load_operations(self) -> dict[str, Any]:
+            return {} if self._is_ours else super().get_load_operations()
+
+        def get_state_dict_and_metadata(self, model: Any) -> Any:
+            return (None, {}) if self._is_ours else super().get_state_dict_and_metadata(model)
+
+        @property
+        def is_trainable(self) -> bool:
+            return self._is_ours or super().is_trainable
+
+    return KeepsMXFP4
+
+
+def _compressed(parent: Any) -> Any:
+    class KeepsCompressedTensors(KeepsBytes, parent):  # type: ignore[misc]
+        def layout_of(self, experts: Any, name: str, shape: tuple[int, int, int]) -> Layout | None:
+            from transformers.integrations.compressed_tensors import get_experts_scheme
+
+            config = self.compressor.quantization_config
+            scheme, halves = get_experts_scheme(config), 2 if name == "gate_up_proj" else 1
+            return compressed_tensors(scheme, scheme.format or config.format, shape, halves)
+
+    return KeepsCompressedTensors
+
+
+def _bitsandbytes(parent: Any) -> Any:
+    class QuantizesExperts(KeepsBytes, parent):  # type: ignore[misc]
+        def layout_of(self, experts: Any, name: str, shape: tuple[int, int, int]) -> Layout | None:
+            config = self.quantization_config
+            is_read = config.bnb_4bit_quant_type == "nf4" and not shape[2] % 64
+            return nf4(shape) if is_read else None
+
+        def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+            return _is_planned(model, param_name) or super().param_needs_quantization(model, param_name, **kwargs)
+
+        def get_quantize_ops(self) -> Any:
+            return _QuantizesStacks(super().get_quantize_ops())
+
+    return QuantizesExperts
+
+
+def _is_planned(model: nn.Module, name: str) -> bool:
+    path, _, weight = name.rpartition(".")
+    return weight in model.get_submodule(path).__dict__.get(_PLANNED, {})
+
+
+class _QuantizesStacks(ConversionOps):  # type: ignore[misc]
+    """Quantises the experts of a layer as they arrive, and what else arrives as its parent does."""
+
+    def __init__(self, others: Any) -> None:
+        self._others = others
+
+    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        model, full_name = kwargs.get("model"), kwargs.get("full_layer_name")
+        if model is None or full_name is None or not _is_planned(model, full_name):
+            result: dict[str, Any] = self._others.convert(input_dict, *args, **kwargs)
+            return result
+        (value,) = input_dict.values()
+        weight = value[0] if isinstance(value, list) else value
+        path, _, name = full_name.rpartition(".")
+        experts = model.get_submodule(path)
+        layout: Layout = experts.__dict__[_PLANNED][name]
+        upright = weight if tuple(weight.shape) == layout.shape else weight.mT
+        parts = layout.write(layout.recipe.weight(upright))
+        return {f"{full_name}{suffix}": part for suffix, part in parts.items()}
+
+
+_REPLACED = {"mxfp4": _mxfp4, "compressed-tensors": _compressed, "bitsandbytes_4bit": _bitsandbytes}
+
+
+def register() -> None:
+    """Replaces the quantisers of transformers; called once, by the import of the integration.
+
+    A transformers whose quantisers have other hooks keeps them, with a warning.
+    """
+    for hook, parameters in _HOOKS.items():
+        method = getattr(base.HfQuantizer, hook, None)
+        if method is None or not set(parameters) <= set(signature(method).parameters):
+            warnings.warn(f"fusible: this transformers has no HfQuantizer.{hook}{parameters}", stacklevel=2)
+            return
+    for method, subclass in _REPLACED.items():
+        parent = auto.AUTO_QUANTIZER_MAPPING.get(method)
+        if parent is not None and not issubclass(parent, KeepsBytes):
+            auto.AUTO_QUANTIZER_MAPPING[method] = subclass(parent)

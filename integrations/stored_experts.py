@@ -1,0 +1,142 @@
+"""Experts of a transformers model whose weights are the bytes of a quantised checkpoint, and what the bytes stand for.
+
+A stored weight has three parameters of the experts module: bytes under the name of the weight, ``NAME_scale`` and, in
+some formats, ``NAME_factor``. All are frozen. State dicts have the names and shapes of the publisher.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.formats.copies import BLOCK, Weight
+from ..ops.formats.forms import misfit, widened
+from ..ops.formats.per_block import Float8Block
+from ..ops.formats.recipe import Recipe
+from .experts import Names
+from .stored_layouts import Layout
+
+ATTRIBUTE = "_fusible_stored"  # of the module: name of a weight -> Stored
+_SUFFIXES = ("", "_scale", "_factor")
+
+
+class Stored(NamedTuple):
+    """A stored weight [E, N, K].
+
+    Attributes:
+        names: the parameters of the module that have its parts.
+        dtype: that of the model's other parameters.
+        layout: how a state dict has it; None: as the module does.
+    """
+
+    recipe: Recipe
+    shape: tuple[int, int, int]
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    layout: Layout | None = None
+
+    def weight(self, experts: nn.Module) -> Weight:
+        """The current parts."""
+        parts = [getattr(experts, name).detach() for name in self.names]
+        if parts[0].dtype == torch.float8_e4m3fn or parts[0].dtype == torch.uint8:
+            return widened(self.recipe, self.shape, Weight(*parts))
+        raise RuntimeError(
+            f"fusible: {self.names[0]} was {self.recipe.name} and is {parts[0].dtype}: what casts a model casts bytes"
+        )
+
+    def stand_in(self, experts: nn.Module) -> Tensor:
+        """A tensor with the shape, dtype and device of the values, and memory for one of them."""
+        one = torch.empty((), dtype=self.dtype, device=getattr(experts, self.names[0]).device)
+        return one.expand(self.shape)
+
+
+def stored_of(experts: Any, name: str) -> Stored | None:
+    """What the bytes of a weight of an experts module stand for; None: it has no bytes that we read."""
+    kept: dict[str, Stored] | None = experts.__dict__.get(ATTRIBUTE)
+    if kept is not None:
+        return kept.get(name)
+    scales, weight = getattr(experts, f"{name}_scale_inv", None), experts._parameters.get(name)
+    if scales is None or weight is None or weight.dtype != torch.float8_e4m3fn:
+        return None
+    return _of_float8_blocks(experts, name, weight, scales)
+
+
+def _of_float8_blocks(experts: Any, name: str, weight: Tensor, scales: Tensor) -> Stored | None:
+    """What transformers' own FP8 experts hold."""
+    recipe = Float8Block(scales="float32" if scales.dtype == torch.float32 else "power_of_two")
+    shape: Any = tuple(weight.shape)
+    block = getattr(experts, "block_size", None)
+    if block is None or tuple(block) != (BLOCK, BLOCK) or getattr(experts, "activation_scheme", "") != "dynamic":
+        return None
+    dtype = getattr(getattr(experts, "config", None), "dtype", None)
+    dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+    stored = Stored(recipe, shape, (name, f"{name}_scale_inv"), dtype)
+    return stored if misfit(recipe, shape, widened(recipe, shape, Weight(weight, scales))) is None else None
+
+
+def is_stored(experts: Any) -> bool:
+    """Whether weights of an experts module are bytes that :func:`keep` has put there."""
+    return ATTRIBUTE in experts.__dict__
+
+
+def both_stored(experts: Any) -> bool:
+    """Whether both weights of an experts module are bytes that we read."""
+    return all([stored_of(experts, name) is not None for name in Names.of(experts)[:2]])
+
+
+def float8_blocks(experts: Any) -> bool:
+    """Whether the bytes of an experts module are multiplied by quantised rows."""
+    stored = stored_of(experts, Names.of(experts).up)
+    return stored is not None and stored.recipe.quantises_tokens
+
+
+def keep(experts: Any, name: str, layout: Layout, parts: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Makes the parameter ``name`` of an experts module of a publisher's parts, whose memory it shares.
+
+    Raises:
+        ValueError: a part does not have the form of the format, or its values are none; names the tensor.
+    """
+    weight = layout.read(name, parts)
+    names = [f"{name}{suffix}" for suffix, part in zip(_SUFFIXES, weight.tensors, strict=True) if part is not None]
+    for part in (name, *[f"{name}{suffix}" for suffix in layout.suffixes]):
+        experts._parameters.pop(part, None)
+    for part, tensor in zip(names, filter(lambda t: t is not None, weight.tensors), strict=True):
+        experts.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
+        experts._parameters[part]._is_hf_initialized = True
+    for suffix in layout.extras:
+        experts.register_parameter(f"{name}{suffix}", nn.Parameter(parts[suffix], requires_grad=False))
+        experts._parameters[f"{name}{suffix}"]._is_hf_initialized = True
+    if ATTRIBUTE not in experts.__dict__:
+        experts.__dict__[ATTRIBUTE] = {}
+        experts.register_state_dict_post_hook(_publish)
+        experts.register_load_state_dict_pre_hook(_take_back)
+    experts.__dict__[ATTRIBUTE][name] = Stored(layout.recipe, layout.shape, tuple(names), dtype, layout)
+    experts.is_transposed = False  # bytes are [E, N, K / 2]
+    experts._is_hf_initialized = True  # the model's initialiser looks for the parameters that it knows
+
+
+def _publish(experts: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Gives a state dict the names and shapes of the publisher."""
+    for name, stored in experts.__dict__.get(ATTRIBUTE, {}).items():
+        if stored.layout is not None and f"{prefix}{name}" in state:
+            parts = [state.pop(f"{prefix}{part}") for part in stored.names]
+            written = stored.layout.write(Weight(*parts))
+            state.update({f"{prefix}{name}{suffix}": part for suffix, part in written.items()})
+
+
+def _take_back(experts: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Gives a state dict of the publisher the names of the module; reports what does not fit."""
+    for name, stored in experts.__dict__.get(ATTRIBUTE, {}).items():
+        layout = stored.layout
+        if layout is None or not any(f"{prefix}{name}{suffix}" in state for suffix in layout.suffixes):
+            continue
+        parts = {suffix: state.pop(f"{prefix}{name}{suffix}", None) for suffix in layout.suffixes}
+        try:
+            weight = layout.read(f"{prefix}{name}", parts)
+        except ValueError as error:
+            args[-1].append(str(error))
+            continue
+        present = [part for part in weight.tensors if part is not None]
+        state.update({f"{prefix}{part}": tensor for part, tensor in zip(stored.names, present, strict=True)})

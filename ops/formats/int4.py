@@ -1,0 +1,101 @@
+"""Int4 in groups: integers from -8 to 7, or from 0 to 15 about a zero point, with a scale for each group of a row.
+
+The bytes are those of compressed-tensors' ``pack-quantized``: eight codes to an int32, the first one in its low bits, a
+code being an integer plus 8. Zero points are packed likewise, but along the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .copies import Weight
+from .nibbles import looked_up, scaled_by_block, table_of_bytes
+from .recipe import check_flag, register
+from .weight_only import SCALE_DTYPES, WeightOnly
+
+_OFFSET = 8
+_CODES_IN_WORD = 8
+
+
+@register
+@dataclass(frozen=True)
+class Int4(WeightOnly):
+    """Weights in four bits with a scale for each group of values of a row, as compressed-tensors stores them.
+
+    Attributes:
+        group: the values that share a scale, a multiple of 8; Kimi-K2 has 32, many others have 128.
+        zero_points: whether each group has a zero point too, int32 [E, ceil(N / 8), K / group].
+
+    Raises:
+        ValueError: another value.
+    """
+
+    group: int = 32
+    zero_points: bool = False
+    values_in_byte: ClassVar[int] = 2
+    scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = SCALE_DTYPES
+
+    def __post_init__(self) -> None:
+        check_flag(self, "zero_points")
+        if not isinstance(self.group, int) or self.group < 1 or self.group % _CODES_IN_WORD:
+            raise ValueError(f"Int4: group must be a multiple of {_CODES_IN_WORD}, got {self.group!r}")
+
+    def size_refusal(self, in_features: int, out_features: int) -> str | None:
+        if in_features % self.group:
+            return f"Int4 in groups of {self.group} needs in_features that are multiples of it, got {in_features}"
+        return None
+
+    def bits(self, in_features: int) -> float:
+        return 4 + (16 + 4 * self.zero_points) / self.group
+
+    def quantize(self, weight: Tensor) -> Weight:
+        groups = weight.float().unflatten(-1, (-1, self.group))
+        if not self.zero_points:
+            scales = _positive(groups.abs().amax(-1) / 7.5).bfloat16()
+            return Weight(_packed((groups / scales.float().unsqueeze(-1)).flatten(-2)), scales)
+        low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        scales = _positive((high - low) / 15).bfloat16()
+        zeros = (-low / scales.float()).round().clamp(0, 15) - _OFFSET
+        integers = groups / scales.float().unsqueeze(-1) + zeros.unsqueeze(-1)
+        return Weight(_packed(integers.flatten(-2)), scales, packed_along_rows(zeros))
+
+    def values(self, weight: Weight) -> Tensor:
+        assert weight.scales is not None
+        integers = torch.arange(-_OFFSET, _OFFSET, device=weight.data.device, dtype=torch.float32)
+        values = looked_up(weight.data, table_of_bytes(integers))
+        if weight.amax is not None:
+            zeros = unpacked_along_rows(weight.amax, values.shape[-2])
+            values.view(*zeros.shape, -1).sub_(zeros.unsqueeze(-1))
+        return scaled_by_block(values, weight.scales.float())
+
+
+def _positive(scales: Tensor) -> Tensor:
+    """Scales, with 1 for those of groups of zeros."""
+    return torch.where(scales > 0, scales, 1.0)
+
+
+def _packed(integers: Tensor) -> Tensor:
+    """Bytes of two integers from -8 to 7, the first one in the low bits."""
+    codes = (integers.round().clamp(-_OFFSET, _OFFSET - 1) + _OFFSET).to(torch.uint8)
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def packed_along_rows(zeros: Tensor) -> Tensor:
+    """int32 [E, ceil(N / 8), groups] of integers [E, N, groups] from -8 to 7; the first row is in the low bits."""
+    padded = torch.nn.functional.pad(zeros + _OFFSET, (0, 0, 0, -zeros.shape[-2] % _CODES_IN_WORD))
+    codes = padded.to(torch.int32).unflatten(-2, (-1, _CODES_IN_WORD))
+    return (codes << _shifts(zeros.device)).sum(-2).to(torch.int32)
+
+
+def unpacked_along_rows(packed: Tensor, rows: int) -> Tensor:
+    """float32 [E, rows, groups], the inverse of :func:`packed_along_rows`."""
+    codes = packed.unsqueeze(-2) >> _shifts(packed.device) & 15
+    return codes.flatten(-3, -2)[..., :rows, :].float() - _OFFSET
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(0, 32, 4, device=device, dtype=torch.int32).unsqueeze(-1)

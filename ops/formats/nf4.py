@@ -1,0 +1,118 @@
+"""NF4, bitsandbytes' format: one of 16 quantiles of a normal distribution, times the largest magnitude of 64 values.
+
+A byte has the first code in its high bits. With double quantisation the magnitudes are bytes themselves, codes of a map
+of 256 numbers. Values are ``table[code] * absmax``, with ``absmax = map[byte] * nested_absmax + offset``, where each
+operation rounds to float32, as in bitsandbytes' kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .copies import Weight
+from .nibbles import looked_up, scaled_by_block, table_of_bytes
+from .recipe import check_flag, register
+from .weight_only import WeightOnly
+
+NF4_BLOCK = 64
+NESTED_BLOCK = 256
+TABLE = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+_MAP_AND_OFFSET = 257
+
+
+class Nested(NamedTuple):
+    """The decoders of double quantisation: ``absmax`` [E, blocks], ``map`` [E, 256], ``offset`` [E, 1], float32."""
+
+    absmax: Tensor
+    map: Tensor
+    offset: Tensor
+
+    @classmethod
+    def of(cls, joined: Tensor) -> Nested:
+        """Views of the three, which are stored one after the other."""
+        return cls(*joined.split((joined.shape[1] - _MAP_AND_OFFSET, 256, 1), 1))
+
+    def joined(self) -> Tensor:
+        """The inverse of :meth:`of`."""
+        return torch.cat(self, 1)
+
+
+@register
+@dataclass(frozen=True)
+class NF4(WeightOnly):
+    """Weights in bitsandbytes' NF4: 16 quantiles of a normal distribution, scaled for each 64 values of a row.
+
+    Attributes:
+        nested: the scales are bytes (double quantisation), decoded by float32 numbers of each group.
+
+    Raises:
+        ValueError: ``nested`` is not a bool.
+    """
+
+    nested: bool = False
+    values_in_byte: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        check_flag(self, "nested")
+
+    def size_refusal(self, in_features: int, out_features: int) -> str | None:
+        if in_features % NF4_BLOCK:
+            return f"NF4 needs in_features that are multiples of {NF4_BLOCK}, got {in_features}"
+        return None
+
+    def bits(self, in_features: int) -> float:
+        return 4 + (8 + 32 / NESTED_BLOCK if self.nested else 32) / NF4_BLOCK
+
+    def quantize(self, weight: Tensor) -> Weight:
+        blocks = weight.float().unflatten(-1, (-1, NF4_BLOCK))
+        absmax = blocks.abs().amax(-1)
+        scaled = blocks / torch.where(absmax == 0, 1.0, absmax).unsqueeze(-1)
+        table = torch.tensor(TABLE, device=weight.device)
+        codes = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2).to(torch.uint8).flatten(-2)
+        data = codes[..., ::2] << 4 | codes[..., 1::2]
+        return Weight(data, *_nested(absmax)) if self.nested else Weight(data, absmax)
+
+    def values(self, weight: Weight) -> Tensor:
+        assert weight.scales is not None
+        table = torch.tensor(TABLE, device=weight.data.device)
+        values = looked_up(weight.data, table_of_bytes(table, high_first=True))
+        return scaled_by_block(values, weight.scales if weight.amax is None else _absmax(weight.scales, weight.amax))
+
+
+def _absmax(codes: Tensor, joined: Tensor) -> Tensor:
+    """The scales [E, N, blocks] of codes of that shape."""
+    nested, flat = Nested.of(joined), codes.flatten(1)
+    of_blocks = nested.absmax.repeat_interleave(NESTED_BLOCK, 1)[:, : flat.shape[1]]
+    return (nested.map.gather(1, flat.long()) * of_blocks + nested.offset).view(codes.shape)
+
+
+def _nested(absmax: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of scales [E, N, blocks], and what decodes them: the map of bitsandbytes, and the mean as the offset."""
+    flat = absmax.flatten(1)
+    offset = flat.mean(1, keepdim=True)
+    blocks = torch.nn.functional.pad(flat - offset, (0, -flat.shape[1] % NESTED_BLOCK)).unflatten(1, (-1, NESTED_BLOCK))
+    largest = blocks.abs().amax(-1)
+    map = dynamic_map(absmax.device)
+    scaled = blocks / torch.where(largest == 0, 1.0, largest).unsqueeze(-1)
+    codes = torch.bucketize(scaled, (map[1:] + map[:-1]) / 2).to(torch.uint8).flatten(1)
+    nested = Nested(largest, map.expand(len(flat), -1), offset)
+    return codes[:, : flat.shape[1]].reshape(absmax.shape), nested.joined()
+
+
+def dynamic_map(device: torch.device | None = None) -> Tensor:
+    """float32 [256], ascending: bitsandbytes' signed dynamic map, of a sign, an exponent of ten and a linear part."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
+        means = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)).tolist()
+        values += [*means, *[-mean for mean in means]]
+    return torch.tensor(sorted(values), dtype=torch.float32, device=device)

@@ -1,0 +1,84 @@
+"""NVFP4 of weights alone, as checkpoints have it: e2m1 with an e4m3 scale for each 16 values, and a float32 factor.
+
+Values are ``code * (scale * factor)`` for modelopt's ``weight_scale_2``, and ``code * (scale / factor)`` for the
+``weight_global_scale`` of compressed-tensors. The scale of a block is rounded to float32 first, as the packages do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from .copies import Weight
+from .formats import E2M1_MAX, E4M3, cast_e2m1, from_e2m1, pack
+from .nibbles import looked_up, scaled_by_block, table_of_bytes
+from .nvfp4 import NV_BLOCK
+from .recipe import check_choice, check_flag, register
+from .weight_only import WeightOnly
+
+
+@register
+@dataclass(frozen=True)
+class NVFP4Weight(WeightOnly):
+    """Weights in e2m1 with an e4m3 scale for each 16 values of a row and float32 factors; rows stay in 16 bits.
+
+    Attributes:
+        halves: 1, or 2 where the two halves of the rows, gate and up, have factors of their own: [E, halves].
+        divides: whether scales are divided by the factors, as compressed-tensors stores them; modelopt's multiply.
+
+    Raises:
+        ValueError: another value.
+    """
+
+    halves: int = 1
+    divides: bool = False
+    values_in_byte: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        check_flag(self, "divides")
+        check_choice(self, "halves", (1, 2))  # type: ignore[arg-type]
+
+    def size_refusal(self, in_features: int, out_features: int) -> str | None:
+        if in_features % NV_BLOCK:
+            return f"NVFP4Weight needs in_features that are multiples of {NV_BLOCK}, got {in_features}"
+        return halves_refusal(self.name, self.halves, out_features)
+
+    def stored_refusal(self, weight: Weight) -> str | None:
+        assert weight.amax is not None
+        wrong = weight.amax[~(weight.amax.isfinite() & (weight.amax > 0))]
+        return f"the factor of a group is {float(wrong[0])}: the weights would be nothing" if wrong.numel() else None
+
+    def bits(self, in_features: int) -> float:
+        return 4 + 8 / NV_BLOCK
+
+    def quantize(self, weight: Tensor) -> Weight:
+        blocks = weight.float().unflatten(-1, (-1, NV_BLOCK))
+        by_half = weight.float().unflatten(1, (self.halves, -1)).abs().amax((2, 3))
+        factors = torch.where(by_half > 0, by_half, 1.0) / (E2M1_MAX * E4M3.max)
+        of_rows = rows_of_halves(factors, weight.shape[1])
+        amax = blocks.abs().amax(-1) / E2M1_MAX
+        scales = (torch.where(amax > 0, amax, 1.0) / of_rows).clamp(2.0**-9, E4M3.max).to(E4M3.dtype)
+        codes = cast_e2m1(blocks / (scales.float() * of_rows).unsqueeze(-1))
+        return Weight(pack(codes.flatten(-2)), scales, 1 / factors if self.divides else factors)
+
+    def values(self, weight: Weight) -> Tensor:
+        assert weight.scales is not None
+        assert weight.amax is not None
+        codes = torch.arange(16, device=weight.data.device)
+        factors = rows_of_halves(weight.amax, weight.data.shape[1])
+        scales = weight.scales.float()
+        scales = scales / factors if self.divides else scales * factors
+        return scaled_by_block(looked_up(weight.data, table_of_bytes(from_e2m1(codes))), scales)
+
+
+def rows_of_halves(factors: Tensor, rows: int) -> Tensor:
+    """[E, N, 1], of factors [E, halves] of equal parts of the rows."""
+    return factors.repeat_interleave(rows // factors.shape[1], 1).unsqueeze(-1)
+
+
+def halves_refusal(name: str, halves: int, out_features: int) -> str | None:
+    """Why rows do not have so many halves; None: they do."""
+    return f"{name} needs out_features that divide by {halves}, got {out_features}" if out_features % halves else None

@@ -1,0 +1,51 @@
+"""Products of rows with a weight that stays in 8 or 4 bits beside an adapter.
+
+In a format of weights alone the weight is decoded for each product, which then is one of 16 bits. In 8 bits whose rows
+are quantised, the bytes are multiplied, and the low-rank product is added to the result: it reads what was not rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .. import kernels
+from ..formats.copies import Transposition, Weight
+from ..formats.recipe import Recipe
+from ..kernels import Layout, Matrices, OperandPair
+from ..quantized.linear import decoded, product, transposed_operand
+from ..quantized.operands import copies_of
+
+
+def values_of(weight: Matrices | Weight | None, recipe: Recipe | None, like: Tensor) -> Matrices:
+    """A weight [E, N, K] for a product of rows like these: as it is, or decoded for it if it is stored."""
+    assert weight is not None
+    if not isinstance(weight, Weight):
+        return weight
+    assert recipe is not None
+    return decoded(recipe, weight, like)
+
+
+def quantized_product(recipe: Recipe, weight: Weight, rows: Tensor, split_sizes: Tensor, **bias: Any) -> Tensor:
+    """``x W^T`` by group, of rows that are quantised for it, plus the bias; of the dtype of the rows."""
+    read = copies_of(recipe, rows, split_sizes, rows=True, wgrad=False).rows
+    assert read is not None
+    return product(recipe, read, recipe.stored_operand(weight), split_sizes, rows.dtype, **bias)
+
+
+def quantized_gradient(recipe: Recipe, weight: Weight, dy: Tensor, split_sizes: Tensor) -> Tensor:
+    """``dy W`` by group, of a gradient that is quantised for it."""
+    read = copies_of(recipe, dy, split_sizes, rows=True, wgrad=False, is_gradient=True).rows
+    assert read is not None
+    turned = transposed_operand(recipe, weight._replace(turn=Transposition.COPY))
+    return product(recipe, read, turned, split_sizes, dy.dtype)
+
+
+def add_low_rank(y: Tensor, pair: OperandPair | None, layout: Layout, split_sizes: Tensor) -> Tensor:
+    """Adds the product of the pair to the rows of the groups; ``y`` as it is without one."""
+    if pair is None:
+        return y
+    summed = kernels.grouped_gemm(layout, pair.a, pair.b, split_sizes, out=y, beta=1.0)
+    assert isinstance(summed, Tensor)
+    return summed
