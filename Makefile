@@ -12,7 +12,7 @@ export GOMP_SPINCOUNT ?= 10000
 CUDA_SOURCES := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types docs bench wheels clean
+.PHONY: help demo test test-all lint types docs bench runs wheels clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -40,6 +40,13 @@ docs: $(VENV)/docs ## the documentation as a site in build/site; fails on broken
 
 bench: $(VENV)/installed ## times the experts against what people write by hand
 	$(BIN)/python -m fusible bench $(ARGS)
+
+MODELS := qwen3 gpt-oss-20b mixtral deepseek-v3-ep8
+runs: $(VENV)/installed ## trains and serves slices of four models on the GPUs here, and draws the plot of docs/plots
+	@mkdir -p build
+	$(BIN)/python -m fusible bench train --preset $(MODELS) --profile --out build/train $(ARGS)
+	$(BIN)/python -m fusible bench generate --preset $(MODELS) --out build/generate
+	$(BIN)/python -m fusible.benchmarks.runs.plot build/train.json build/generate.json docs/plots/runs.svg
 
 wheels: ## a wheel with CUDA kernels for each Python from 3.11 to 3.14 that is here, in dist/; needs nvcc, but no GPU
 	.ci/wheels

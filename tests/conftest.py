@@ -76,6 +76,7 @@ SLOW = {
     "test_recipes": "models under every recipe",
     "test_recipes_emulated": "runs the kernels on the CPU",
     "test_replay": "compiles csrc with g++",
+    "test_runs": "trains models of transformers, starts processes",
     "test_sample": "starts processes",
     "test_structure": "counts the calls of whole trees",
     "test_torchtitan_dispatcher": "starts processes",
@@ -116,7 +117,7 @@ WHOLE = {
 }
 """Files of which ``--sample`` leaves out nothing, and why."""
 
-TOOLS = {"test_benchmarks", "test_ep_proof", "test_jax_bench"}
+TOOLS = {"test_benchmarks", "test_ep_proof", "test_jax_bench", "test_runs"}
 """Files that test benchmarks and other tools, not the package. ``--sample`` runs each of their cases in one part."""
 
 PARTS = 8
