@@ -75,6 +75,7 @@ SLOW = {
     "test_random_experts": "thousands of problems",
     "test_recipes": "models under every recipe",
     "test_recipes_emulated": "runs the kernels on the CPU",
+    "test_release": "builds a wheel",
     "test_replay": "compiles csrc with g++",
     "test_runs": "trains models of transformers, starts processes",
     "test_sample": "starts processes",
