@@ -12,7 +12,7 @@ export GOMP_SPINCOUNT ?= 10000
 CUDA_SOURCES := $(shell find csrc -type f)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint types docs bench wheels clean
+.PHONY: help demo test test-all lint types docs bench runs wheels release clean
 
 help: ## what can be made
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 16
@@ -41,8 +41,18 @@ docs: $(VENV)/docs ## the documentation as a site in build/site; fails on broken
 bench: $(VENV)/installed ## times the experts against what people write by hand
 	$(BIN)/python -m fusible bench $(ARGS)
 
-wheels: ## a wheel with CUDA kernels for each Python from 3.11 to 3.14 that is here, in dist/; needs nvcc, but no GPU
+MODELS := qwen3 gpt-oss-20b mixtral deepseek-v3-ep8
+runs: $(VENV)/installed ## trains and serves slices of four models on the GPUs here, and draws the plot of docs/plots
+	@mkdir -p build
+	$(BIN)/python -m fusible bench train --preset $(MODELS) --profile --out build/train $(ARGS)
+	$(BIN)/python -m fusible bench generate --preset $(MODELS) --out build/generate
+	$(BIN)/python -m fusible.benchmarks.runs.plot build/train.json build/generate.json docs/plots/runs.svg
+
+wheels: $(VENV)/tools ## a wheel with CUDA kernels for each Python from 3.11 to 3.14 that is here, in dist/; needs nvcc, but no GPU
 	.ci/wheels
+
+release: $(VENV)/release ## the wheels, the sdist and a folder for Hugging Face's Hub, in dist/; publishes nothing
+	.ci/release
 
 clean: ## takes away .venv and everything that was built
 	rm -rf $(VENV) build dist src/fusible.egg-info
@@ -55,6 +65,11 @@ $(VENV)/tools: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("fusible needs Python 3.11 or newer, this is " + sys.version) if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && $(PYTHON) -m pip --python $(VENV) install -q pip; }
 	$(call install_listed,p["build-system"]["requires"])
+	@touch $@
+
+# with what checks a release
+$(VENV)/release: $(VENV)/tools
+	$(call install_listed,p["tool"]["fusible"]["release"])
 	@touch $@
 
 # with what builds the documentation, which reads the sources and imports nothing

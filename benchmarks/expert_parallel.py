@@ -14,26 +14,23 @@ go on, and the command exits with 1.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.multiprocessing.spawn import ProcessException, spawn
 
 from fusible import Combine, Dispatch, GroupedLinear, Scale, Sequential, SwiGLU, ep
 
 from . import vdev
 from .arguments import command, file, positive
 from .problem import DTYPES, PRESETS, InaccurateError, Preset
+from .processes import run as run_on_ranks
 from .report import Report
 from .timing import markdown, phases_in_a_row
 
@@ -266,23 +263,7 @@ def skew(batch: Batch, setting: Setting) -> float:
     return float(rows.max() / rows.mean())
 
 
-# ----------------------------------------------------------------------------------------------------- processes
-
-
-def work(rank: int, setting: Setting, folder: str) -> None:
-    """The work of one rank."""
-    device = setting.of_rank(rank) if setting.device == "cuda" else None
-    if device is not None:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    backend, store = "gloo" if device is None else "nccl", f"file://{folder}/store"
-    dist.init_process_group(backend, init_method=store, rank=rank, world_size=setting.ranks, device_id=device)
-    results = measure(setting)
-    if rank == 0:
-        Path(folder, "results.json").write_text(json.dumps(results))
-    dist.barrier()
-    dist.destroy_process_group()
+# -------------------------------------------------------------------------------------------------------- tables
 
 
 def measure(setting: Setting) -> dict[str, Any]:
@@ -368,17 +349,6 @@ def _teraflops(work: int | None, seconds: float) -> str:
     return f"{work / seconds / 1e12:.1f}" if work else ""
 
 
-def run(setting: Setting) -> dict[str, Any]:
-    """Starts the ranks; returns their results, or the error of the first that fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            spawn(work, (setting, folder), nprocs=setting.ranks)  # type: ignore[no-untyped-call]
-        except ProcessException as error:
-            print(error, file=sys.stderr)
-            return {"failure": str(error).strip().splitlines()[-1]}
-        return json.loads(Path(folder, "results.json").read_text())  # type: ignore[no-any-return]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark for every preset and distribution that is asked for, and prints Markdown."""
     args, failed = _arguments(argv), 0
@@ -389,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 *(args.combine, transport, args.overlap, args.rounds, not args.no_check),
                 *(args.overlap_dispatch, args.overlap_combine),
             )
-            results = run(setting)
+            results = run_on_ranks(measure, setting, setting.ranks, setting.device)
             failed += "failure" in results
             about = (
                 f"{preset}, {args.ranks} ranks, {args.tokens} tokens each, {args.dtype}, {distribution}, "

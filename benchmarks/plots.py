@@ -16,10 +16,29 @@ class Point(NamedTuple):
     flops: float
 
 
-def bars(file: Path, groups: Mapping[str, Mapping[str, float]], title: str, unit: str) -> None:
+Groups = Mapping[str, Mapping[str, float]]
+
+
+def bars(file: Path, groups: Groups, title: str, unit: str) -> None:
     """Bars side by side, for each name of each group; a gap where a group lacks a name."""
     figure, axes = _figure(title)
     names = list(dict.fromkeys(name for group in groups.values() for name in group))
+    _bars(axes, groups, names, unit)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=3)  # inside, it would hide bars
+    _save(figure, [axes], file)
+
+
+def panels(file: Path, by_unit: Mapping[str, Groups], title: str) -> None:
+    """Such bars for each unit, one panel below the other; a name has the same colour in all."""
+    figure, several = _figure(title, len(by_unit))
+    names = list(dict.fromkeys(name for groups in by_unit.values() for group in groups.values() for name in group))
+    for axes, (unit, groups) in zip(several, by_unit.items(), strict=True):
+        _bars(axes, groups, names, unit)
+    figure.legend(*several[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3)
+    _save(figure, several, file)
+
+
+def _bars(axes: Any, groups: Groups, names: Sequence[str], unit: str) -> None:
     width = 0.8 / len(names)
     for i, name in enumerate(names):
         heights = [group.get(name, math.nan) for group in groups.values()]
@@ -27,8 +46,6 @@ def bars(file: Path, groups: Mapping[str, Mapping[str, float]], title: str, unit
         axes.bar_label(drawn, fmt="%.3g", fontsize=7)
     axes.set_xticks([g + 0.4 - width / 2 for g in range(len(groups))], list(groups))
     axes.set_ylabel(unit)
-    figure.legend(fontsize=8, loc="outside lower center", ncols=3)  # inside, it would hide bars
-    _save(figure, axes, file)
 
 
 def roofline(file: Path, points: Mapping[str, Sequence[Point]], peak: float, bandwidth: float, title: str) -> None:
@@ -58,23 +75,24 @@ def curves(file: Path, lines: Mapping[str, Sequence[float]], title: str, x: str,
     _write(figure, axes, file)
 
 
-def _figure(title: str) -> tuple[Any, Any]:
+def _figure(title: str, rows: int = 1) -> tuple[Any, Any]:
     from matplotlib.figure import Figure  # without pyplot: no window, no global state
 
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    axes = figure.subplots()
-    axes.set_title(title, fontsize=9)
+    figure = Figure(figsize=(9, 5 if rows == 1 else 2.5 * rows), layout="constrained")
+    axes = figure.subplots(rows)
+    (axes if rows == 1 else axes[0]).set_title(title, fontsize=9)
     return figure, axes
 
 
 def _write(figure: Any, axes: Any, file: Path) -> None:
     axes.legend(fontsize=8)
-    _save(figure, axes, file)
+    _save(figure, [axes], file)
 
 
-def _save(figure: Any, axes: Any, file: Path) -> None:
+def _save(figure: Any, several: Sequence[Any], file: Path) -> None:
     from matplotlib import rc_context
 
-    axes.grid(alpha=0.3)
+    for axes in several:
+        axes.grid(alpha=0.3)
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fusible"}):  # text as text; the same file every time
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 import fusible
+from fusible import installation
 
 from .problem import Problem
 
@@ -38,22 +40,27 @@ class Report:
         self.say(section + "\n")
         if self._prefix is not None:
             Path(f"{self._prefix}.md").write_text("\n\n".join(self._sections) + "\n")
-            Path(f"{self._prefix}.json").write_text(self._data() + "\n")
+            Path(f"{self._prefix}.json").write_text(self._text() + "\n")
 
     def say(self, text: str) -> None:
         """Prints a line, unless the output is JSON."""
         if not self._as_json:
             print(text, flush=True)
 
-    def _data(self) -> str:
-        return json.dumps({**self._about, "results": self._results}, indent=1)
+    @property
+    def data(self) -> dict[str, Any]:
+        """The findings so far."""
+        return {**self._about, "results": self._results}
+
+    def _text(self) -> str:
+        return json.dumps(self.data, indent=1)
 
     def __enter__(self) -> Report:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None and self._as_json:
-            print(self._data())
+            print(self._text())
 
 
 def about() -> dict[str, Any]:
@@ -62,11 +69,21 @@ def about() -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "arguments": sys.argv[1:],
         "fusible": fusible.__version__,
+        "commit": commit(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cpu_threads": torch.get_num_threads(),
     }
+
+
+def commit() -> str | None:
+    """The commit of the checkout that runs, with ``-dirty`` if files differ; None outside a checkout."""
+    command = ["git", "-C", str(installation.FOLDER), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def describe(problem: Problem) -> str:

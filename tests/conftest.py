@@ -76,7 +76,9 @@ SLOW = {
     "test_random_experts": "thousands of problems",
     "test_recipes": "models under every recipe",
     "test_recipes_emulated": "runs the kernels on the CPU",
+    "test_release": "builds a wheel",
     "test_replay": "compiles csrc with g++",
+    "test_runs": "trains models of transformers, starts processes",
     "test_sample": "starts processes",
     "test_structure": "counts the calls of whole trees",
     "test_torchtitan_dispatcher": "starts processes",
@@ -118,7 +120,7 @@ WHOLE = {
 }
 """Files of which ``--sample`` leaves out nothing, and why."""
 
-TOOLS = {"test_benchmarks", "test_ep_proof", "test_jax_bench"}
+TOOLS = {"test_benchmarks", "test_ep_proof", "test_jax_bench", "test_runs"}
 """Files that test benchmarks and other tools, not the package. ``--sample`` runs each of their cases in one part."""
 
 PARTS = 8

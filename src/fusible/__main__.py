@@ -8,13 +8,14 @@ from collections.abc import Callable, Sequence
 
 from . import __version__
 from .benchmarks import expert_parallel, grouped_gemm, grouped_mlp, hf, jax_experts, roofline, routing
+from .benchmarks.runs import generate, train
 from .commands import cache, explain, info, tune
 from .examples import moe_lm
 
 
 def bench(argv: Sequence[str]) -> None:
     """Times the benchmark that the first argument names: experts in PyTorch (``mlp``, the default) or jax, products,
-    whole blocks.
+    whole blocks, trainings, generation.
     """
     named = bool(argv) and not argv[0].startswith("-")
     parser = argparse.ArgumentParser(prog="fusible bench", description=bench.__doc__)
@@ -32,6 +33,8 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
     "routing": routing.main,
     "jax": jax_experts.main,
     "ep": expert_parallel.main,
+    "train": train.main,
+    "generate": generate.main,
 }
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "info": (info.main, "versions, device, which backends run here and why others do not"),
@@ -42,7 +45,8 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "roofline": (roofline.main, "how near the matrix products of the experts come to what the device can do"),
     "bench": (
         bench,
-        "time the experts (mlp, jax), ranks (ep), the grouped GEMM (grouped_gemm), transformers (hf), or routing",
+        "time the experts (mlp, jax), ranks (ep), the grouped GEMM (grouped_gemm), routing, blocks of transformers "
+        "(hf), or whole models (train, generate)",
     ),
 }
 

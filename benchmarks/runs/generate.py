@@ -1,0 +1,200 @@
+"""Generation by a slice of a published language model, by each contestant: prefill, decode, memory.
+
+    python -m fusible bench generate                                                 on a GPU
+    python -m fusible bench generate --shrink 32 --layers 2 --prompt 16 --new 4      small, on a CPU
+
+Models are transformers' own classes with random weights in bf16, and its ``generate`` runs them on a static cache.
+Contestants with ``compile`` decode as transformers compiles it for such a cache, on a GPU in CUDA graphs; others decode
+eagerly. Times are between tokens as ``generate`` hands them out, medians after untimed calls. *Reading* is the time in
+which a copy, at the bandwidth that it reaches here, reads the experts that a step meets and all other weights. The
+error is the median over tokens of the relative error of the logits against float32 arithmetic on the same weights. A
+contestant that fails, or is less accurate than it may be, is left out with the reason; the others go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..arguments import add_plot_argument, command, file, positive
+from ..left_out import LeftOut, footer
+from ..processes import of_rank, run
+from ..report import Report
+from ..roofline import ceilings
+from ..timing import markdown, peak_bytes
+from .plot import draw
+from .slices import SLICES, Work, config_of, model_of, size_of, work_of
+from .ways import WAYS
+
+CHECKED = 64  # tokens
+WARM_UP = 2  # calls
+
+
+class Request(NamedTuple):
+    """What one contestant generates."""
+
+    preset: str
+    way: str
+    layers: int
+    shrink: int
+    prompt: int
+    new: int
+    batches: tuple[int, ...]
+    rounds: int
+    device: str
+
+
+class Ticks:
+    """A streamer of transformers that keeps the time of each token; the first is that of the prompt."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """Called with the prompt, then with each token, on the host."""
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Called behind the last token."""
+
+
+def measure(job: Request) -> dict[str, Any]:
+    """Error, times by batch, peak memory."""
+    import fusible.integrations.transformers  # noqa: F401
+
+    way, device = WAYS[job.way], of_rank(job.device)
+    torch.manual_seed(0)
+    config = config_of(job.preset, job.layers, job.shrink, job.prompt + job.new)
+    model = model_of(job.preset, config, way.implementation, torch.bfloat16, device).eval()
+    prefill, decode = {}, {}
+    with torch.no_grad(), way.switches():
+        off = error(model, torch.randint(config.vocab_size, (1, CHECKED), device=device))
+        for batch in job.batches:
+            ids = torch.randint(config.vocab_size, (batch, job.prompt), device=device)
+            prefill[batch], decode[batch] = times(model, ids, job, way.compiled)
+        peak = 2 * size_of(model) + peak_bytes(lambda: generated(model, ids, job.new, way.compiled), job.device)
+    bandwidth = ceilings(job.device, torch.bfloat16, job.rounds).bandwidth
+    return {"error": off, "prefill": prefill, "decode": decode, "peak": peak, "bandwidth": bandwidth}
+
+
+def generated(model: Any, ids: Tensor, new: int, compiled: bool) -> list[float]:
+    """Generates ``new`` tokens for each prompt [batch, sequence]; returns the time of the prompt and of each token."""
+    ticks = Ticks()
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        cache_implementation="static",
+        disable_compile=not compiled,
+        streamer=ticks,
+    )
+    return ticks.at
+
+
+def times(model: Any, ids: Tensor, job: Request, compiled: bool) -> tuple[float, float]:
+    """Median seconds until the first token, and from one token to the next."""
+    for _ in range(WARM_UP):
+        generated(model, ids, job.new, compiled)
+    first, later = [], []
+    for _ in range(job.rounds):
+        seconds = [after - before for before, after in pairwise(generated(model, ids, job.new, compiled))]
+        first.append(seconds[0])
+        later += seconds[1:]
+    return median(first), median(later)
+
+
+def error(model: Any, ids: Tensor) -> float:
+    """The median over tokens of the relative error of the logits against float32."""
+    import fusible
+
+    exact = deepcopy(model).float()
+    exact.set_experts_implementation("grouped_mm")
+    with fusible.config(recipe=fusible.NoRecipe()):
+        expected = exact(ids).logits.double()
+    off = (model(ids).logits.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    return float(off.median())
+
+
+def wrong(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """The contestants without a recipe whose errors are above twice that of ``grouped_mm``, with the reason."""
+    base = results.get("grouped_mm", {}).get("error")
+    reasons = {}
+    for name, found in results.items():
+        off = found.get("error")
+        if base is not None and off is not None and WAYS[name].recipe is None and not off <= 2 * base:
+            reasons[name] = f"wrong (relative error {off:.1e}, allowed {2 * base:.1e})"
+    return reasons
+
+
+def table(results: dict[str, dict[str, Any]], work: Work, batches: Sequence[int]) -> str:
+    """The contestants that ran, as Markdown."""
+    columns = [(f"prefill {b}, ms", f"decode {b}, ms", f"reading {b}, ms") for b in batches]
+    rows = []
+    for name, found in results.items():
+        reading = [2 * work.read(b) / found["bandwidth"] for b in batches]
+        of_batch = zip(found["prefill"].values(), found["decode"].values(), reading, strict=True)
+        times_ = [f"{seconds * 1e3:.3f}" for three in of_batch for seconds in three]
+        rows.append((name, *times_, f"{found['peak'] / 1e9:.4g}", f"{found['error']:.1e}"))
+    return markdown(("", *(name for three in columns for name in three), "peak, GB", "error"), rows)
+
+
+def report_on(args: argparse.Namespace, report: Report, preset: str) -> None:
+    """Measures and reports a model."""
+    layers = args.layers or SLICES[preset].layers
+    work, results = work_of(preset, layers, args.shrink, args.prompt), {}
+    for way in args.contestants:
+        print(f"{preset}: {way} …", file=sys.stderr, flush=True)
+        sizes = (layers, args.shrink, args.prompt, args.new, tuple(args.batch))
+        results[way] = run(measure, Request(preset, way, *sizes, args.rounds, args.device), 1, args.device)
+    reasons = {name: found["failure"] for name, found in results.items() if "failure" in found} | wrong(results)
+    ran = {name: found for name, found in results.items() if name not in reasons}
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    about = f"{preset}: {layers} layers, prompts of {args.prompt} tokens, {where}, torch {torch.__version__}"
+    text = f"### {about}\n\n{table(ran, work, args.batch)}\n{footer(LeftOut(*reason) for reason in reasons.items())}"
+    each = [{"name": name, "prompt": args.prompt, **found} for name, found in ran.items()]
+    left_out = [{"name": name, "failure": why} for name, why in reasons.items()]
+    report.add(text, [{"run": about, "preset": preset, "ranks": 1, "contestants": [*each, *left_out]}])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Generates by every model that is asked for, and prints Markdown."""
+    args = _arguments(argv)
+    with Report(args.out, args.json) as report:
+        for preset in args.preset:
+            report_on(args, report, preset)
+    if args.plot:
+        draw(args.plot, report.data)
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    cuda = torch.cuda.is_available()
+    parser = command("bench generate", __doc__)
+    ways = [name for name, way in WAYS.items() if not way.titan]
+    parser.add_argument("--preset", choices=SLICES, nargs="+", default=["qwen3"], help="whose layers")
+    parser.add_argument("--contestants", choices=ways, nargs="+", default=ways, help="who computes the experts")
+    parser.add_argument("--layers", type=positive, help="instead of as many as train on one H200")
+    parser.add_argument("--shrink", type=positive, default=1, help="divide widths, heads and experts by this")
+    parser.add_argument("--prompt", type=positive, default=2048, help="tokens of a prompt")
+    parser.add_argument("--new", type=positive, default=32, help="tokens that follow a prompt")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 64], help="prompts at a time")
+    parser.add_argument("--rounds", type=positive, default=3, help="calls that are timed")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu", help="where it runs")
+    parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
+    add_plot_argument(parser)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Draws speed and peak memory from what ``bench train`` and ``bench generate`` wrote with ``--out``.
+
+Run it with ``python -m fusible.benchmarks.runs.plot train.json generate.json docs/plots/runs.svg``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..arguments import file, plot
+from ..plots import Groups, panels
+
+SPEED, PEAK = "training, tokens/s a GPU", "training, peak GB"
+PREFILL, DECODE, SERVING_PEAK = "prefill, tokens/s", "decode, tokens/s", "generation, peak GB"
+
+Values = dict[str, dict[str, dict[str, float]]]
+
+
+def draw(target: Path, *reports: Mapping[str, Any]) -> None:
+    """Draws the contestants of all reports; the title names where and at which commits they were measured.
+
+    Raises:
+        SystemExit: a report names no commit, or nothing ran.
+    """
+    commits = list(dict.fromkeys(report["commit"] for report in reports))
+    if None in commits:
+        raise SystemExit("a report names no commit: measure in a checkout, where git runs")
+    drawn = values(reports)
+    if not drawn:
+        raise SystemExit("nothing to draw: no contestant ran")
+    where = " and ".join(dict.fromkeys(report["gpu"] or "CPU" for report in reports))
+    panels(target, drawn, f"slices of language models, {where}, commit {' and '.join(map(str, commits))}")
+
+
+def values(reports: Sequence[Mapping[str, Any]]) -> Mapping[str, Groups]:
+    """The numbers by unit, by model and GPUs, by contestant; without activation checkpointing."""
+    by_unit: Values = {}
+    for report in reports:
+        for run in report["results"]:
+            for unit, group, name, value in _numbers(run):
+                by_unit.setdefault(unit, {}).setdefault(group, {})[name] = value
+    return by_unit
+
+
+def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float]]:
+    group = f"{run['preset']}\n{run['ranks']} GPU{'s' if run['ranks'] > 1 else ''}"
+    for one in run["contestants"]:
+        if "failure" in one or one.get("checkpointing"):
+            continue
+        for unit, value in (_serving if "decode" in one else _training)(one):
+            yield unit, group, one["name"], value
+
+
+def _training(one: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    yield SPEED, one["tokens"] / sum(one["seconds"].values())
+    yield PEAK, one["peak"] / 1e9
+
+
+def _serving(one: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for batch, seconds in one["prefill"].items():
+        yield f"{PREFILL}, batch {batch}", int(batch) * one["prompt"] / seconds
+    for batch, seconds in one["decode"].items():
+        yield f"{DECODE}, batch {batch}", int(batch) / seconds
+    yield SERVING_PEAK, one["peak"] / 1e9
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Reads the reports, writes the drawing."""
+    parser = argparse.ArgumentParser(prog="plot", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("reports", type=file, nargs="+", help="what --out wrote, PREFIX.json")
+    parser.add_argument("plot", type=plot)
+    args = parser.parse_args(argv)
+    draw(args.plot, *(json.loads(report.read_text()) for report in args.reports))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The contestants of a run: who computes the experts, under what."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import fusible
+
+
+class Way(NamedTuple):
+    """A contestant.
+
+    Attributes:
+        implementation: the experts implementation of transformers.
+        compiled: whether the model runs under ``torch.compile``.
+        recipe: quantises the experts' products, as :func:`fusible.config` takes it.
+        titan: whether the model is torchtitan's; its experts are ours if ``implementation`` is ``"fusible"``.
+        base: the contestant whose losses it must have.
+    """
+
+    implementation: str
+    compiled: bool = False
+    recipe: Any = None
+    titan: bool = False
+    base: str = "grouped_mm"
+
+    @property
+    def is_ours(self) -> bool:
+        return self.implementation == "fusible"
+
+    def switches(self) -> AbstractContextManager[Any]:
+        """What forward and backward run under."""
+        return nullcontext() if self.recipe is None else fusible.config(recipe=self.recipe)
+
+
+WAYS = {
+    "grouped_mm": Way("grouped_mm"),
+    "grouped_mm+compile": Way("grouped_mm", compiled=True),
+    "fusible": Way("fusible"),
+    "fusible+compile": Way("fusible", compiled=True),
+    "fusible+Float8Block": Way("fusible", recipe=fusible.Float8Block()),
+    "torchtitan": Way("grouped_mm", titan=True, base="torchtitan"),
+    "torchtitan+fusible": Way("fusible", titan=True, base="torchtitan"),
+}
+
+
+def refusal(way: Way, preset: str, ranks: int, device: str) -> str | None:
+    """The reason why a contestant cannot take part; None: it can."""
+    if not way.titan:
+        return None
+    reasons = {
+        "torchtitan is not installed": find_spec("torchtitan") is None,
+        "of these models it has Qwen3 alone": preset != "qwen3",
+        "it shards by its own trainer": ranks > 1,
+        "its attention has no backward on a CPU": device == "cpu",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def exchanges(way: Way) -> list[str]:
+    """The registered ways of transformers to bring tokens to experts of other ranks: its own, and ours to ours."""
+    if way.titan:
+        return []
+    try:
+        names = [*import_module("transformers.distributed.expert_parallel").EPImplementationInterface()]
+    except (ImportError, AttributeError):  # before 5.24
+        return []
+    ours = [name for name in names if name.startswith("fusible") and way.is_ours]
+    return ["all_to_all", *ours]

@@ -1,0 +1,278 @@
+"""Whole trainings and generations of `fusible bench`, at sizes of a CPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from absent import triton_if_missing
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from fusible.benchmarks import processes
+from fusible.benchmarks.runs import generate, losses, main_weights, plot, regions, slices, titan, train, trainer, ways
+
+if find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
+
+TINY = ["--shrink", "128", "--layers", "1", "--device", "cpu"]
+TRAINING = [*TINY, "--tokens", "16", "--sequence", "8", "--steps", "3", "--rounds", "1"]
+SERVING = [*TINY, "--prompt", "4", "--new", "3", "--batch", "1", "2", "--rounds", "1"]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """The process is the only rank."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def run_here(measure: Any, job: Any, ranks: int, device: str) -> dict[str, Any]:
+    """Measures in this process; a contestant that is compiled fails."""
+    if ways.WAYS[job.way].compiled:
+        return {"failure": "no compiler"}
+    return json.loads(json.dumps(measure(job)))  # type: ignore[no-any-return]
+
+
+def job(way: str = "fusible", **others: Any) -> trainer.Job:
+    sizes = {"layers": 1, "shrink": 128, "sequence": 8, "tokens": 16, "steps": 2, "rounds": 1, "device": "cpu"}
+    return trainer.Job(**{"preset": "qwen3", "way": way, **sizes, **others})  # type: ignore[arg-type]
+
+
+# ---- trainings
+
+
+@pytest.mark.usefixtures("alone")
+def test_training_prints_and_writes_who_ran_and_who_did_not(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(train, "run", run_here)
+    names = ["grouped_mm+compile", "grouped_mm", "fusible", "torchtitan"]
+    train.main([*TRAINING, "--contestants", *names, "--profile", "--out", str(tmp_path / "train")])
+    printed = capsys.readouterr().out
+
+    assert printed.strip() == (tmp_path / "train.md").read_text().strip()
+    assert "- grouped_mm+compile: no compiler" in printed
+    assert "- torchtitan: its attention has no backward on a CPU" in printed
+    assert printed.count("next after the experts:") == 4
+    (run,) = json.loads((tmp_path / "train.json").read_text())["results"]
+    assert [one["name"] for one in run["contestants"] if "failure" not in one] == [
+        "grouped_mm",
+        "fusible",
+        "grouped_mm, checkpointing",
+        "fusible, checkpointing",
+    ]
+
+
+@pytest.mark.usefixtures("alone")
+def test_other_losses_end_with_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run_wrong(measure: Any, job: trainer.Job, ranks: int, device: str) -> dict[str, Any]:
+        found = run_here(measure, job, ranks, device)
+        return found if job.way == "grouped_mm" else {**found, "losses": [[loss + 1 for loss in found["losses"][0]]]}
+
+    monkeypatch.setattr(train, "run", run_wrong)
+    with pytest.raises(SystemExit, match="losses differ"):
+        train.main([*TRAINING, "--contestants", "grouped_mm", "fusible", "--checkpointing", "off"])
+
+    assert "1.0000 > (differs)" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("preset", slices.SLICES)
+def test_every_slice_trains_to_the_losses_of_grouped_mm(preset: str) -> None:
+    theirs, ours = (trainer.measure(job(way, preset=preset, is_profiled=False)) for way in ("grouped_mm", "fusible"))
+
+    assert ours["losses"][0] == pytest.approx(theirs["losses"][0], rel=1e-3)
+    assert ours["losses"][0][1] != ours["losses"][0][0]
+
+
+def test_ranks_share_shards_and_experts() -> None:
+    found = processes.run(trainer.measure, job(exchange="all_to_all", checkpointing=True, steps=3), 2, "cpu")
+
+    assert found.get("failure") is None
+    assert len(found["losses"][0]) == 3
+    assert found["parts"]["shards"] > 0
+
+
+def test_a_failure_is_a_result(capfd: pytest.CaptureFixture[str]) -> None:
+    found = processes.run(trainer.measure, job("fusible", sequence=0), 1, "cpu")
+
+    assert found == {"failure": "ZeroDivisionError: integer division or modulo by zero"}
+    assert "Traceback" in capfd.readouterr().err
+
+
+def test_work_of_the_published_model() -> None:
+    work = slices.work_of("qwen3", 48, 1, 4096)
+
+    assert work.parameters == 30_532_122_624  # "30.5B in total and 3.3B activated"
+    assert work.active + 151936 * 2048 == pytest.approx(3.35e9, rel=0.01)
+    assert work.attention == 6 * 48 * 32 * (128 + 128) * 2048
+    assert work.read(1) == pytest.approx(work.active)
+    assert work.read(10_000) == pytest.approx(work.dense + work.experts)
+
+
+def test_windows_shorten_the_spans_of_attention() -> None:
+    config = slices.config_of("gpt-oss-20b", 2, 128, 64)
+
+    assert sorted(slices.spans(config, 4096)) == [128, 2048]
+
+
+def test_main_weights_move_where_16_bits_would_stand_still() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ModuleList([nn.Linear(8, 8, dtype=torch.bfloat16)])).requires_grad_()
+    exact = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer, reference = main_weights.MainWeights(main_weights.groups_of(model)), main_weights.adamw(exact)
+    for step in range(4):
+        for main, parameter in zip(exact, model.parameters(), strict=True):
+            parameter.grad = torch.randn_like(parameter) * 10.0**-step
+            main.grad = parameter.grad.float()
+        optimizer.step(), reference.step()
+
+    assert all(p.grad is None for p in model.parameters())
+    for main, parameter in zip(exact, model.parameters(), strict=True):
+        torch.testing.assert_close(parameter.detach(), main.detach().bfloat16(), rtol=0, atol=0)
+
+
+# ---- losses
+
+
+def test_losses_agree_within_the_distance_of_seeds() -> None:
+    base = [[3.0, 2.0, 1.0], [3.2, 2.2, 1.2], [3.1, 2.1, 1.1]]
+
+    assert losses.agreement([3.15, 2.15, 1.15], base).holds
+    assert not losses.agreement([3.4, 2.4, 1.4], base).holds
+    assert losses.agreement([3.1, 2.1, 1.1], base).distance == 0
+
+
+# ---- profiles
+
+
+class Layer(nn.Module):
+    """A layer with the names of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.norm, self.other = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.experts(self.norm(self.other(x)))
+        return y
+
+
+def test_parts_have_their_forward_and_their_backward() -> None:
+    layer, x = Layer(), torch.randn(32, 64)
+    found = regions.profiled(layer, lambda: layer(x).sum().backward(), torch.device("cpu"), most=100)
+    of_part = {(name, part) for name, part, _ in found.kernels}
+
+    assert {part for name, part in of_part if name == "aten::addmm"} == {"experts", "rest"}
+    assert {part for name, part in of_part if name == "aten::mm"} == {"experts", "rest"}  # of the backward
+    assert ("aten::native_layer_norm_backward", "norm") in of_part
+    assert not layer.experts._forward_hooks
+
+
+def test_kernels_belong_to_the_op_that_launched_them() -> None:
+    def event(name: str, parent: Any = None, number: int = -1, kernels: Any = ()) -> Any:
+        return SimpleNamespace(name=name, cpu_parent=parent, sequence_nr=number, kernels=kernels)
+
+    kernel = [SimpleNamespace(name="wgmma", duration=2e6)]
+    mark = event("part: experts")
+    events = [mark, event("fusible::RoutedMLP", mark, 7, kernel)]
+    node = event("autograd::engine::evaluate_function: Backward", None, 7)
+    events += [node, event("launch", node, -1, kernel), event("FSDP::all_gather", kernels=kernel), event("add")]
+    found = regions.summary(events, cuda=True, most=1)
+
+    assert found.parts == {"experts": 4.0, "shards": 2.0}
+    assert found.kernels == [("wgmma", "experts", 4.0)]
+
+
+def test_the_next_bottleneck_is_outside_the_experts() -> None:
+    said = regions.bottleneck({"experts": 5.0, "router": 1.0, "norm": 2.0, "attention": 2.5})
+
+    assert said.startswith("next after the experts: attention, 24% of the step; choose a faster attn_implementation")
+    assert {"attention", "router", "norm", "optimizer"} <= {*regions.ADVICE}
+
+
+# ---- torchtitan
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
+@pytest.mark.filterwarnings("ignore:In CPU autocast.*:UserWarning")
+def test_torchtitan_has_the_same_loss_with_our_experts() -> None:
+    pytest.importorskip("torchtitan")
+    found = []
+    ids = torch.randint(64, (1, 16))
+    with triton_if_missing(), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        for is_ours in (False, True):
+            torch.manual_seed(0)
+            model = titan.titan_of(titan.SMALL, 1, is_ours, torch.bfloat16, torch.device("cpu"))
+            found.append(float(model(ids, ids)))
+            kinds = {type(module).__name__ for module in model.modules()}
+            assert ("FusibleGroupedExperts" in kinds) == is_ours
+
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
+
+
+# ---- generation
+
+
+@pytest.mark.usefixtures("alone")
+def test_generation_prints_and_writes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(generate, "run", run_here)
+    names = ["grouped_mm", "grouped_mm+compile", "fusible"]
+    generate.main([*SERVING, "--contestants", *names, "--out", str(tmp_path / "generate")])
+    printed = capsys.readouterr().out
+
+    assert printed.strip() == (tmp_path / "generate.md").read_text().strip()
+    assert "- grouped_mm+compile: no compiler" in printed
+    (run,) = json.loads((tmp_path / "generate.json").read_text())["results"]
+    for one in run["contestants"][:2]:
+        assert min(one["decode"].values()) > 0
+        assert 0 < one["error"] < 0.02
+
+
+def test_a_wrong_contestant_is_left_out() -> None:
+    results = {"grouped_mm": {"error": 0.01}, "fusible": {"error": 0.03}, "fusible+Float8Block": {"error": 0.3}}
+
+    assert generate.wrong(results) == {"fusible": "wrong (relative error 3.0e-02, allowed 2.0e-02)"}
+
+
+# ---- the plot
+
+
+def report(commit: str | None, contestants: list[dict[str, Any]]) -> dict[str, Any]:
+    run = {"preset": "qwen3", "ranks": 2, "contestants": contestants}
+    return {"commit": commit, "gpu": "NVIDIA H200", "results": [run]}
+
+
+TRAINED: dict[str, Any] = {"name": "fusible", "tokens": 1000, "seconds": {"forward": 1.5, "backward": 2.5}, "peak": 7e9}
+SERVED: dict[str, Any] = {"name": "fusible", "prompt": 32, "prefill": {"8": 2.0}, "decode": {"8": 0.5}, "peak": 9e9}
+
+
+def test_the_plot_names_its_commit(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / "train.json", tmp_path / "generate.json", tmp_path / "runs.svg"]
+    checkpointed = {**TRAINED, "name": "small", "checkpointing": True}
+    trained = report("abc123", [TRAINED, checkpointed, {"name": "lost", "failure": "no memory"}])
+    for file, data in zip(files, (trained, report("abc123", [SERVED])), strict=False):
+        file.write_text(json.dumps(data))
+    plot.main([str(file) for file in files])
+    drawn = files[-1].read_text()
+
+    assert "NVIDIA H200, commit abc123<" in drawn
+    assert all(f">{number}<" in drawn for number in ("250", "7", "128", "16", "9"))
+    assert ">fusible<" in drawn
+    assert not {"small", "lost"} & {*drawn.replace("<", ">").split(">")}
+
+
+def test_a_plot_without_a_commit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="names no commit"):
+        plot.draw(tmp_path / "runs.svg", report(None, [TRAINED]))
