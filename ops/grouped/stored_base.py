@@ -15,7 +15,7 @@ from ..formats.copies import Transposition, Weight
 from ..formats.recipe import Recipe
 from ..kernels import Layout, Matrices, OperandPair
 from ..quantized.linear import decoded, product, transposed_operand
-from ..quantized.operands import copies_of
+from ..quantized.operands import tokens_for
 
 
 def values_of(weight: Matrices | Weight | None, recipe: Recipe | None, like: Tensor) -> Matrices:
@@ -29,14 +29,14 @@ def values_of(weight: Matrices | Weight | None, recipe: Recipe | None, like: Ten
 
 def quantized_product(recipe: Recipe, weight: Weight, rows: Tensor, split_sizes: Tensor, **bias: Any) -> Tensor:
     """``x W^T`` by group, of rows that are quantised for it, plus the bias; of the dtype of the rows."""
-    read = copies_of(recipe, rows, split_sizes, rows=True, wgrad=False).rows
+    read = tokens_for(None, recipe, rows, split_sizes, rows=True, wgrad=False).rows
     assert read is not None
     return product(recipe, read, recipe.stored_operand(weight), split_sizes, rows.dtype, **bias)
 
 
 def quantized_gradient(recipe: Recipe, weight: Weight, dy: Tensor, split_sizes: Tensor) -> Tensor:
     """``dy W`` by group, of a gradient that is quantised for it."""
-    read = copies_of(recipe, dy, split_sizes, rows=True, wgrad=False, is_gradient=True).rows
+    read = tokens_for(None, recipe, dy, split_sizes, rows=True, wgrad=False, is_gradient=True).rows
     assert read is not None
     turned = transposed_operand(recipe, weight._replace(turn=Transposition.COPY))
     return product(recipe, read, turned, split_sizes, dy.dtype)
