@@ -226,17 +226,21 @@ class SymmetricTransport:
         self, rows: Tensor | None, table: SymmetricTable, kind: str, products_follow: bool = False
     ) -> Callable[[], Tensor]:
         lane, exchange = self._lanes[table.exchange.lane], table.exchange
-        rows = rows if rows is None or rows.stride(-1) == 1 else rows.contiguous()
-        if kind == "combine" and (slots := self.row_slots(table)) is not None:
-            return self._start_sum_of_slots(rows, slots, table)
-        assert rows is not None
-        if rows.data_ptr() != lane.launch.buffers[self._rank] + lane.regions.rows:
-            lane.will_write("rows", exchange)
-            kernels.stage_rows(lane.launch, exchange.number, rows, table.slots, lane.regions.rows)
+        slots = self.row_slots(table) if kind == "combine" else None
+        if rows is not None:
+            self._bring(lane, rows if rows.stride(-1) == 1 else rows.contiguous(), table, slots)
         lane.meet(exchange, kind, table.wanted)
         if products_follow and (blocks := self._blocks_beside(table)):
             return self._sum_beside(lane, table, blocks)
-        return lambda: self._sum(lane, table, self._new_sums(table))
+        return lambda: self._sum(lane, table, self._new_sums(table), at_slots=slots is not None)
+
+    def _bring(self, lane: SymmetricLane, rows: Tensor, table: SymmetricTable, slots: RowSlots | None) -> None:
+        """Brings rows to where they are summed from, unless they are there."""
+        if slots is not None:
+            kernels.send_rows(rows, slots)
+        elif rows.data_ptr() != lane.launch.buffers[self._rank] + lane.regions.rows:
+            lane.will_write("rows", table.exchange)
+            kernels.stage_rows(lane.launch, table.exchange.number, rows, table.slots, lane.regions.rows)
 
     def _blocks_beside(self, table: SymmetricTable) -> int:
         """The number of multiprocessors that sum while the others multiply. It may differ between ranks."""
@@ -253,27 +257,18 @@ class SymmetricTransport:
         launch, ends = lane.launch, (table.slots.firsts, self._settings.slots, lane.regions.slots)
         return RowSlots(launch.rank, launch.buffers, launch.state, table.slot_of_row, *ends)
 
-    def _start_sum_of_slots(self, rows: Tensor | None, slots: RowSlots, table: SymmetricTable) -> Callable[[], Tensor]:
-        lane, exchange = self._lanes[table.exchange.lane], table.exchange
-        if rows is not None:
-            kernels.send_rows(rows, slots)
-        lane.meet(exchange, "combine", table.wanted)
-
-        def summed() -> Tensor:
-            sums = self._new_sums(table)
-            kernels.pull_sum(lane.launch, exchange.number, table.mine, slots.at, sums, at_slots=True)
-            return sums
-
-        return summed
-
     def _new_sums(self, table: SymmetricTable) -> Tensor:
         s = self._settings
         return torch.empty(table.row_of_slot.shape[0], s.hidden, dtype=s.dtype, device=self._device)
 
-    def _sum(self, lane: SymmetricLane, table: SymmetricTable, sums: Tensor, blocks: int = 0) -> Tensor:
-        """Sums rows that are ready into ``sums``."""
-        lane.reads("rows")
-        kernels.pull_sum(lane.launch, table.exchange.number, table.mine, lane.regions.rows, sums, blocks)
+    def _sum(
+        self, lane: SymmetricLane, table: SymmetricTable, sums: Tensor, blocks: int = 0, at_slots: bool = False
+    ) -> Tensor:
+        """Sums rows that are ready into ``sums``: those of all ranks, or those that were sent to slots of this one."""
+        if not at_slots:
+            lane.reads("rows")
+        at = lane.regions.slots if at_slots else lane.regions.rows
+        kernels.pull_sum(lane.launch, table.exchange.number, table.mine, at, sums, blocks, at_slots)
         return sums
 
     def _sum_beside(self, lane: SymmetricLane, table: SymmetricTable, blocks: int) -> Callable[[], Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...fuser import Match, Pattern, optional
 from ..basic.scale import Scale
 from ..formats.recipe import Recipe
@@ -21,7 +23,7 @@ def _leaves_amaxes(match: Match) -> bool:
     return match.out_scale is None or recipe is None or recipe.steps is None
 
 
-ROLES = {
+ROLES: dict[str, Any] = {
     "fc1": GroupedLinear,
     "act": BETWEEN_LINEARS,
     "scale": optional(Scale),

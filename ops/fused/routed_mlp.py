@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -101,9 +101,9 @@ class RoutedMLP(InnerMLP):
 
 def _without_routing(saved: GroupedMLP.Saved) -> GroupedMLP.Saved:
     """The state without what is part of the routing, which is kept once."""
-    x, nothing = saved.fc1.x, {"split_sizes": None}
-    tokens = x.tokens if isinstance(x, GatheredTokens) else x
-    return saved._replace(fc1=saved.fc1._replace(x=tokens, **nothing), fc2=saved.fc2._replace(**nothing))
+    x, gone = saved.fc1.x, cast(Any, None)
+    fc1 = saved.fc1._replace(x=x.tokens if isinstance(x, GatheredTokens) else x, split_sizes=gone)
+    return saved._replace(fc1=fc1, fc2=saved.fc2._replace(split_sizes=gone))
 
 
 def _with_routing(saved: GroupedMLP.Saved, routing: Routing) -> GroupedMLP.Saved:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ...fuser import Gradient, Grads
 from .. import kernels
 from ..basic.link import Link
 from ..kernels import PointwiseGrads
+from ..kernels.operators.outputs import GradDtypes, WantedGrads
 from ..programs.columns import equal_gradient, tensors_of
 from ..programs.program import part_of
 from .grouped_linear import with_rows_of
@@ -77,14 +78,13 @@ def backward(
     """
     equal = _equal_gradients(link, needs_grad)
     x_is_dy = not link.gated and dict(link.program.outputs)["dx"] == "dy"
-    number_dtypes = tuple([_number_dtype(saved, n, dy) if n in needs_grad else None for n in link.rows])
-    vector_dtypes = tuple([parameters[n].dtype if n in needs_grad else None for n in link.columns])
-    matrix_dtypes = tuple([saved.dtypes[n] if n in equal and equal[n] is None else None for n in link.matrices])
+    of_numbers = tuple([_number_dtype(saved, n, dy) if n in needs_grad else None for n in link.rows])
+    of_vectors = tuple([parameters[n].dtype if n in needs_grad else None for n in link.columns])
+    of_matrices = tuple([saved.dtypes[n] if n in equal and equal[n] is None else None for n in link.matrices])
     want_x = not x_is_dy and ("x" in needs_grad or "dx" in equal.values())
     computed = PointwiseGrads(None, None, None)
-    if want_x or any(number_dtypes + vector_dtypes + matrix_dtypes):
-        dtypes = {"number_dtypes": number_dtypes, "vector_dtypes": vector_dtypes, "matrix_dtypes": matrix_dtypes}
-        computed = _gradients(link, saved, dy, want_x, dtypes)
+    if want_x or any(of_numbers + of_vectors + of_matrices):
+        computed = _gradients(link, saved, dy, want_x, GradDtypes(of_numbers, of_vectors, of_matrices))
     leading = dy.shape[:-1]
     grads: dict[str, Gradient] = {"x": dy.detach()} if x_is_dy else {}
     if computed.x is not None:
@@ -93,8 +93,8 @@ def backward(
         if name in needs_grad and number is not None:
             grads[name] = number.view(leading).to(saved.dtypes[name])
     grads |= column_grads(link, _each(computed.vectors), parameters, needs_grad)
-    of_matrices = tensors_of(link.program.matrix_operands, computed.matrices, dy.shape[-1])
-    by_matrix = dict(zip(link.matrices, of_matrices, strict=False))
+    matrices = tensors_of(link.program.matrix_operands, computed.matrices, dy.shape[-1])
+    by_matrix = dict(zip(link.matrices, matrices, strict=False))
     for name, other in equal.items():
         matrix = by_matrix.get(name)
         if other is not None:
@@ -104,8 +104,8 @@ def backward(
     return grads
 
 
-def _gradients(link: Link, saved: Saved, dy: Tensor, want_x: bool, dtypes: Mapping[str, Any]) -> PointwiseGrads:
-    """The gradients computed by kernels. ``dtypes``: by kind; None where no gradient is wanted."""
+def _gradients(link: Link, saved: Saved, dy: Tensor, want_x: bool, dtypes: GradDtypes) -> PointwiseGrads:
+    """The gradients computed by kernels. ``dtypes``: None where no gradient is wanted."""
     operands = LinkOperands(link, saved.by_keyword, saved.columns, saved.split_sizes)
     return kernels.pointwise_backward(
         flat(dy),
@@ -115,13 +115,11 @@ def _gradients(link: Link, saved: Saved, dy: Tensor, want_x: bool, dtypes: Mappi
         operands.numbers(),
         operands.vectors(),
         saved.split_sizes,
-        want_x=want_x,
-        want_numbers=any(dtypes["number_dtypes"]),
-        want_vectors=any(dtypes["vector_dtypes"]),
-        want_matrices=any(dtypes["matrix_dtypes"]),
+        wanted=WantedGrads(want_x, any(dtypes.numbers), any(dtypes.vectors)),
+        want_matrices=any(dtypes.matrices),
         constants=link.constants,
         matrices=operands.matrices(),
-        **dtypes,
+        dtypes=dtypes,
     )
 
 

@@ -296,7 +296,7 @@ def pointwise_refusal(
 @kernel(
     outputs.new_pointwise_grads,
     obeys_switches=False,
-    eager_only=("number_dtypes", "vector_dtypes", "matrix_dtypes"),
+    eager_only=("dtypes",),
     added=("matrices", "want_matrices"),
 )
 def pointwise_backward(
@@ -308,24 +308,15 @@ def pointwise_backward(
     vectors: Operands = None,
     split_sizes: Tensor | None = None,
     *,
-    want_x: bool,
-    want_numbers: bool,
-    want_vectors: bool,
+    wanted: outputs.WantedGrads,
     constants: tuple[float, ...] = (),
-    number_dtypes: outputs.Dtypes = (),
-    vector_dtypes: outputs.Dtypes = (),
     matrices: Operands = None,
     want_matrices: bool = False,
-    matrix_dtypes: outputs.Dtypes = (),
+    dtypes: outputs.GradDtypes = outputs.STACKED,
 ) -> PointwiseGrads:
-    """The wanted gradients of x, the numbers of rows, the vectors of groups and matrices, from ``dy`` [rows, C].
-
-    Args:
-        number_dtypes, vector_dtypes, matrix_dtypes: dtypes of the gradients, None for unwanted ones. Without dtypes all
-        gradients are stacked.
-    """
-    wanted = want_x, want_numbers, want_vectors, number_dtypes, vector_dtypes, matrices, want_matrices, matrix_dtypes
-    out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, *wanted)
+    """The wanted gradients of x, the numbers of rows, the vectors of groups and matrices, from ``dy`` [rows, C]."""
+    of_matrices = matrices, want_matrices, dtypes
+    out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, wanted, *of_matrices)
     rows = PointwiseRows(x, block, numbers, constants, vectors, split_sizes, matrices)
     dispatch.run(PointwiseBackward(program, dy, rows, out))
     return out

@@ -12,7 +12,7 @@ from .. import kernels
 from ..formats.copies import Columns, Scaling, Weight
 from ..formats.recipe import Recipe
 from ..kernels import Matrices, Operands
-from ..kernels.doors.quantized import quantize_activation, quantize_activation_backward, zero_tail
+from ..kernels.doors.quantized import WantedCopies, quantize_activation, quantize_activation_backward, zero_tail
 from ..kernels.doors.scaled_activation import scaled_gemm_activation
 from ..values.activation_spec import ActivationSpec
 from .linear import multiplied, multiplied_back
@@ -204,10 +204,7 @@ def through_activation(
         *(dpostact, hidden.preact, sizes, hidden.spec),
         scales=hidden.scales,
         power_of_two=recipe.is_power_of_two,
-        want_rows=wanted.rows,
-        want_columns=wanted.wgrad,
-        want_postact=wanted.postact,
-        want_scales=wanted.scales,
+        wanted=WantedCopies(wanted.rows, wanted.wgrad, wanted.postact, wanted.scales),
         vectors=hidden.vectors,
         want_vectors=wanted.vectors,
     )

@@ -149,12 +149,12 @@ def wgrad_of(a: WgradOperand, b: WgradOperand, split_sizes: Tensor, number: int)
         number: of tokens, which quantised operands do not tell.
     """
     if isinstance(a, GatheredTokens):
-        return partial(gathered_wgrad, a.tokens, b, a.routing, True)
+        return partial(gathered_wgrad, a.tokens, b, a.routing, True)  # type: ignore[arg-type]
     if isinstance(b, GatheredTokens):
-        return partial(gathered_wgrad, b.tokens, a, b.routing, False)
+        return partial(gathered_wgrad, b.tokens, a, b.routing, False)  # type: ignore[arg-type]
     if isinstance(a, Columns):
-        return partial(weight_grad, a, b, split_sizes, number)
-    return partial(kernels.grouped_gemm, Layout.TN, a, b, split_sizes)
+        return partial(weight_grad, a, b, split_sizes, number)  # type: ignore[arg-type]
+    return partial(kernels.grouped_gemm, Layout.TN, a, b, split_sizes)  # type: ignore[arg-type]
 
 
 def decoded(recipe: Recipe, weight: Weight, like: Tensor) -> Tensor:

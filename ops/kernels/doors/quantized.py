@@ -60,6 +60,15 @@ class RowCopies(NamedTuple):
         return Columns(self.column_data, self.column_scales)
 
 
+class WantedCopies(NamedTuple):
+    """Which results of a backward through an activation are wanted."""
+
+    want_rows: bool
+    want_columns: bool
+    want_postact: bool
+    want_scales: bool
+
+
 class BackwardCopies(NamedTuple):
     """The copies of the gradient of a pre-activation and of the activation; and the gradients of scales and vectors."""
 
@@ -129,17 +138,14 @@ def new_backward_copies(
     preact: Tensor,
     split_sizes: Tensor,
     scales: Tensor | None,
-    want_rows: bool,
-    want_columns: bool,
-    want_postact: bool,
-    want_scales: bool,
+    wanted: WantedCopies,
     vectors: Operands = None,
     want_vectors: bool = False,
 ) -> BackwardCopies:
     """Memory for what is wanted of a backward through an activation."""
-    dpreact = _new_copies(preact, preact.shape[0], preact.shape[1], split_sizes, want_rows, want_columns)
-    postact = _new_copies(dpostact, dpostact.shape[0], dpostact.shape[1], split_sizes, False, want_postact)
-    dscales = scales.new_empty((preact.shape[0],)) if want_scales and scales is not None else None
+    dpreact = _new_copies(preact, preact.shape[0], preact.shape[1], split_sizes, wanted.want_rows, wanted.want_columns)
+    postact = _new_copies(dpostact, dpostact.shape[0], dpostact.shape[1], split_sizes, False, wanted.want_postact)
+    dscales = scales.new_empty((preact.shape[0],)) if wanted.want_scales and scales is not None else None
     return BackwardCopies(*dpreact, *postact[2:], dscales, like_operands(vectors) if want_vectors else None)
 
 
@@ -221,10 +227,7 @@ def quantize_activation_backward(
     *,
     scales: Tensor | None = None,
     power_of_two: bool,
-    want_rows: bool,
-    want_columns: bool,
-    want_postact: bool,
-    want_scales: bool = False,
+    wanted: WantedCopies,
     vectors: Operands = None,
     want_vectors: bool = False,
 ) -> BackwardCopies:
@@ -235,8 +238,7 @@ def quantize_activation_backward(
     Args:
         vectors: the numbers of columns that the activation reads: see :class:`Activate`.
     """
-    wanted = want_rows, want_columns, want_postact, want_scales, vectors, want_vectors
-    out = new_backward_copies(dpostact, preact, split_sizes, scales, *wanted)
+    out = new_backward_copies(dpostact, preact, split_sizes, scales, wanted, vectors, want_vectors)
     copies = out.preact
     problem = QuantizeActivationBackward(
         *(dpostact, preact, split_sizes, activation, scales, power_of_two),
@@ -247,7 +249,7 @@ def quantize_activation_backward(
         if not preact.shape[0]:
             _zero(out.dvectors)
         return out
-    return _differentiated_and_quantised(problem, want_scales, want_vectors, out)
+    return _differentiated_and_quantised(problem, wanted.want_scales, want_vectors, out)
 
 
 def _differentiated_and_quantised(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,32 +80,47 @@ def new_value(x: Tensor, program: Program) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // len(program.arguments)))
 
 
+class WantedGrads(NamedTuple):
+    """Which gradients of a pointwise program are wanted."""
+
+    want_x: bool
+    want_numbers: bool
+    want_vectors: bool
+
+
+class GradDtypes(NamedTuple):
+    """The dtypes of the gradients of each kind of operand; without any, all of a kind are stacked."""
+
+    numbers: Dtypes = ()
+    vectors: Dtypes = ()
+    matrices: Dtypes = ()
+
+
+STACKED = GradDtypes()
+
+
 def new_pointwise_grads(
     dy: Tensor,
     program: Program,
     numbers: Operands,
     vectors: Operands,
     split_sizes: Tensor | None,
-    want_x: bool,
-    want_numbers: bool,
-    want_vectors: bool,
-    number_dtypes: Dtypes = (),
-    vector_dtypes: Dtypes = (),
+    wanted: WantedGrads,
     matrices: Operands = None,
     want_matrices: bool = False,
-    matrix_dtypes: Dtypes = (),
+    dtypes: GradDtypes = STACKED,
 ) -> PointwiseGrads:
     """The wanted gradients of a pointwise program."""
     (rows, width), groups = dy.shape, 1 if split_sizes is None else split_sizes.shape[0]
-    dx = dy.new_empty((rows, width * len(program.arguments))) if want_x else None
+    dx = dy.new_empty((rows, width * len(program.arguments))) if wanted.want_x else None
     of_rows = [(rows,)] * len(program.rows)
     of_columns = [
         (groups if name[0] == "b" else 1, width * len(inputs)) for name, inputs in program.column_operands.items()
     ]
     of_elements = [(rows, width * len(inputs)) for inputs in program.matrix_operands.values()]
-    dnumbers = _operand_grads(dy, numbers, of_rows, number_dtypes) if want_numbers else None
-    dvectors = _operand_grads(dy, vectors, of_columns, vector_dtypes) if want_vectors else None
-    dmatrices = _operand_grads(dy, matrices, of_elements, matrix_dtypes) if want_matrices else None
+    dnumbers = _operand_grads(dy, numbers, of_rows, dtypes.numbers) if wanted.want_numbers else None
+    dvectors = _operand_grads(dy, vectors, of_columns, dtypes.vectors) if wanted.want_vectors else None
+    dmatrices = _operand_grads(dy, matrices, of_elements, dtypes.matrices) if want_matrices else None
     return PointwiseGrads(dx, dnumbers, dvectors, dmatrices)
 
 
