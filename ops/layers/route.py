@@ -116,6 +116,9 @@ def route(
     """
     check_choice("route", logits.shape[-1], top_k, scores, groups)
     check_tensors("route", logits, top_k, valid, ids)
+    if bias is not None and (bias.shape != logits.shape[1:] or not bias.is_floating_point()):
+        raise ArgumentError(f"route: bias must be floating-point [E], E={logits.shape[1]}, got {_form(bias)}")
+    _check_device("route", logits, bias=bias)
     rule = rule_of(top_k, scores, top_k > 1 if normalize is None else normalize, scale, groups)
     if torch.compiler.is_dynamo_compiling():
         _register_with_dynamo()
@@ -192,6 +195,7 @@ def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids
             f"{op}: valid must be bool [T], True for a real token, T={tokens}; got {_form(valid)}; "
             "a padding mask is valid=~mask"
         )
+    _check_device(op, logits, valid=valid, ids=ids)
     if ids is None:
         return
     is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
@@ -200,11 +204,14 @@ def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids
             f"{op}: ids must be whole numbers [T, top_k], T={tokens}, top_k={top_k}, -1 for a missing row; "
             f"got {_form(ids)}"
         )
-    for name, tensor in (("valid", valid), ("ids", ids)):
-        if tensor is not None and tensor.device != logits.device:
-            raise ArgumentError(f"{op}: {name} must be on {logits.device}, as the logits, got {tensor.device}")
     if active_config().debug and not torch.compiler.is_dynamo_compiling() and not has_no_data(ids):
         _check_ids(op, ids, experts)
+
+
+def _check_device(op: str, logits: Tensor, **tensors: Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != logits.device:
+            raise ArgumentError(f"{op}: {name} must be on {logits.device}, as the logits, got {tensor.device}")
 
 
 def _check_ids(op: str, ids: Tensor, experts: int) -> None:

@@ -16,6 +16,7 @@ from fusible import config
 from fusible.fuser import RefusedError
 from fusible.ops import kernels
 from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
+from fusible.ops.kernels.pytorch import wrong_sizes
 from fusible.ops.kernels.triton import gemm as triton
 from fusible.ops.kernels.triton import row_kernels
 from fusible.ops.kernels.triton.shape import ProgramTile
@@ -103,6 +104,25 @@ def test_sizes_out_of_the_buffer(interpreter: Any) -> None:
 
     assert plan.starts.tolist() == [[0, 4, 4, 20, 20, 20], [0, 1, 1, 2, 2, 2]]
     assert plan.tiles[[0, 1, 2]].tolist() == [2, 0, 2]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("sizes", "inside", "why"),
+    [
+        ([-5, 9, 1 << 30, 7], (0, 9, 11, 0), "the size of group 0 is -5, which is negative"),
+        ([8, 30, 2, 1], (8, 12, 0, 0), "the size of group 1 is 30, more than the rows that the groups before it leave"),
+    ],
+)
+@pytest.mark.parametrize("layout", list(Layout))
+def test_sizes_that_lie_are_cut_and_reported(
+    layout: Layout, sizes: list[int], inside: tuple[int, ...], why: str
+) -> None:
+    problem = gemm.Problem("cpu", replace(GEMM, layout=layout, sizes=inside, tail=0))
+    problem.sizes = torch.tensor(sizes, dtype=torch.int32)
+    problem.check()
+    with pytest.raises(RuntimeError, match=why):
+        wrong_sizes.raise_reported(problem.sizes.device)
 
 
 @pytest.mark.usefixtures("tile")

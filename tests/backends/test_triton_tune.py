@@ -13,12 +13,14 @@ import triton_interpreter
 from fusible.__main__ import main
 from fusible.commands import tune
 from fusible.ops.kernels.jit.cache import kernel_cache
+from fusible.ops.kernels.pytorch import loop
 from fusible.ops.kernels.triton import tiles, tuned
 from fusible.ops.kernels.triton.shape import ProgramTile
 
 CARD = torch.device("cuda", 0)
 FAST = ProgramTile(64, 128, 32, 4, 3)
 DOES_NOT_FIT = ProgramTile(256, 128, 64, 8, 3)
+WRONG = ProgramTile(128, 128, 64, 8, 3)
 
 
 @pytest.fixture(autouse=True)
@@ -90,10 +92,13 @@ def test_the_fastest_is_found(interpreter: Any, monkeypatch: pytest.MonkeyPatch,
         tried.append(tile)
         if tile == DOES_NOT_FIT:
             raise OutOfResources(1, 0, "shared memory")
+        loop.run(problem)
+        if tile == WRONG:
+            problem.out[0, 0].add_(problem.out.abs().max())
 
     def time_of(function: Any) -> float:
         function()
-        return 1.0 if tried[-1] == FAST else 2.0
+        return {WRONG: 0.5, FAST: 1.0}.get(tried[-1], 2.0)
 
     monkeypatch.setattr(interpreter, "run", run)
     monkeypatch.setattr(
@@ -107,6 +112,9 @@ def test_the_fastest_is_found(interpreter: Any, monkeypatch: pytest.MonkeyPatch,
         assert ProgramTile(**each["tile"]) == FAST
         assert (each["seconds"], each["of_table"], each["tried"]) == (1.0, 2.0, 3)
     assert "a card" in "\n".join(tune.lines(report))
+    monkeypatch.setattr(tiles, "candidates", lambda *form: [WRONG])
+    with pytest.raises(RuntimeError, match="no tile of activate gives the results of PyTorch on this card"):
+        tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
     assert "activate_backward few rows   64 x 128 x 32, 4 warps, 3 stages: 2.00 x the table's, of 3" in [
         *tune.lines(report)
     ]

@@ -281,3 +281,18 @@ def test_routes_have_their_logits() -> None:
 
     assert isinstance(routes, Routes)
     assert torch.equal(routes.logits, logits)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"bias": torch.zeros(3)}, "route: bias must be floating-point [E], E=4, got float32 [3]"),
+        ({"bias": torch.zeros(1)}, "route: bias must be floating-point [E], E=4, got float32 [1]"),
+        ({"bias": torch.zeros(4).int()}, "route: bias must be floating-point [E], E=4, got int32 [4]"),
+        ({"bias": torch.zeros(4, device="meta")}, "route: bias must be on cpu, as the logits, got meta"),
+        ({"valid": torch.ones(2, device="meta").bool()}, "route: valid must be on cpu, as the logits, got meta"),
+    ],
+)
+def test_tensors_that_kernels_would_read_past_their_end(given: dict[str, torch.Tensor], words: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(words)):
+        route(torch.randn(2, 4), 2, **given)  # type: ignore[arg-type]

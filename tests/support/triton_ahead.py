@@ -24,6 +24,7 @@ import triton
 from checks import fused, gemm
 from checks.functions import ACTS_OF_COLUMNS, ACTS_OF_MATRICES
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
@@ -35,7 +36,6 @@ from fusible.ops.kernels.triton.shape import ProgramTile
 from fusible.ops.values.activation_spec import ActivationSpec, gated
 
 SWIGLU = gated("silu", None, 1.0, 0.0, "concat")
-TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 ROWS = {"long": 65536, "middle": 128 * 40, "short": 1024}
 PRODUCTS = ("rows_kernel", "weights_kernel")
 
@@ -156,12 +156,11 @@ def summary(kernel: Any) -> str:
 def ptxas(kernel: Any) -> tuple[int, int]:
     """Registers of a thread and spilled bytes, as ptxas says."""
     capability = kernel.metadata.target.arch
-    tool = TOOLS / ("ptxas-blackwell" if capability >= 100 else "ptxas")
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.ptx"
         path.write_text(kernel.asm["ptx"])
         name = f"sm_{capability}{'a' if capability >= 90 else ''}"
-        command = [str(tool), "-v", f"--gpu-name={name}", str(path), "-o", os.devnull]
+        command = [get_ptxas(capability).path, "-v", f"--gpu-name={name}", str(path), "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = sum(map(int, re.findall(r"(\d+) bytes spill stores", said)))
     found = re.search(r"Used (\d+) registers", said)

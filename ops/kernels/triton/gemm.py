@@ -10,7 +10,7 @@ from torch import Tensor
 from ....fuser.replay.capture import refuse
 from ..problems.gemm import Activate, GroupedGemm, Layout, first
 from ..pytorch import wrong_sizes
-from .installed import DTYPES, NAME, groups_refusal, triton_refusal
+from .installed import DTYPES, NAME, groups_refusal, on_device_of, triton_refusal
 
 __all__ = ["NAME", "epilogue_refusal", "name_of", "refusal", "run"]
 
@@ -93,7 +93,7 @@ def run(problem: GroupedGemm) -> None:
 
     wrong_sizes.look_at(problem.split_sizes, problem.rows)
     refuse("a kernel of Triton runs")
-    with torch.cuda.device_of(problem.a):  # Triton launches on the current device
+    with on_device_of(problem.a):
         launch.run(problem)
     if not problem.fresh:
         torch.autograd.graph.increment_version(problem.out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 
@@ -39,6 +40,11 @@ def triton_refusal(rows: Tensor) -> str | None:
     if on_cuda and torch.version.hip is None and (capability := capability_of(rows.device)) < OLDEST:
         return f"needs compute capability {OLDEST} or above, got {capability}"
     return None
+
+
+def on_device_of(rows: Tensor) -> AbstractContextManager[object]:
+    """The device of these rows as the current one, on which Triton launches."""
+    return torch.cuda.device(rows.device) if rows.device.type == "cuda" else nullcontext()
 
 
 def groups_refusal(split_sizes: Tensor, rows: int) -> str | None:

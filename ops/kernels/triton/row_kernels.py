@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ....fuser.replay.capture import refuse
 from ..problems.gemm import Matrices, stacked
-from .installed import DTYPES, NAME, groups_refusal, triton_refusal
+from .installed import DTYPES, NAME, groups_refusal, on_device_of, triton_refusal
 
 __all__ = ["NAME", "column_sums", "refusal", "row_dots", "zero_tail"]
 
@@ -28,7 +28,7 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
     from .device import passes
 
     refuse("a kernel of Triton runs")
-    with torch.cuda.device_of(out):
+    with on_device_of(out):
         passes.column_sums(rows, split_sizes, out, scale)
     torch.autograd.graph.increment_version(out)
 
@@ -38,7 +38,7 @@ def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) 
     from .device import passes
 
     refuse("a kernel of Triton runs")
-    with torch.cuda.device_of(out):
+    with on_device_of(out):
         passes.row_dots(rows, stacked(vectors).contiguous(), split_sizes, out)
     torch.autograd.graph.increment_version(out)
 
@@ -48,5 +48,5 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     from .device import passes
 
     refuse("a kernel of Triton runs")
-    with torch.cuda.device_of(out):
+    with on_device_of(out):
         passes.zero_tail(out, split_sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,8 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from ....values.activation_spec import gated
-from ...problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
+from ...problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout, first
+from ...pytorch import loop
 from .. import tiles
 from ..shape import ProgramTile
 from . import launch
@@ -42,25 +44,57 @@ class Measured(NamedTuple):
 def measure(
     layer: Layer, device: torch.device, seconds: float, time_of: Callable[[Callable[[], None]], float]
 ) -> Iterator[Measured]:
-    """The fastest tiles on this device, of products in bfloat16.
+    """The fastest tiles on this device, of products in bfloat16, among those whose results are those of PyTorch.
 
     Args:
         seconds: how long to try; the table's tile and one more are tried in any case.
         time_of: seconds of a call of a function.
+
+    Raises:
+        RuntimeError: no tile gives the results of PyTorch.
     """
     kinds = [(few, kind, p) for few in (False, True) for kind, p in problems(layer, device, few).items()]
     for few, kind, problem in kinds:
         deadline = time.monotonic() + seconds / len(kinds)
-        found = dict[ProgramTile, float]()
+        found, right = dict[ProgramTile, float](), _Expected(problem)
         for tile in tiles.candidates(launch.architecture_of(device), kind):
             try:
-                found[tile] = time_of(lambda tile=tile, problem=problem: launch.run(problem, tile))
+                launch.run(problem, tile)
             except _DOES_NOT_RUN:
                 continue
+            if right.are_there():
+                found[tile] = time_of(partial(launch.run, problem, tile))
             if len(found) > 1 and time.monotonic() > deadline:
                 break
+        if not found:
+            raise RuntimeError(f"no tile of {kind} gives the results of PyTorch on this card; please report it")
         best = min(found, key=found.__getitem__)
         yield Measured(kind, few, best, found[best], next(iter(found.values())), len(found))
+
+
+class _Expected:
+    """The results of a problem by PyTorch, which those of a tile replace."""
+
+    def __init__(self, problem: GroupedGemm) -> None:
+        epilogue, results = problem.epilogue, [first(problem.out)]
+        if isinstance(epilogue, ActivateBackward):
+            results = [each for each in epilogue.grads[:3] if isinstance(each, torch.Tensor)]
+        elif epilogue is not None and epilogue.preact is not None:
+            results.append(epilogue.preact)
+        self._results = results
+        loop.run(problem)
+        self._expected = [each.float() for each in results]
+
+    def are_there(self) -> bool:
+        """Whether the results are the expected ones up to rounding. It wipes them, for the next tile."""
+        right = True
+        for result, expected in zip(self._results, self._expected, strict=True):
+            right &= bool((result.float() - expected).abs().max() <= _TOLERANCE * expected.abs().max())
+            result.fill_(torch.nan)
+        return right
+
+
+_TOLERANCE = 2.0**-6  # of the largest number, in bfloat16
 
 
 def problems(layer: Layer, device: torch.device, few: bool) -> dict[str, GroupedGemm]:
