@@ -12,7 +12,10 @@ import pytest
 import torch
 from checks import choice
 from checks.choice import Case
+from checks.many_groups import GROUPS, SLOTS
 from emulation import build, harness
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from fusible import MoE, RefusedError, Router, SignBias, SwitchLoss, ZLoss, config
@@ -51,6 +54,38 @@ def _asked_for_by_name() -> Iterator[None]:
 def test_choices_and_gradients(scores: str, sizes: dict[str, Any]) -> None:
     for normalize in (True, False):
         choice.check("cpu", Case(scores=scores, normalize=normalize, **sizes))
+
+
+@pytest.mark.parametrize("top_k", SLOTS)
+@pytest.mark.parametrize("experts", GROUPS)
+def test_many_experts(experts: int, top_k: int) -> None:
+    """On both sides of a kernel's form; with and without the bias, in each of the scores."""
+    for i, scores in enumerate(SCORES):
+        choice.check("cpu", Case(experts, top_k, 5, scores, normalize=top_k % 4 > 0, biased=i < 2, pads=i > 0))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    count = draw(st.sampled_from([1, 1, 2, 8, 32]))
+    size = draw(st.integers(1, 40))
+    keep, best = draw(st.integers(1, count)), draw(st.integers(1, 2))
+    top_k = draw(st.integers(1, min(32, size * keep)))
+    flags = draw(
+        st.fixed_dictionaries(dict.fromkeys(("normalize", "biased", "pads", "given", "tallied"), st.booleans()))
+    )
+    groups = (count, keep, best) if count > 1 else (1, 1, 1)
+    sizes = {
+        "tokens": draw(st.integers(4 if flags["given"] else 0, 12)),
+        "scores": draw(st.sampled_from(SCORES)),
+        "groups": groups,
+    }
+    return Case(count * size, top_k, **sizes, **flags)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_any_rule(case: Case) -> None:
+    choice.check("cpu", case)
 
 
 @pytest.mark.parametrize("scores", SCORES)
