@@ -40,8 +40,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-class Training(NamedTuple):
-    """What a training leaves.
+class LoadCurve(NamedTuple):
+    """The loads of a training, and its loss at the end.
 
     Attributes:
         loads: of each step, the mean over the layers of the highest load divided by the mean one.
@@ -57,7 +57,7 @@ class Training(NamedTuple):
         return sum(last) / len(last)
 
 
-class Experts(nn.Module):
+class BalancedExperts(nn.Module):
     """:class:`fusible.MoE` in the form that the demo's model calls.
 
     Attributes:
@@ -66,20 +66,20 @@ class Experts(nn.Module):
 
     counts: Tensor
 
-    def __init__(self, how: Mapping[str, Any]) -> None:
+    def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__()
-        self.moe = fusible.MoE(FEATURES, HIDDEN, EXPERTS, TOP_K, **how)
+        self.moe = fusible.MoE(FEATURES, HIDDEN, EXPERTS, TOP_K, **options)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y, loss, self.counts = self.moe(x, sequences=CONTEXT)
         return y, x.new_zeros(()) if loss is None else loss
 
 
-def train(how: Mapping[str, Any], steps: int) -> Training:
+def train(options: Mapping[str, Any], steps: int) -> LoadCurve:
     """Trains the demo's model with these arguments of :class:`fusible.MoE`."""
     torch.manual_seed(0)
     model, text = LanguageModel(FEATURES, 4, HIDDEN, EXPERTS, TOP_K), read_text()
-    layers = [Experts(how) for _ in model.blocks]
+    layers = [BalancedExperts(options) for _ in model.blocks]
     for block, layer in zip(model.blocks, layers, strict=True):
         block.moe = layer
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
@@ -94,10 +94,10 @@ def train(how: Mapping[str, Any], steps: int) -> Training:
         fusible.update_biases(model)
         counts = torch.stack([layer.counts for layer in layers])
         loads.append(float((counts.amax(-1) * EXPERTS / counts.sum(-1)).mean()))
-    return Training(loads, held_out_loss(model.eval(), text[-HELD_OUT_BYTES:]))
+    return LoadCurve(loads, held_out_loss(model.eval(), text[-HELD_OUT_BYTES:]))
 
 
-def table(trainings: Mapping[str, Training], steps: int) -> str:
+def table(trainings: Mapping[str, LoadCurve], steps: int) -> str:
     """The trainings as a Markdown table."""
     shown = [max(1, round(steps * part)) for part in (0.1, 0.25, 0.5, 1)]
     heading = ("balance", *[f"load, step {step}" for step in shown], "held-out loss")
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command("benchmarks.balancing", __doc__)
     parser.add_argument("--steps", type=positive, default=300, help="of each training")
     args = parser.parse_args(argv)
-    trainings = {name: train(how, args.steps) for name, how in METHODS.items()}
+    trainings = {name: train(options, args.steps) for name, options in METHODS.items()}
     if args.json:
         print(json.dumps({name: training._asdict() for name, training in trainings.items()}, indent=1))
     else:

@@ -128,7 +128,7 @@ class AddExtraInput(Op):
 
 
 class SwapExtra(Op):
-    """``y = extra``, the keyword ``name``; ``x`` becomes the extra output ``made``, which a later op reads.
+    """``y = extra``, the keyword ``name``; ``x`` becomes the extra output ``output``, which a later op reads.
 
     So a second branch begins at a tensor of which an earlier op has made an extra output, such as the experts after a
     shared expert: both see the tokens. Both tensors may have any shape and dtype.
@@ -139,13 +139,13 @@ class SwapExtra(Op):
 
     promises = Promises(values_checked=frozenset())
 
-    def __init__(self, name: str, made: str) -> None:
+    def __init__(self, name: str, output: str) -> None:
         super().__init__()
-        _check_name("SwapExtra", name), _check_name("SwapExtra", made)
-        if name == made:
+        _check_name("SwapExtra", name), _check_name("SwapExtra", output)
+        if name == output:
             raise ValueError(f"SwapExtra: the extra output needs another name than the keyword, got {name!r} twice")
         self.keywords = {name: Keyword(required=True, tensor=True)}
-        self.extra_outputs = (made,)
+        self.extra_outputs = (output,)
 
     def check(self, x: TensorSpec, **extra: Tensor) -> Mapping[str, TensorSpec]:
         ((name, tensor),) = extra.items()
@@ -157,8 +157,8 @@ class SwapExtra(Op):
         (tensor,) = extra.values()
         return {"y": tensor.view_as(tensor), self.extra_outputs[0]: x.view_as(x)}, None
 
-    def bwd(self, saved: Any, dy: Tensor, **made: Tensor) -> Grads:
-        return {next(iter(self.keywords)): dy, "x": made[self.extra_outputs[0]]}
+    def bwd(self, saved: object, dy: Tensor, **extra: Tensor) -> Grads:
+        return {next(iter(self.keywords)): dy, "x": extra[self.extra_outputs[0]]}
 
     def extra_repr(self) -> str:
         return f"{next(iter(self.keywords))!r}, {self.extra_outputs[0]!r}"
