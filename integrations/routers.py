@@ -54,7 +54,7 @@ def route(model: nn.Module) -> dict[str, str]:
         reasons[name] = formula if isinstance(formula, str) else ""
         if isinstance(formula, Formula):
             setattr(module, ATTRIBUTE, (formula, padding))
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_forward, module)
     if "" in reasons.values():
         model.register_forward_pre_hook(partial(_note_padding, padding), with_kwargs=True)
     return reasons

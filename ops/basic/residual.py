@@ -141,7 +141,8 @@ class SwapExtra(Op):
 
     def __init__(self, name: str, output: str) -> None:
         super().__init__()
-        _check_name("SwapExtra", name), _check_name("SwapExtra", output)
+        _check_name("SwapExtra", name)
+        _check_name("SwapExtra", output)
         if name == output:
             raise ValueError(f"SwapExtra: the extra output needs another name than the keyword, got {name!r} twice")
         self.keywords = {name: Keyword(required=True, tensor=True)}
