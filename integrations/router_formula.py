@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,29 +68,36 @@ class Formula:
         logits = F.linear(x, weight, bias)
         return logits.float() if self.widened else logits
 
-    def bias(self, router: nn.Module, given: tuple[Tensor, ...]) -> Tensor | None:
-        """The selection bias; ``given``: the arguments of ``forward`` after the first."""
+    def bias(self, router: nn.Module, arguments: tuple[Tensor, ...]) -> Tensor | None:
+        """The selection bias; ``arguments``: the arguments of ``forward`` after the first."""
         if self.reads_argument:
-            return given[0]
+            return arguments[0]
         return None if self.selection_bias is None else _tensor(router, self.selection_bias).detach().reshape(-1)
 
-    def run(self, router: nn.Module, x: Tensor, given: tuple[Tensor, ...], valid: Tensor | None = None) -> Outputs:
+    def run(self, router: nn.Module, x: Tensor, arguments: tuple[Tensor, ...], valid: Tensor | None = None) -> Outputs:
         """The results of the router; tokens that are not valid go to no expert."""
-        logits, rule = self.logits(router, x), {"scores": self.scores, "normalize": self.normalize, "scale": self.scale}
-        bias = self.bias(router, given)
-        routes = choose(logits, self.top_k, **rule, groups=self.groups, bias=bias, valid=valid)  # type: ignore[arg-type]
+        logits, bias = self.logits(router, x), self.bias(router, arguments)
+        routes = choose(
+            *(logits, self.top_k),
+            scores=self.scores,
+            normalize=self.normalize,
+            scale=self.scale,
+            groups=self.groups,
+            bias=bias,
+            valid=valid,
+        )
         return Outputs(logits, routes.top_k_weights.to(x.dtype) if self.narrow else routes.top_k_weights, routes[0])
 
     def agrees(self, trial: Trial) -> bool:
         """Whether it gives the experts, weights and gradients of a trial; of equal keys any expert."""
-        ours, own = self.run(trial.router, trial.x, trial.given), trial.own
-        keys = self._keys(own.logits.detach(), self.bias(trial.router, trial.given))
-        best, chosen = (keys.gather(-1, ids).sort(-1).values for ids in (ours.ids, own.ids))
-        same = (ours.ids.sort(-1).values == own.ids.sort(-1).values).all(-1)
-        if not _near(best, chosen, 2.0**-20) or same.sum() < _TOKENS // 2 or ours.weights.dtype != own.weights.dtype:
+        ours, theirs = self.run(trial.router, trial.x, trial.arguments), trial.theirs
+        keys = self._keys(theirs.logits.detach(), self.bias(trial.router, trial.arguments))
+        best, chosen = (keys.gather(-1, ids).sort(-1).values for ids in (ours.ids, theirs.ids))
+        same = (ours.ids.sort(-1).values == theirs.ids.sort(-1).values).all(-1)
+        if not _near(best, chosen, 2.0**-20) or same.sum() < _TOKENS // 2 or ours.weights.dtype != theirs.weights.dtype:
             return False
-        pairs = zip(trial.gradients(ours, same), trial.gradients(own, same), strict=True)
-        return all(_near(*pair, _error(pair[1].dtype)) for pair in ((_by_id(ours)[same], _by_id(own)[same]), *pairs))
+        pairs = zip(trial.gradients(ours, same), trial.gradients(theirs, same), strict=True)
+        return all(_near(*pair, _error(pair[1].dtype)) for pair in ((_by_id(ours)[same], _by_id(theirs)[same]), *pairs))
 
     def _keys(self, logits: Tensor, bias: Tensor | None) -> Tensor:
         logits = wide(logits)
@@ -104,8 +111,8 @@ class Trial:
 
     Attributes:
         router: a copy with random tensors.
-        x: the hidden states; ``given``: the argument after them, if there is one.
-        own: the results of the router's own code.
+        x: the hidden states; ``arguments``: the argument after them, if there is one.
+        theirs: the results of the router's own code.
     """
 
     def __init__(self, router: nn.Module, dtype: torch.dtype, seed: int) -> None:
@@ -116,9 +123,9 @@ class Trial:
                 tensor.data = self._draw(*tensor.shape).to(tensor.dtype)
         experts, hidden = next(p.shape for p in self.router.parameters() if p.dim() == 2)
         self.x = self._draw(_TOKENS, hidden).mul_(50 / hidden**0.5).to(dtype).requires_grad_()
-        self.given = (self._draw(experts),) if _takes_bias(self.router) else ()
-        self.own = self._run(False)
-        if not all(torch.equal(*pair) for pair in zip(self.own, self._run(True), strict=True)):
+        self.arguments = (self._draw(experts),) if _takes_bias(self.router) else ()
+        self.theirs = self._run(False)
+        if not all(torch.equal(*pair) for pair in zip(self.theirs, self._run(True), strict=True)):
             raise ValueError("it computes something else in training")
 
     def gradients(self, outputs: Outputs, rows: Tensor) -> list[Tensor]:
@@ -133,10 +140,10 @@ class Trial:
     def vectors(self) -> list[str]:
         """The names of the tensors that can be biases."""
         named = {**dict(self.router.named_parameters()), **dict(self.router.named_buffers())}
-        experts = self.own.logits.shape[1]
+        experts = self.theirs.logits.shape[1]
         return [name for name, t in named.items() if t.numel() == experts == t.shape[-1] and t.is_floating_point()]
 
-    def numbers(self) -> list[Any]:
+    def numbers(self) -> list[float]:
         """The numbers that the router has as attributes."""
         return sorted({value for value in vars(self.router).values() if type(value) in (int, float)})
 
@@ -145,7 +152,7 @@ class Trial:
 
     def _run(self, training: bool) -> Outputs:
         self.router.train(training)
-        outputs = type(self.router).forward(self.router, self.x * 1, *self.given)
+        outputs = type(self.router).forward(self.router, self.x * 1, *self.arguments)
         if not isinstance(outputs, tuple) or len(outputs) != 3 or outputs[2].is_floating_point():
             raise ValueError("it does not return logits, weights and ids")
         logits, weights, ids = outputs
@@ -167,8 +174,8 @@ def recognized(router: nn.Module, dtype: torch.dtype) -> Formula | str:
         exact = [Trial(deepcopy(router).float(), torch.float32, seed) for seed in _SEEDS]
         for candidate in _candidates(exact[0], product_of):
             if all(map(candidate.agrees, exact)):
-                formula = replace(candidate, dtype=dtype, narrow=narrow.own.weights.dtype != torch.float32)
-                return formula if formula.agrees(narrow) else f"it rounds scores to {narrow.own.logits.dtype}"
+                formula = replace(candidate, dtype=dtype, narrow=narrow.theirs.weights.dtype != torch.float32)
+                return formula if formula.agrees(narrow) else f"it rounds scores to {narrow.theirs.logits.dtype}"
     except Exception as error:  # a model's code may raise anything where it is tried out
         return str(error)
     return "its experts and weights are those of no rule of fusible.functional.route"
@@ -184,7 +191,7 @@ def _product(trial: Trial) -> Formula:
             logits = formula.logits(trial.router, trial.x)
         except RuntimeError:  # the dtypes or sizes do not fit
             continue
-        if logits.dtype == trial.own.logits.dtype and torch.equal(logits, trial.own.logits):
+        if logits.dtype == trial.theirs.logits.dtype and torch.equal(logits, trial.theirs.logits):
             return formula
     raise ValueError("its logits are not the product of its input and a weight")
 
@@ -192,14 +199,21 @@ def _product(trial: Trial) -> Formula:
 def _candidates(trial: Trial, product_of: Formula) -> Iterator[Formula]:
     """The formulas that have the numbers of a router and make its choice in a trial."""
     biases = [None, *(name for name in trial.vectors() if name != product_of.logit_bias)]
-    given = (True, False) if trial.given else (False,)
-    rules = product(SCORES, biases, given, _groups(trial), (True, False))
+    arguments = (True, False) if trial.arguments else (False,)
+    rules = product(SCORES, biases, arguments, _groups(trial), (True, False))
     for scores, bias, reads_argument, groups, normalize in rules:
-        form: dict[str, Any] = {"scores": scores, "selection_bias": bias, "reads_argument": reads_argument}
-        rule = {"groups": groups, "normalize": normalize, "top_k": trial.own.ids.shape[1], "dtype": torch.float32}
-        formula = replace(product_of, **form, **rule)
+        formula = replace(
+            product_of,
+            selection_bias=bias,
+            reads_argument=reads_argument,
+            top_k=trial.theirs.ids.shape[1],
+            scores=scores,
+            normalize=normalize,
+            groups=groups,
+            dtype=torch.float32,
+        )
         with torch.no_grad():
-            ratio = trial.own.weights.sum() / formula.run(trial.router, trial.x, trial.given).weights.sum()
+            ratio = trial.theirs.weights.sum() / formula.run(trial.router, trial.x, trial.arguments).weights.sum()
         for scale in {1.0, *map(float, trial.numbers())}:
             if abs(scale - float(ratio)) <= 1e-5 * abs(scale):
                 yield replace(formula, scale=scale)
@@ -207,9 +221,9 @@ def _candidates(trial: Trial, product_of: Formula) -> Iterator[Formula]:
 
 def _groups(trial: Trial) -> Iterator[Groups | None]:
     yield None
-    experts, sizes = trial.own.logits.shape[1], [n for n in trial.numbers() if type(n) is int and n > 0]
+    experts, sizes = trial.theirs.logits.shape[1], [n for n in trial.numbers() if type(n) is int and n > 0]
     for count, keep, best in product(sizes, sizes, (2, 1)):
-        fits = keep < count and experts % count == 0 and experts // count * keep >= trial.own.ids.shape[1]
+        fits = keep < count and experts % count == 0 and experts // count * keep >= trial.theirs.ids.shape[1]
         if fits:
             yield Groups(count, keep, best)
 
@@ -237,5 +251,5 @@ def _error(dtype: torch.dtype) -> float:
     return 8 * torch.finfo(dtype).eps + 2.0**-17
 
 
-def _near(ours: Tensor, own: Tensor, error: float) -> bool:
-    return bool((ours.float() - own.float()).norm() <= error * own.float().norm() + 1e-12)
+def _near(ours: Tensor, theirs: Tensor, error: float) -> bool:
+    return bool((ours.float() - theirs.float()).norm() <= error * theirs.float().norm() + 1e-12)

@@ -6,9 +6,9 @@ fusible.integrations.routers.route(model)
 from __future__ import annotations
 
 import inspect
+from collections.abc import Hashable
 from functools import partial
 from types import MethodType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from .router_formula import Formula, recognized
 ATTRIBUTE = "_fusible_router"
 
 
-class Padding:
+class PaddingMask:
     """The mask of a model's running call: bool [B, S], True for a real token; None without one."""
 
     def __init__(self) -> None:
@@ -42,36 +42,36 @@ def route(model: nn.Module) -> dict[str, str]:
     >>> fusible.integrations.routers.route(torch.nn.Linear(2, 2))
     {}
     """
-    reasons, padding, known = dict[str, str](), Padding(), dict[Any, Formula | str]()
+    reasons, padding, formulas = dict[str, str](), PaddingMask(), dict[Hashable, Formula | str]()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for name, module in model.named_modules():
         if not _is_router(module):
             continue
         form = _form(module)
-        if form not in known:
-            known[form] = recognized(module, dtype)
-        found = known[form]
-        reasons[name] = found if isinstance(found, str) else ""
-        if isinstance(found, Formula):
-            setattr(module, ATTRIBUTE, (found, padding))
-            module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+        if form not in formulas:
+            formulas[form] = recognized(module, dtype)
+        formula = formulas[form]
+        reasons[name] = formula if isinstance(formula, str) else ""
+        if isinstance(formula, Formula):
+            setattr(module, ATTRIBUTE, (formula, padding))
+            module.forward = MethodType(_forward, module)
     if "" in reasons.values():
         model.register_forward_pre_hook(partial(_note_padding, padding), with_kwargs=True)
     return reasons
 
 
-def _forward(router: Any, hidden_states: Tensor, *given: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
+def _forward(router: nn.Module, hidden_states: Tensor, *arguments: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
     """The ``forward`` of a router whose formula is known."""
     formula, padding = getattr(router, ATTRIBUTE)
     if hidden_states.dtype != formula.dtype or torch.is_autocast_enabled(hidden_states.device.type):
-        own: tuple[Tensor, ...] = type(router).forward(router, hidden_states, *given, **named)
-        return own
+        theirs: tuple[Tensor, ...] = type(router).forward(router, hidden_states, *arguments, **named)
+        return theirs
     valid, tokens = padding.valid, hidden_states.numel() // hidden_states.shape[-1]
     valid = valid.reshape(-1) if valid is not None and valid.numel() == tokens else None
-    return tuple(formula.run(router, hidden_states, (*given, *named.values()), valid))
+    return tuple(formula.run(router, hidden_states, (*arguments, *named.values()), valid))
 
 
-def _note_padding(padding: Padding, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _note_padding(padding: PaddingMask, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     """Keeps the mask of a call for its routers."""
     padding.valid = None
     implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
@@ -87,11 +87,11 @@ def _is_router(module: nn.Module) -> bool:
     return "router" in type(module).__name__.lower() and any(p.dim() == 2 for p in module.parameters())
 
 
-def _form(module: nn.Module) -> tuple[Any, ...]:
+def _form(module: nn.Module) -> Hashable:
     """All that the formula depends on: the class, its attributes, and the forms of tensors."""
-    plain = int, float, str, bool, type(None)
+    simple = int, float, str, bool, type(None)
     attributes = [
-        (path, name, value if isinstance(value, plain) else id(value))
+        (path, name, value if isinstance(value, simple) else id(value))
         for path, each in module.named_modules()
         for name, value in vars(each).items()
         if not name.startswith("_") and name != "training"

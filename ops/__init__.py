@@ -5,7 +5,7 @@ from .basic.bias import Bias
 from .basic.composites import ScaledActivation, ScaledClampedSwiGLU, ScaledSwiGLU
 from .basic.glu import GEGLU, GLU, QGEGLU, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
 from .basic.linear import Linear
-from .basic.residual import AddExtraInput, Identity, MakeExtraOutput
+from .basic.residual import AddExtraInput, Identity, MakeExtraOutput, SwapExtra
 from .basic.scale import ConstantScale, Scale
 from .formats.delayed import Delayed
 from .formats.float8_weight import Float8Weight
@@ -97,6 +97,7 @@ __all__ = [
     "ScaledActivation",
     "ScaledClampedSwiGLU",
     "ScaledSwiGLU",
+    "SwapExtra",
     "SwiGLU",
     "check_device_errors",
     "config",

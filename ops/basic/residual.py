@@ -1,4 +1,4 @@
-"""Branches: an extra output that a later op reads, the op that adds it, and the identity."""
+"""Branches: an extra output that a later op reads, the ops that add it or go on with it, and the identity."""
 
 from __future__ import annotations
 
@@ -125,6 +125,44 @@ class AddExtraInput(Op):
 
     def extra_repr(self) -> str:
         return repr(self.name)
+
+
+class SwapExtra(Op):
+    """``y = extra``, the keyword ``name``; ``x`` becomes the extra output ``output``, which a later op reads.
+
+    So a second branch begins at a tensor of which an earlier op has made an extra output, such as the experts after a
+    shared expert: both see the tokens. Both tensors may have any shape and dtype.
+
+    Raises:
+        ValueError: a name that is not an identifier, or that is reserved; twice the same name.
+    """
+
+    promises = Promises(values_checked=frozenset())
+
+    def __init__(self, name: str, output: str) -> None:
+        super().__init__()
+        _check_name("SwapExtra", name)
+        _check_name("SwapExtra", output)
+        if name == output:
+            raise ValueError(f"SwapExtra: the extra output needs another name than the keyword, got {name!r} twice")
+        self.keywords = {name: Keyword(required=True, tensor=True)}
+        self.extra_outputs = (output,)
+
+    def check(self, x: TensorSpec, **extra: Tensor) -> Mapping[str, TensorSpec]:
+        ((name, tensor),) = extra.items()
+        if not isinstance(tensor, Tensor):
+            raise ArgumentError(f"{name}: expected a tensor, got a {type(tensor).__name__}")
+        return {"y": TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device), self.extra_outputs[0]: x}
+
+    def fwd(self, x: Tensor, **extra: Tensor) -> tuple[Outputs, None]:
+        (tensor,) = extra.values()
+        return {"y": tensor.view_as(tensor), self.extra_outputs[0]: x.view_as(x)}, None
+
+    def bwd(self, saved: object, dy: Tensor, **extra: Tensor) -> Grads:
+        return {next(iter(self.keywords)): dy, "x": extra[self.extra_outputs[0]]}
+
+    def extra_repr(self) -> str:
+        return f"{next(iter(self.keywords))!r}, {self.extra_outputs[0]!r}"
 
 
 def _check_name(op: str, name: str) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from ...fuser import ArgumentError, Sequential
 from ..parameters.wide_buffers import WideBuffers
 from ..routed.choose import SCORES, Choose
+from ..routed.gate import Gate
 from ..values.checks import check_numbers, check_sizes
 from .balance import Balance
-from .gate import Gate
 from .losses import Loss, Tally, check_sequences
 from .record import Record
 from .route import Groups, Routes, check_choice, check_tensors, rule_of, whole

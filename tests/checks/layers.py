@@ -57,8 +57,10 @@ def check_layer_trains(device: str) -> None:
     truth = _step(exact, x.detach().cpu().double().requires_grad_())
 
     assert step_names(layer.experts.explain()) == ["RoutedMLP"]
-    for again in outputs[1:]:
-        assert all(torch.equal(*pair) for pair in zip(again, outputs[0], strict=True))
+    names = ["y", "loss", "x", *[name for name, _ in layer.named_parameters()]]
+    for call, again in enumerate(outputs[1:], 2):
+        pairs = zip(names, again, outputs[0], strict=True)
+        assert (call, [name for name, *pair in pairs if not torch.equal(*pair)]) == (call, [])
     for got, right in zip(outputs[0], truth, strict=True):
         assert float((got.cpu().double() - right).norm()) <= 0.03 * float(right.norm())
     layer.update_bias()

@@ -22,6 +22,7 @@ from fusible import (
     ScaledClampedSwiGLU,
     ScaledSwiGLU,
     Sequential,
+    SwapExtra,
     SwiGLU,
 )
 
@@ -234,6 +235,36 @@ def test_unread_extra_output_has_no_gradient_to_add():
     assert x.grad.eq(1).all()
 
 
+def test_a_second_branch_begins_at_a_kept_tensor():
+    first, second = Linear(4, 6, dtype=torch.float64), Linear(4, 6, dtype=torch.float64)
+    ops = [MakeExtraOutput("x0"), first, SwapExtra("x0", "first"), second, AddExtraInput("first")]
+    tensors, dy = {"x": unit(3, 4), "v": first.weight, "w": second.weight}, unit(3, 6)
+    ours = run(lambda x, v, w: Sequential(*ops)(x), tensors, dy)
+    biases = first.bias.detach() + second.bias.detach()
+
+    assert_as_good(ours, lambda x, v, w: F.linear(x, v) + F.linear(x, w, biases), tensors, dy)
+
+
+def test_swapped_tensors_may_have_any_form():
+    x, kept = unit(3), unit(2, 5)
+    assert torch.autograd.gradcheck(lambda x, kept: SwapExtra("kept", "x0")(x, kept=kept), (x, kept))
+
+    y, x0 = SwapExtra("kept", "x0")(x, kept=torch.ones(2, dtype=torch.int64))
+    assert y.tolist() == [1, 1]
+    assert torch.equal(x0, x)
+
+
+def test_swap_says_what_does_not_fit():
+    with pytest.raises(
+        ValueError, match="SwapExtra: the extra output needs another name than the keyword, got 'a' twice"
+    ):
+        SwapExtra("a", "a")
+    with pytest.raises(ValueError, match="SwapExtra: the name must be an identifier"):
+        SwapExtra("a", "y")
+    with pytest.raises(ArgumentError, match="a: expected a tensor, got a float"):
+        SwapExtra("a", "b")(torch.ones(2), a=1.0)
+
+
 def test_extra_input_keeps_the_dtype_of_x():
     x, more = unit(3, 4, dtype=HALF), unit(3, 4, dtype=torch.float32)
     grads = run(AddExtraInput("more"), {"x": x, "more": more}, unit(3, 4, dtype=HALF))
@@ -430,6 +461,7 @@ def test_no_graph_under_no_grad(op, arguments):
         (Bias(3), "Bias(3)"),
         (MakeExtraOutput("skip"), "MakeExtraOutput('skip')"),
         (AddExtraInput("skip"), "AddExtraInput('skip')"),
+        (SwapExtra("skip", "other"), "SwapExtra('skip', 'other')"),
         (Linear(3, 2, bias=False), "Linear(3, 2, bias=False)"),
     ],
 )

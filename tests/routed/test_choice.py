@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from checks import choice
 from checks.choice import Case
+from checks.many_groups import GROUPS, SLOTS
 from emulation import build, harness
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from fusible import RefusedError, Router, SignBias, SwitchLoss, ZLoss, config
+from fusible import MoE, RefusedError, Router, SignBias, SwitchLoss, ZLoss, config
 from fusible.fuser import replay
 from fusible.ops.kernels.hopper import choice as kernel
 from fusible.ops.kernels.problems.choice import SCORES, ChoiceRule, Choosing
@@ -49,6 +54,38 @@ def _asked_for_by_name() -> Iterator[None]:
 def test_choices_and_gradients(scores: str, sizes: dict[str, Any]) -> None:
     for normalize in (True, False):
         choice.check("cpu", Case(scores=scores, normalize=normalize, **sizes))
+
+
+@pytest.mark.parametrize("top_k", SLOTS)
+@pytest.mark.parametrize("experts", GROUPS)
+def test_many_experts(experts: int, top_k: int) -> None:
+    """On both sides of a kernel's form; with and without the bias, in each of the scores."""
+    for i, scores in enumerate(SCORES):
+        choice.check("cpu", Case(experts, top_k, 5, scores, normalize=top_k % 4 > 0, biased=i < 2, pads=i > 0))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    count = draw(st.sampled_from([1, 1, 2, 8, 32]))
+    size = draw(st.integers(1, 40))
+    keep, best = draw(st.integers(1, count)), draw(st.integers(1, 2))
+    top_k = draw(st.integers(1, min(32, size * keep)))
+    flags = draw(
+        st.fixed_dictionaries(dict.fromkeys(("normalize", "biased", "pads", "given", "tallied"), st.booleans()))
+    )
+    groups = (count, keep, best) if count > 1 else (1, 1, 1)
+    sizes = {
+        "tokens": draw(st.integers(4 if flags["given"] else 0, 12)),
+        "scores": draw(st.sampled_from(SCORES)),
+        "groups": groups,
+    }
+    return Case(count * size, top_k, **sizes, **flags)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_any_rule(case: Case) -> None:
+    choice.check("cpu", case)
 
 
 @pytest.mark.parametrize("scores", SCORES)
@@ -195,6 +232,36 @@ def test_replays_give_the_bits_of_the_first_call() -> None:
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
     assert replay.stats().replayed > before + 4
+
+
+@pytest.mark.usefixtures("replayed")
+@pytest.mark.parametrize("how", [{"scores": "sigmoid", "bias_update_rate": 0.1}, {"losses": (ZLoss(0.1),)}], ids=str)
+@pytest.mark.parametrize("shared", [None, 32])
+def test_replays_of_a_layer_give_the_bits_of_the_first_call(
+    emulation: harness.Emulation, how: dict[str, Any], shared: int | None
+) -> None:
+    """Output, loss and all gradients, that of x among them. The backward runs in a thread of its own, as on a GPU."""
+    torch.manual_seed(3)
+    layer = MoE(64, 32, experts=8, top_k=2, balance_loss=0.1, shared_ffn=shared, dtype=torch.bfloat16, **how)
+    x, before = torch.randn(33, 64).bfloat16().requires_grad_(), replay.stats().replayed
+    first = results(layer, x)
+    for call in range(1, 6):
+        with emulation.shuffled(call) if call > 3 else nullcontext():
+            again = results(layer, x)
+        assert [name for name in first if not torch.equal(first[name], again[name])] == []
+
+    assert replay.stats().replayed == before + 4 * 4  # both containers, forward and backward, from the third call on
+    assert "replayed" in str(layer.router.choice.explain())
+
+
+def results(layer: MoE, x: Tensor) -> dict[str, Tensor]:
+    """The results of a step by name."""
+    y, loss, counts = layer(x)
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    with ThreadPoolExecutor(1) as engine:
+        total = y.square().mean() + loss
+        grads = engine.submit(torch.autograd.grad, total, [*leaves.values()]).result()
+    return {"y": y.detach(), "loss": loss.detach(), "counts": counts, **dict(zip(leaves, grads, strict=True))}
 
 
 def test_custom_ops_run_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

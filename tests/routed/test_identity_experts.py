@@ -1,4 +1,4 @@
-"""Identity experts and latent experts, as ops in a sequence."""
+"""Identity experts, latent experts and shared experts, as ops in a sequence."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from fusible import (
     GroupedLinear,
     IdentityExperts,
     Linear,
+    MakeExtraOutput,
+    MoE,
     Router,
     Scale,
     Sequential,
+    SwapExtra,
     SwiGLU,
 )
 
@@ -93,6 +96,23 @@ def test_latent_experts_are_a_sequence(routes: tuple[Tensor, Tensor, Tensor], no
         expected = module(expected)
 
     torch.testing.assert_close(y, expected @ up.weight.T)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_shared_experts_are_a_branch_of_the_sequence(gated: bool) -> None:
+    """The bits and gradients of ``MoE`` with ``shared_ffn``, and with ``shared_gate``."""
+    torch.manual_seed(0)
+    moe, x = MoE(H, F, E, 2, shared_ffn=F, shared_gate=gated, dtype=D), torch.randn(T, H, dtype=D, requires_grad=True)
+    branch = [MakeExtraOutput("tokens"), moe.shared, SwapExtra("tokens", "shared")]
+    layer = Sequential(*branch, *moe.experts, AddExtraInput("shared"))
+    routes, expected = moe.router(x), moe(x).y
+    y = layer(x, top_k_index=routes.top_k_index, top_k_weights=routes.top_k_weights)
+
+    torch.testing.assert_close(y, expected)
+    leaves = [x, *moe.parameters()]
+    for ours, theirs in zip(*(torch.autograd.grad(t.square().sum(), leaves) for t in (y, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert "RoutedMLP" in str(layer.explain())
 
 
 def test_identity_experts_say_what_does_not_fit() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fusible.benchmarks import (
     arguments,
+    balancing,
     bits,
     chains,
     compare,
@@ -778,3 +779,13 @@ def test_bits_that_differ_are_named(capsys: pytest.CaptureFixture[str], tmp_path
     assert bits.main(["compare", str(first), str(second)]) == 1
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()[:-1]]
     assert names == ["gemm.NT.torch.bfloat16.loop/y", "gemm.NT.torch.float32.loop/alpha"]
+
+
+def test_balancing_evens_loads_out(capsys: pytest.CaptureFixture[str]) -> None:
+    trainings = {name: balancing.train(balancing.METHODS[name], 12) for name in ("none", "QuantileBias()")}
+
+    assert trainings["QuantileBias()"].loads[-1] < 0.9 * trainings["none"].loads[-1]
+    assert all(1 <= load <= balancing.EXPERTS / balancing.TOP_K for each in trainings.values() for load in each.loads)
+    assert "| `QuantileBias()` |" in balancing.table(trainings, 12)
+    balancing.main(["--steps", "1", "--json"])
+    assert json.loads(capsys.readouterr().out).keys() == balancing.METHODS.keys()

@@ -19,6 +19,7 @@ from . import (
     choice,
     epilogue,
     fake_quantize,
+    gate,
     gemm,
     low_rank,
     packed_gemm,
@@ -124,6 +125,8 @@ _CHOICE = Implementation(
     *(NAME, lambda p: f"{choice.NAME} ({p.PASS})", _choose, choice.refusal), device="cuda", by_name=True
 )
 
+_GATE = Implementation(NAME, f"{NAME} (gate)", gate.run, gate.refusal, device="cuda", by_name=True)
+
 KERNELS: Implementations = (
     (kinds.GEMM, _GEMM),
     (kinds.RAGGED, _of(NAME, ragged.run, ragged.refusal)),
@@ -134,6 +137,7 @@ KERNELS: Implementations = (
     (kinds.TRANSPOSITION, _of(f"{NAME} (transpose)", _transpose, _transposition_refusal)),
     (kinds.PERMUTATION, _of(lambda p: f"{permute.NAME} ({p.PASS})", _permute, _permutation_refusal, KEY)),
     (kinds.CHOICE, _CHOICE),
+    (kinds.GATE, _GATE),
     (kinds.LOW_RANK, _of(low_rank.NAME, low_rank.run, low_rank.refusal)),
     (kinds.QUANTIZER, _of(f"{NAME} (quantise)", quantize.run, quantize.refusal)),
     (kinds.FAKE_QUANTIZER, _of(f"{NAME} (quantise)", fake_quantize.run, fake_quantize.refusal)),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .choice import Choosing, ChoosingBackward
 from .fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
+from .gate import GateProduct
 from .gemm import GroupedGemm, first
 from .interface import Kind, Measured
 from .low_rank import LowRankPass
@@ -75,6 +76,9 @@ PERMUTATION: Kind[Permuting] = Kind(
 CHOICE: Kind[Choosing | ChoosingBackward] = Kind(
     "choice of experts", attrgetter("logits"), types=(Choosing, ChoosingBackward), by_door=True
 )
+GATE: Kind[GateProduct] = Kind(
+    "product of a router", attrgetter("a"), types=(GateProduct,), flops=FLOPS, optional=True, by_door=True
+)
 LOW_RANK: Kind[LowRankPass] = Kind(
     "pass of low rank", attrgetter("x"), types=(LowRankPass,), flops=FLOPS, optional=True, by_door=True
 )
@@ -122,5 +126,5 @@ PACKED: Kind[PackedGemm] = Kind(
 
 KINDS = (
     *(GEMM, RAGGED, ACTIVATION, FUNCTION, POINTWISE, ROW_PASS, TRANSPOSITION, LOW_RANK),
-    *(PERMUTATION, CHOICE, QUANTIZER, FAKE_QUANTIZER, SCALED_PRODUCT, ACTIVATED_PRODUCT, PACKED),
+    *(PERMUTATION, CHOICE, GATE, QUANTIZER, FAKE_QUANTIZER, SCALED_PRODUCT, ACTIVATED_PRODUCT, PACKED),
 )

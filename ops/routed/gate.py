@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from ...fuser import Grads, Op, Promises, TensorSpec
+from ..kernels.doors.gate import gate_product
+from ..kernels.problems.gemm import Layout
 
 
 class Gate(Op):
@@ -27,6 +28,7 @@ class Gate(Op):
     class Saved(NamedTuple):
         x: Tensor | None
         weight: Tensor
+        dtype: torch.dtype
         bias_dtype: torch.dtype | None
 
     def check(self, x: TensorSpec, *, weight: Tensor, logit_bias: Tensor | None = None) -> TensorSpec:
@@ -35,18 +37,15 @@ class Gate(Op):
     def fwd(
         self, x: Tensor, *, weight: Tensor, logit_bias: Tensor | None = None, needs_grad: frozenset[str]
     ) -> tuple[Tensor, Saved]:
-        dtype = _wide(x.dtype)
-        bias = None if logit_bias is None else logit_bias.to(dtype)
         kept = x if "weight" in needs_grad else None
-        saved = self.Saved(kept, weight, None if logit_bias is None else logit_bias.dtype)
-        return F.linear(x.to(dtype), weight.to(dtype), bias), saved
+        saved = self.Saved(kept, weight, x.dtype, None if logit_bias is None else logit_bias.dtype)
+        return gate_product(Layout.NT, x, weight, logit_bias), saved
 
     def bwd(self, saved: Saved, dy: Tensor, *, needs_grad: frozenset[str]) -> Grads:
-        x, weight, bias_dtype = saved
-        dtype = weight.dtype if x is None else x.dtype
-        grads: dict[str, object] = {"x": lambda: (dy @ weight.to(dy.dtype)).to(dtype)}
+        x, weight, dtype, bias_dtype = saved
+        grads: dict[str, object] = {"x": lambda: gate_product(Layout.NN, dy, weight).to(dtype)}
         if x is not None:
-            grads["weight"] = lambda: (dy.T @ x.to(dy.dtype)).to(weight.dtype)
+            grads["weight"] = lambda: gate_product(Layout.TN, dy, x).to(weight.dtype)
         if bias_dtype is not None:
             grads["logit_bias"] = lambda: dy.sum(0).to(bias_dtype)
         return grads  # type: ignore[return-value]

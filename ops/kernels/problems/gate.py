@@ -1,0 +1,48 @@
+"""The products of a router's gate, as the door hands them to a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from .gemm import Layout, nbytes
+
+
+@final
+@dataclass(slots=True)
+class GateProduct:
+    """A product whose result is float32: few but important numbers.
+
+    Attributes:
+        layout: NT: logits [T, E] of tokens ``a`` [T, H] by the weight ``b`` [E, H]. NN: the gradient [T, H] of the
+            tokens, from that of the logits ``a`` [T, E]. TN: the gradient [E, H] of the weight, from that of the logits
+            ``a`` [T, E] and the tokens ``b`` [T, H].
+        a, b: of any floating-point dtypes.
+        bias: [E], added to logits.
+        out: float32, where kernels of a backend write; None while they are chosen.
+    """
+
+    PASS: ClassVar[str] = "gate"
+    layout: Layout
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    out: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the result."""
+        rows = self.a.shape[1 if self.layout is Layout.TN else 0]
+        return rows, self.b.shape[0 if self.layout is Layout.NT else 1]
+
+    @property
+    def flops(self) -> int:
+        """The operations of one product, however many passes make it."""
+        return 2 * self.a.numel() * self.shape[1]
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of the operands and of the result."""
+        return nbytes(self.a, self.b, self.bias, self.out)
