@@ -72,6 +72,8 @@ class Transport(Protocol):
     name: str
     overlaps: Overlaps
     """The moves that run beside products."""
+    final: tuple[type[Exception], ...]
+    """The errors after which ranks cannot meet again."""
 
     def dispatch(
         self,
