@@ -15,7 +15,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from ep_cases import batch_for, counts_of, raises
-from ep_world import TIMEOUT, Batch, Results, World, part, same, trained, whole
+from ep_sharded_cases import page
+from ep_world import TIMEOUT, Batch, H, Results, World, part, same, trained, whole
 from torch import Tensor
 from torch import distributed as dist
 
@@ -48,6 +49,14 @@ def on_hosts(world: World, host: Callable[[int], str] | None = None) -> Iterator
 def rails(world: World, **settings: Any) -> ep.Group:
     with on_hosts(world):
         return world.group(**{"transport": "rails", "combine": "reduced", **settings})
+
+
+@case
+def the_page_shows_a_group(world: World) -> None:
+    with on_hosts(world):
+        group = page("hosts")["rails_group"](num_experts=8, max_tokens=13, top_k=3, hidden=H, dtype=torch.float32)
+    assert (group.transport, group.settings.combine) == ("rails", "reduced")
+    check(group, batch_for(group, counts_of(world)))
 
 
 def rounded(parts: list[Tensor]) -> Tensor:

@@ -38,9 +38,9 @@ class Model(NamedTuple):
         return (y * batch.dy).square().sum(1).mean()
 
 
-def page() -> dict[str, Any]:
-    """The functions of the page, without what it runs."""
-    text = (ROOT / "docs" / "expert_parallel.md").read_text()
+def page(name: str = "expert_parallel") -> dict[str, Any]:
+    """The functions of a page, without what it runs."""
+    text = (ROOT / "docs" / f"{name}.md").read_text()
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
     names: dict[str, Any] = {}
     exec("\n".join(re.findall(r"^(?:from|import) .*|^def .*\n(?:(?: .*)?\n)+", code, re.M)), names)
@@ -99,7 +99,37 @@ def experts_under_fsdp_have_the_gradients_of_one_process(world: World) -> None:
         check(world, of_group(mesh.get_group("ep"), shared_by), mesh.get_group("ep"), mesh)
 
 
+def experts_beside_ddp_have_the_gradients_of_one_process(world: World) -> None:
+    docs, group = page("hosts"), of_group(None, world.size)
+    batch = batch_for(group, (TOKENS,) * world.size)
+    alone = Model.of(whole(group), group.settings.num_experts)
+    alone.loss(batch).backward()
+    model = Model.of(part(group), group.settings.num_experts)
+    model = model._replace(router=docs["beside_ddp"](model.router))
+    model.loss(batch.of(world.rank)).backward()
+    docs["as_means"](model.layer)
+    expected = [*values(alone.router.parameters()), *(p.grad[group.local_experts] for p in alone.layer.parameters())]
+    came = values((*model.router.parameters(), *model.layer.parameters()))
+    torch.testing.assert_close(came, expected, rtol=1e-4, atol=1e-6)
+
+
+def replicas_of_hosts_have_the_gradients_of_one_process(world: World) -> None:
+    docs, hosts = page("hosts"), world.size // 2
+    settings = {"num_experts": 4, "max_tokens": TOKENS, "top_k": 2, "hidden": H, "dtype": torch.float32}
+    group, mesh = docs["group_of_host"]("cpu", hosts, 2, **settings, capacity="worst", timeout=TIMEOUT)
+    batch = batch_for(group, (TOKENS,) * world.size)
+    alone, model = Model.of(whole(group), 4), Model.of(part(group), 4)
+    alone.loss(batch).backward()
+    model.loss(batch.of(world.rank)).backward()
+    docs["sum_between_hosts"](model.layer, mesh)
+    expected = [p.grad[group.local_experts] for p in alone.layer.parameters()]
+    came = [grad / world.size for grad in values(model.layer.parameters())]
+    torch.testing.assert_close(came, expected, rtol=1e-4, atol=1e-6)
+
+
 CASES: list[Callable[[World], None]] = [
     gradients_are_clipped_by_the_norm_of_the_model,
     experts_under_fsdp_have_the_gradients_of_one_process,
+    experts_beside_ddp_have_the_gradients_of_one_process,
+    replicas_of_hosts_have_the_gradients_of_one_process,
 ]
