@@ -8,13 +8,25 @@ from typing import Any, NamedTuple
 
 import torch
 from ep_cases import batch_for
-from ep_world import ROOT, TIMEOUT, Batch, H, World, part, whole
+from ep_world import ROOT, TIMEOUT, Batch, H, World, part, same, trained, whole
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fusible import ep
+from fusible import (
+    Combine,
+    Dispatch,
+    Float8Row,
+    Float8Tensor,
+    GroupedLinear,
+    GroupedLoRA,
+    Scale,
+    Sequential,
+    SwiGLU,
+    ep,
+    quantize_,
+)
 
 TOKENS = 11  # of each rank
 
@@ -127,9 +139,50 @@ def replicas_of_hosts_have_the_gradients_of_one_process(world: World) -> None:
     torch.testing.assert_close(came, expected, rtol=1e-4, atol=1e-6)
 
 
+def adapted(first: nn.Module, last: nn.Module, experts: slice) -> nn.Module:
+    """Frozen experts with adapters, these of all; drawn alike on all ranks."""
+    number, frozen = experts.stop - experts.start, {"bias": False, "dtype": torch.float32}
+    linears = [GroupedLoRA(number, *sides, 4, **frozen) for sides in ((H, 2 * H), (H, H))]
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for linear in linears:
+            for name, parameter in linear.named_parameters():
+                parameter.copy_(torch.randn(16, *parameter.shape[1:])[experts] / 3)
+                parameter.requires_grad_(name != "weight")
+    return Sequential(first, linears[0], SwiGLU(), Scale(), linears[1], last)
+
+
+def adapters_of_shared_experts_have_the_gradients_of_one_process(world: World) -> None:
+    group = of_group(None, world.size)
+    batch, experts = batch_for(group, (TOKENS,) * world.size), group.settings.num_experts
+    alone = trained(trains(adapted(Dispatch(experts), Combine(), slice(0, experts))), batch)
+    came = trained(
+        trains(adapted(ep.EPDispatch(group), ep.EPCombine(group), group.local_experts)), batch.of(world.rank)
+    )
+    expected = alone.of(batch.counts, group)
+    torch.testing.assert_close(came, expected, rtol=1e-5, atol=1e-6)
+
+
+def trains(layer: nn.Module) -> Any:
+    """The layer as what :func:`trained` takes, with the parameters that are not frozen alone."""
+    layer.parameters = lambda: (p for p in nn.Module.parameters(layer) if p.requires_grad)  # type: ignore[method-assign]
+    return layer
+
+
+def quantised_experts_have_the_bits_of_one_process(world: World) -> None:
+    for recipe in (Float8Row(), Float8Tensor()):
+        group = world.group(dtype=torch.bfloat16)
+        batch = batch_for(group, (13,) * world.size)
+        alone, ours = (trains(quantize_(layer, recipe)) for layer in (whole(group), part(group)))
+        same(trained(ours, batch.of(world.rank)), trained(alone, batch).of(batch.counts, group))
+        assert all(linear.is_quantized for linear in ours if isinstance(linear, GroupedLinear))
+
+
 CASES: list[Callable[[World], None]] = [
     gradients_are_clipped_by_the_norm_of_the_model,
     experts_under_fsdp_have_the_gradients_of_one_process,
     experts_beside_ddp_have_the_gradients_of_one_process,
     replicas_of_hosts_have_the_gradients_of_one_process,
+    adapters_of_shared_experts_have_the_gradients_of_one_process,
+    quantised_experts_have_the_bits_of_one_process,
 ]
