@@ -13,6 +13,7 @@ from torch import distributed as dist
 from ..fuser import Sequential
 from ..ops import Scale
 from ..ops.ep import EPCombine, EPDispatch, Group
+from ..ops.ep.settings import FIXED
 
 _MOST_TOKENS = 1 << 24  # of a group without a capacity, which reserves nothing for them
 
@@ -33,7 +34,7 @@ class ExchangeOptions(NamedTuple):
     @property
     def needs_tokens(self) -> bool:
         """Whether the largest number of tokens is not given, but fixes the number of rows."""
-        return self.max_tokens is None and (self.capacity != "exact" or self.transport == "symmetric")
+        return self.max_tokens is None and (self.capacity != "exact" or self.transport in FIXED)
 
     def tokens(self) -> int:
         """The largest number of tokens that a rank gives to a call.

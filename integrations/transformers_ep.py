@@ -150,8 +150,8 @@ class FusibleEP(EPImplementation):  # type: ignore[misc]
         """The parts of all ranks of a tensor-parallel group."""
         if self.tp_mesh.size() == 1:
             return y
-        layout = {"shape": shape, "stride": (shape[1], 1)}
-        return DTensor.from_local(y.contiguous(), self.tp_mesh, [Shard(0)], run_check=False, **layout).full_tensor()
+        part, stride = y.contiguous(), (shape[1], 1)
+        return DTensor.from_local(part, self.tp_mesh, [Shard(0)], shape=shape, stride=stride).full_tensor()
 
 
 def register(name: str, **options: Any) -> None:

@@ -68,6 +68,7 @@ SLOW = {
     "test_megatron_dispatcher": "starts processes, compiles csrc with g++",
     "test_nvrtc": "compiles functions of users with NVRTC",
     "test_on_import": "starts processes",
+    "test_other_engines": "starts processes",
     "test_peers": "runs stand-ins of other libraries",
     "test_peft": "models of transformers",
     "test_pointwise_chain": "draws hundreds of chains",

@@ -103,6 +103,7 @@ class CollectiveTransport:
     """The transport ``collective``; see the module."""
 
     name = "collective"
+    final: tuple[type[Exception], ...] = (PeerError,)
     overlaps = Overlaps()
 
     def __init__(self, settings: Settings, process_group: dist.ProcessGroup) -> None:
@@ -295,18 +296,18 @@ class CollectiveTransport:
 
         NCCL has the timeout of the process group, and a watchdog.
         """
-        with _peers_of(named):
+        with peers_of(named):
             work = collective(group=self._group, async_op=True)
 
         def wait() -> None:
-            with _peers_of(named):
+            with peers_of(named):
                 work.wait(timedelta(seconds=seconds)) if seconds else work.wait()
 
         return wait
 
 
 @contextmanager
-def _peers_of(named: str) -> Iterator[None]:
+def peers_of(named: str) -> Iterator[None]:
     """Adds to an error in the body which exchange's collective did not end."""
     try:
         yield

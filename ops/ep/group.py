@@ -12,7 +12,8 @@ from torch import distributed as dist
 from . import memory
 from .barrier import barrier
 from .collective import CollectiveTransport
-from .errors import CapacityError, PeerError
+from .errors import CapacityError
+from .rails import Hosts, RailsTransport, settings_inside
 from .settings import Settings
 from .symmetric import SymmetricTransport
 from .transport import Exchange, Table, Transport
@@ -115,7 +116,8 @@ class Group:
             token, and sends one row per token. That moves less data, rounds twice, and the bits depend on the ranks.
         transport: ``"collective"``: ``all_to_all_single`` of the process group. ``"symmetric"``: GPUs of one host read
             one another's memory; the host does not wait, so errors are raised by a later call or by :meth:`check`.
-            ``"auto"``:
+            ``"rails"``: several hosts with equally many GPUs: ``"symmetric"`` inside of each, equal collectives
+            between GPUs of one number; needs ``combine="reduced"``, as each host rounds its sums. ``"auto"``:
             ``"collective"``, which runs everywhere.
         lanes: the number of exchanges that may be open at once, for overlapping microbatches.
         timeout: seconds to wait for a peer; 0: forever.
@@ -178,6 +180,8 @@ class Group:
         self.transport_reason = "the one transport that runs on every backend"
         if transport == "symmetric":
             self._share_memory()
+        if transport == "rails":
+            self._lay_rails()
         self.transport = self._mover.name
         self._lanes = [Lane(i) for i in range(lanes)]
         self._ended: Exception | None = None
@@ -187,7 +191,19 @@ class Group:
         self._refuse(SymmetricTransport.refusal(self.settings, self.size))
         here = memory.Location.here(memory.device())
         self._refuse(here.unreachable(self._of_ranks(here)))
-        mover = SymmetricTransport(self.settings, self.process_group)
+        self._move_by(SymmetricTransport(self.settings, self.process_group))
+
+    def _lay_rails(self) -> None:
+        """Maps the memory of the ranks of each host, and connects hosts."""
+        here = memory.Location.here(memory.device())
+        of_ranks = self._of_ranks(here)
+        hosts = Hosts.of(of_ranks, self.rank)
+        self._refuse(hosts.refusal(of_ranks))
+        self._refuse(SymmetricTransport.refusal(settings_inside(self.settings, hosts), hosts.each))
+        self._refuse(here.unreachable([each if each.host == here.host else here for each in of_ranks]))
+        self._move_by(RailsTransport(self.settings, hosts, self.process_group))
+
+    def _move_by(self, mover: SymmetricTransport | RailsTransport) -> None:
         self._mover, self.device = mover, mover.device
         self.devices, self.transport_reason = frozenset({mover.device.type}), "as the group was asked for"
 
@@ -198,10 +214,10 @@ class Group:
         return values
 
     def _refuse(self, refusal: str | None) -> None:
-        """Raises on all ranks if one cannot use the transport ``symmetric``. Collective."""
+        """Raises on all ranks if one cannot use the transport. Collective."""
         for rank, each in enumerate(self._of_ranks(refusal)):
             if each is not None:
-                raise ValueError(f"Group: transport 'symmetric' cannot serve rank {rank}: it {each}")
+                raise ValueError(f"Group: transport {self.settings.transport!r} cannot serve rank {rank}: it {each}")
 
     @property
     def num_local_experts(self) -> int:
@@ -227,10 +243,10 @@ class Group:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """A context in which the failure of a peer fails the group."""
+        """A context in which the failure of a peer, or another final one, fails the group."""
         try:
             yield
-        except PeerError as error:
+        except self._mover.final as error:
             self._ended = error
             raise
 
@@ -276,9 +292,16 @@ class Group:
         return Statistics(sum(lane.exchanges for lane in self._lanes), **self._mover.statistics())
 
     def reset(self) -> None:
-        """Forgets exchanges that an exception left open. Collective: all ranks must call it."""
+        """Forgets exchanges that an exception left open. Collective: all ranks must call it.
+
+        Raises:
+            PeerError, RuntimeError: the group has failed or is closed.
+            CapacityError: with transport ``"rails"``, which does not go on after one.
+        """
         with suppress(CapacityError):
             self.check(synchronize=True)
+        if self._ended is not None:  # others may not come
+            _raise_again(self._ended)
         for lane in self._lanes:
             lane.reset()
         barrier(self.process_group)

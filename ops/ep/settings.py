@@ -10,7 +10,8 @@ import torch
 
 OVERFLOW = ("raise", "drop")
 COMBINE = ("exact", "reduced")
-TRANSPORTS = ("auto", "collective", "symmetric")
+TRANSPORTS = ("auto", "collective", "symmetric", "rails")
+FIXED = ("symmetric", "rails")  # transports whose host does not wait for sizes
 CAPACITIES = ("exact", "worst")
 
 
@@ -68,10 +69,15 @@ class Settings(NamedTuple):
                 "capacity must be a factor of max_tokens * top_k (a float), a number of rows (an int), "
                 f"'exact' or 'worst', got {self.capacity!r}"
             )
-        elif self.transport == "symmetric" and self.capacity == "exact":
-            yield "capacity 'exact' needs transport 'collective', as the host waits for it; give 'symmetric' a number"
+        elif self.transport in FIXED and self.capacity == "exact":
+            yield (
+                "capacity 'exact' needs transport 'collective', as the host waits for it; "
+                f"give {self.transport!r} a number"
+            )
         if self.transport == "symmetric" and self.combine == "reduced":
-            yield "combine 'reduced' needs transport 'collective'; 'symmetric' sums exactly"
+            yield "combine 'reduced' needs transport 'collective' or 'rails'; 'symmetric' sums exactly"
+        if self.transport == "rails" and self.combine == "exact":
+            yield "combine 'exact' is not possible with transport 'rails', where each host rounds its sums: 'reduced'"
 
     def _multiprocessors(self) -> Iterator[tuple[str, Any]]:
         """The names and values of the settings that are numbers of multiprocessors, where they are given."""

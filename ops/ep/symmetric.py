@@ -134,6 +134,8 @@ class SymmetricTransport:
     """The transport ``symmetric``; see the module."""
 
     name = "symmetric"
+    final: tuple[type[Exception], ...] = (PeerError,)
+    afterwards = "group.reset() on all ranks ends this state"
 
     def __init__(self, settings: Settings, process_group: dist.ProcessGroup) -> None:
         on, capacity = memory.device(), settings.rows(dist.get_world_size(process_group))
@@ -317,7 +319,7 @@ class SymmetricTransport:
         exchange, kind = Exchange(lane, report.exchange), _kind_of(report.kind)
         named = exchange.named(kind)
         if report.failure == kernels.OVERFLOW:
-            cures = "or 'worst', or with overflow='drop'; group.reset() on all ranks ends this state"
+            cures = f"or 'worst', or with overflow='drop'; {self.afterwards}"
             numbers = report.peer, report.seen, self._capacity
             return CapacityError(messages.overflow(self._settings, exchange.named("dispatch"), *numbers, cures))
         if report.failure == kernels.LATE:

@@ -73,6 +73,8 @@ class Transport(Protocol):
     name: str
     overlaps: Overlaps
     """The moves that run beside products."""
+    final: tuple[type[Exception], ...]
+    """The errors after which ranks cannot meet again."""
 
     def dispatch(self, exchange: Exchange, call: RoutedCall, fill: bool, beside: bool) -> DispatchedRows:
         """The :class:`Table` of the ids [T, k], the rows of :meth:`pull`, and their weights.

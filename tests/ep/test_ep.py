@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,16 @@ def said_of_sharding(request: pytest.FixtureRequest, tmp_path_factory: pytest.Te
 @pytest.mark.parametrize("case", [case.__name__ for case in ep_sharded_cases.CASES])
 def test_what_the_page_says_of_training(case: str, said_of_sharding: dict[str, list[str]]) -> None:
     ep_world.assert_passed(case, said_of_sharding)
+
+
+def test_ranks_that_do_not_end_are_killed_with_their_children(tmp_path: Path) -> None:
+    """However many there are, and whoever holds their output: what is started with a limit ends with it."""
+    began, wait = time.monotonic(), 25.0
+    said = ep_world.start("ep_stuck_cases", 2, tmp_path, wait=wait)
+
+    assert wait <= time.monotonic() - began < wait + 15
+    assert len(said["started"]) == 2
+    assert all("asleep" in text and "killed: it did not end" in text for text in said["started"])
 
 
 def test_a_group_needs_a_process_group() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ep_hosts_cases
+import ep_rails_cases
 import ep_world
 import pytest
 import two_hosts
+from emulation import build
 
 pytestmark = pytest.mark.skipif(two_hosts.refusal() is not None, reason=f"no two hosts here: {two_hosts.refusal()}")
 
@@ -30,3 +32,22 @@ def test_a_model_of_transformers_trains_on_two_hosts(tmp_path_factory: pytest.Te
         said = ep_world.start("ep_transformers_cases", 2, folder, only=[case], launcher=launcher)
 
     ep_world.assert_passed(case, said)
+
+
+needs_kernels = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
+RAILS = [case.__name__ for case in ep_rails_cases.CASES]
+
+
+@pytest.fixture(scope="module")
+def said_of_rails(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    """The messages of two ranks on each host; inside of a host, kernels run on the CPU."""
+    build.build()  # once, not by every rank
+    folder, only = tmp_path_factory.mktemp("rails"), ep_world.selected(request)
+    with two_hosts.two_hosts(4) as launcher:
+        return ep_world.start("ep_rails_cases", 4, folder, 900, "symmetric", only=only, launcher=launcher)
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", RAILS)
+def test_rails_between_two_hosts(case: str, said_of_rails: dict[str, list[str]]) -> None:
+    ep_world.assert_passed(case, said_of_rails)

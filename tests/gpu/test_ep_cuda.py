@@ -1,7 +1,8 @@
 """Expert parallelism over the links of GPUs: the bits of one, thousands of exchanges, graphs, errors, no hangs.
 
 A rank that is alone is its own peer: its kernels, overlaps and graphs are the same, and one GPU is enough.
-All ends within five minutes: ranks that have not ended by then are killed, and ``ep_proof`` has the long runs.
+All ends within five minutes: four ranks have :data:`TOGETHER` seconds for all cases, a rank alone :data:`ALONE_FOR`,
+and whatever runs then is killed with its children. ``ep_proof`` has the long runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 GPUS = torch.cuda.device_count()
+TOGETHER, ALONE_FOR = 190, 80  # seconds; one that hangs in a driver is waited for five more
 ALONE = [
     case.__name__
     for case in (
@@ -28,7 +30,7 @@ pytestmark = pytest.mark.cuda
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The messages of the ranks on the cases."""
     folder, only = tmp_path_factory.mktemp("ranks"), ep_world.selected(request)
-    return ep_world.start("ep_gpu_cases", min(GPUS, 4), folder, 200, "symmetric", "cuda", only)
+    return ep_world.start("ep_gpu_cases", min(GPUS, 4), folder, TOGETHER, "symmetric", "cuda", only)
 
 
 @pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, here are {GPUS}")
@@ -41,7 +43,7 @@ def test_on_all_ranks(case: str, said: dict[str, list[str]]) -> None:
 def said_alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The messages of a single rank."""
     folder, only = tmp_path_factory.mktemp("alone"), ep_world.selected(request)
-    return ep_world.start("ep_gpu_cases", 1, folder, 80, "symmetric", "cuda", only)
+    return ep_world.start("ep_gpu_cases", 1, folder, ALONE_FOR, "symmetric", "cuda", only)
 
 
 @pytest.mark.parametrize("case", ALONE)

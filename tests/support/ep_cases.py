@@ -1016,7 +1016,7 @@ def settings_that_are_wrong(world: World) -> None:
         ({"capacity": -1.0}, "capacity must be a factor .*, got -1.0"),
         ({"overflow": "ignore"}, "overflow must be one of 'raise', 'drop', got 'ignore'"),
         ({"combine": "fast"}, "combine must be one of 'exact', 'reduced', got 'fast'"),
-        ({"transport": "copper"}, "transport must be one of 'auto', 'collective', 'symmetric', got 'copper'"),
+        ({"transport": "copper"}, "transport must be one of 'auto', 'collective', 'symmetric', 'rails', got 'copper'"),
         ({"transport": "symmetric", "capacity": "exact"}, "capacity 'exact' needs transport 'collective'"),
         ({"transport": "symmetric", "combine": "reduced"}, "combine 'reduced' needs transport 'collective'"),
         ({"transport": "symmetric"}, "transport 'symmetric' cannot serve rank 0: it needs CUDA devices"),

@@ -8,13 +8,25 @@ from typing import Any, NamedTuple
 
 import torch
 from ep_cases import batch_for
-from ep_world import ROOT, TIMEOUT, Batch, H, World, part, whole
+from ep_world import ROOT, TIMEOUT, Batch, H, World, part, same, trained, whole
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fusible import ep
+from fusible import (
+    Combine,
+    Dispatch,
+    Float8Row,
+    Float8Tensor,
+    GroupedLinear,
+    GroupedLoRA,
+    Scale,
+    Sequential,
+    SwiGLU,
+    ep,
+    quantize_,
+)
 
 TOKENS = 11  # of each rank
 
@@ -38,9 +50,9 @@ class Model(NamedTuple):
         return (y * batch.dy).square().sum(1).mean()
 
 
-def page() -> dict[str, Any]:
-    """The functions of the page, without what it runs."""
-    text = (ROOT / "docs" / "expert_parallel.md").read_text()
+def page(name: str = "expert_parallel") -> dict[str, Any]:
+    """The functions of a page, without what it runs."""
+    text = (ROOT / "docs" / f"{name}.md").read_text()
     code = "\n".join(re.findall(r"^```python\n(.*?)^```", text, re.M | re.S))
     names: dict[str, Any] = {}
     exec("\n".join(re.findall(r"^(?:from|import) .*|^def .*\n(?:(?: .*)?\n)+", code, re.M)), names)
@@ -99,7 +111,78 @@ def experts_under_fsdp_have_the_gradients_of_one_process(world: World) -> None:
         check(world, of_group(mesh.get_group("ep"), shared_by), mesh.get_group("ep"), mesh)
 
 
+def experts_beside_ddp_have_the_gradients_of_one_process(world: World) -> None:
+    docs, group = page("hosts"), of_group(None, world.size)
+    batch = batch_for(group, (TOKENS,) * world.size)
+    alone = Model.of(whole(group), group.settings.num_experts)
+    alone.loss(batch).backward()
+    model = Model.of(part(group), group.settings.num_experts)
+    model = model._replace(router=docs["beside_ddp"](model.router))
+    model.loss(batch.of(world.rank)).backward()
+    docs["as_means"](model.layer)
+    expected = [*values(alone.router.parameters()), *(p.grad[group.local_experts] for p in alone.layer.parameters())]
+    came = values((*model.router.parameters(), *model.layer.parameters()))
+    torch.testing.assert_close(came, expected, rtol=1e-4, atol=1e-6)
+
+
+def replicas_of_hosts_have_the_gradients_of_one_process(world: World) -> None:
+    docs, hosts = page("hosts"), world.size // 2
+    settings = {"num_experts": 4, "max_tokens": TOKENS, "top_k": 2, "hidden": H, "dtype": torch.float32}
+    group, mesh = docs["group_of_host"]("cpu", hosts, 2, **settings, capacity="worst", timeout=TIMEOUT)
+    batch = batch_for(group, (TOKENS,) * world.size)
+    alone, model = Model.of(whole(group), 4), Model.of(part(group), 4)
+    alone.loss(batch).backward()
+    model.loss(batch.of(world.rank)).backward()
+    docs["sum_between_hosts"](model.layer, mesh)
+    expected = [p.grad[group.local_experts] for p in alone.layer.parameters()]
+    came = [grad / world.size for grad in values(model.layer.parameters())]
+    torch.testing.assert_close(came, expected, rtol=1e-4, atol=1e-6)
+
+
+def adapted(first: nn.Module, last: nn.Module, experts: slice) -> nn.Module:
+    """Frozen experts with adapters, these of all; drawn alike on all ranks."""
+    number, frozen = experts.stop - experts.start, {"bias": False, "dtype": torch.float32}
+    linears = [GroupedLoRA(number, *sides, 4, **frozen) for sides in ((H, 2 * H), (H, H))]
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for linear in linears:
+            for name, parameter in linear.named_parameters():
+                parameter.copy_(torch.randn(16, *parameter.shape[1:])[experts] / 3)
+                parameter.requires_grad_(name != "weight")
+    return Sequential(first, linears[0], SwiGLU(), Scale(), linears[1], last)
+
+
+def adapters_of_shared_experts_have_the_gradients_of_one_process(world: World) -> None:
+    group = of_group(None, world.size)
+    batch, experts = batch_for(group, (TOKENS,) * world.size), group.settings.num_experts
+    alone = trained(trains(adapted(Dispatch(experts), Combine(), slice(0, experts))), batch)
+    came = trained(
+        trains(adapted(ep.EPDispatch(group), ep.EPCombine(group), group.local_experts)), batch.of(world.rank)
+    )
+    expected = alone.of(batch.counts, group)
+    torch.testing.assert_close(came, expected, rtol=1e-5, atol=1e-6)
+
+
+def trains(layer: nn.Module) -> Any:
+    """The layer as what :func:`trained` takes, with the parameters that are not frozen alone."""
+    layer.parameters = lambda: (p for p in nn.Module.parameters(layer) if p.requires_grad)  # type: ignore[method-assign]
+    return layer
+
+
+def quantised_experts_have_the_bits_of_one_process(world: World) -> None:
+    for recipe in (Float8Row(), Float8Tensor()):
+        group = world.group(dtype=torch.bfloat16)
+        batch = batch_for(group, (13,) * world.size)
+        alone, ours = (trains(quantize_(layer, recipe)) for layer in (whole(group), part(group)))
+        same(trained(ours, batch.of(world.rank)), trained(alone, batch).of(batch.counts, group))
+        assert all(linear.is_quantized for linear in ours if isinstance(linear, GroupedLinear))
+
+
 CASES: list[Callable[[World], None]] = [
     gradients_are_clipped_by_the_norm_of_the_model,
     experts_under_fsdp_have_the_gradients_of_one_process,
+    experts_beside_ddp_have_the_gradients_of_one_process,
+    replicas_of_hosts_have_the_gradients_of_one_process,
+    adapters_of_shared_experts_have_the_gradients_of_one_process,
+    quantised_experts_have_the_bits_of_one_process,
 ]

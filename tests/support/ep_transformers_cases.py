@@ -18,6 +18,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
+from ep_sharded_cases import page
 from ep_world import World
 from hugging_face import COMMON, experts_of, make, relative
 from torch import Tensor, nn
@@ -418,7 +419,18 @@ def tensor_parallel_replicas(world: World) -> None:
 
 
 @case_on_four
-def replicas_of_the_whole(world: World) -> None:
+def replicas_between_hosts(world: World) -> None:
+    """As the page on hosts loads them."""
+    ours, alone = page("hosts")["load"](saved("qwen3"), 2, 2, "fusible"), load("qwen3", "fusible")
+    everyone = batches(4)
+    ours.train()(input_ids=everyone[world.rank], labels=everyone[world.rank]).loss.backward()
+    (sum(alone(input_ids=ids, labels=ids).loss for ids in everyone) / 4).backward()
+    assert group_of(ours).size == 2
+    assert_near(ours, alone, gradient, 5e-5)
+
+
+@case_on_four
+def experts_of_all_ranks(world: World) -> None:
     with all_tokens_to_rank_0():
         check(world, Way(fsdp=4, ep=4))
 

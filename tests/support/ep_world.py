@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,23 +182,17 @@ def start(
         launcher: the words in front of the command of a rank.
     """
     command = [sys.executable, str(Path(__file__)), transport, device, module, str(ranks), str(folder)]
-    running = [
-        subprocess.Popen(
-            [*launcher(rank), *command, str(rank), *only],
-            env=environment(device),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+    end = time.monotonic() + wait
+    running: list[subprocess.Popen[str]] = []
+    try:
+        running.extend(
+            _started([*launcher(rank), *command, str(rank), *only], device, folder / f"{rank}.out")
+            for rank in range(ranks)
         )
-        for rank in range(ranks)
-    ]
-    said, end = [], time.monotonic() + wait
-    for process in running:
-        try:
-            said.append(process.communicate(timeout=max(1.0, end - time.monotonic()))[0])
-        except subprocess.TimeoutExpired:
-            process.kill()
-            said.append(process.communicate()[0] + "\nkilled: it did not end")
+        said = [_ended(process, end, folder / f"{rank}.out") for rank, process in enumerate(running)]
+    finally:
+        for process in running:
+            _kill(process)
     found: dict[str, list[str]] = {}
     for rank, text in enumerate(said):
         path = folder / f"{rank}.json"
@@ -205,6 +200,37 @@ def start(
         for name, result in results.items():
             found.setdefault(name, []).append(f"rank {rank}: {result}" if result else "")
     return found
+
+
+def _started(command: list[str], device: str, out: Path) -> subprocess.Popen[str]:
+    """A process that leads a group of its own, with which its children are killed. It writes to a file: a pipe would
+    last as long as the longest of them.
+    """
+    theirs = environment(device)
+    with out.open("w") as file:
+        return subprocess.Popen(
+            command, env=theirs, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+
+def _ended(process: subprocess.Popen[str], end: float, out: Path) -> str:
+    """The output of a process that has ended, or is killed at the time ``end``."""
+    try:
+        process.wait(max(0.0, end - time.monotonic()))
+        return out.read_text()
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        return f"{out.read_text()}\nkilled: it did not end"
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    """Kills a process that runs, and its children; waits no longer than a killed process takes."""
+    if process.poll() is not None:
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):  # it hangs in a driver
+        process.wait(5)
 
 
 def selected(request: Any) -> list[str]:

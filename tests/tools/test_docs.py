@@ -120,7 +120,7 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "l
 def test_code_of_page_runs(page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if page == "docs/jax.md":
         pytest.importorskip("jax", reason="jax is not installed")
-    for variable in TORCHRUN if page in ("docs/expert_parallel.md", "docs/fsdp.md") else ():
+    for variable in TORCHRUN if page in ("docs/expert_parallel.md", "docs/fsdp.md", "docs/hosts.md") else ():
         monkeypatch.setenv(variable, TORCHRUN[variable])
     names, ran = run_page(page), any(map(can_run, blocks(page, "python")))
 
