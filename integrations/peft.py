@@ -77,7 +77,7 @@ def _merge(original: Callable[..., None]) -> Callable[..., None]:
             raise ValueError(
                 f"fusible: {self.parameter_name} is stored as {stored.recipe.name}, whose steps are larger than an "
                 "adapter's changes: merged, it would be lost. Keep the adapter beside the model, or write merged "
-                "weights in 16 bits, layer by layer: fusible.integrations.peft.export_merged(model, folder)"
+                "weights in 16 bits, layer by layer: fusible.integrations.export.export_merged(model, folder)"
             )
         original(self, *args, **kwargs)
 

@@ -66,6 +66,7 @@ def settle(experts: Any, dtype: torch.dtype) -> None:
     Raises:
         ValueError: the checkpoint lacks one, or it does not fit.
     """
+    was_transposed = experts.is_transposed
     for name, layout in experts.__dict__.pop(_PLANNED, {}).items():
         parts = {}
         for part in (*layout.parts, *layout.more):
@@ -73,7 +74,8 @@ def settle(experts: Any, dtype: torch.dtype) -> None:
             if not getattr(tensor, "_is_hf_initialized", False):
                 raise ValueError(f"{name}{part.suffix}: the checkpoint lacks it, and has {layout.recipe.name} weights")
             parts[part.suffix] = tensor.data
-        keep(experts, name, layout, parts, dtype)
+        keep(experts, name, layout, parts, dtype, was_transposed)
+    experts.is_transposed = False
 
 
 class KeepsBytes(base.HfQuantizer):  # type: ignore[misc]
