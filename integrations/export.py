@@ -19,7 +19,7 @@ from ..ops.formats.copies import Weight
 from ..ops.formats.float8_weight import Float8Weight
 from .stored_experts import stored_of
 
-_OWN = ("base_layer",)
+_WRAPPED = ("base_layer",)
 _SCALES = "_scale_inv"
 
 
@@ -72,8 +72,8 @@ def _by_layer(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tenso
     part: dict[str, Tensor] = {}
     layer: str | None = None
     for name, tensor in tensors:
-        found = re.match(r".*?layers\.\d+\.", name)
-        now = found[0] if found else ""
+        layer_name = re.match(r".*?layers\.\d+\.", name)
+        now = layer_name[0] if layer_name else ""
         if part and now != layer:
             yield part
             part = {}
@@ -92,7 +92,7 @@ def _merged(base: nn.Module) -> Iterator[tuple[str, Tensor]]:
         steps = path.split(".") if path else []
         if any(step.startswith("lora_") for step in steps) or isinstance(module, peft_layer.LoraLayer):
             continue
-        prefix = ".".join([step for step in steps if step not in _OWN])
+        prefix = ".".join([step for step in steps if step not in _WRAPPED])
         for name, tensor in _tensors(module, base.dtype):  # type: ignore[arg-type]
             delta = [d for wrapper in adapters[id(module), name] for d in _deltas(wrapper)]
             whole = tensor if not delta else (tensor.float() + sum(delta)).to(base.dtype)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def _has_bytes(module: Any, name: str) -> bool:
 
 
 def _deltas(wrapper: Any) -> Iterator[Tensor]:
-    """What each active adapter adds to a weight, float32; of stored experts [E, N, K]."""
+    """The change of a weight by each active adapter, float32; for stored experts [E, N, K]."""
     for name in wrapper.active_adapters:
         if name in wrapper.lora_A:
             yield wrapper.get_delta_weight(name).float()

@@ -85,7 +85,7 @@ def _merge(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _adapted_bytes(experts: Any, name: str) -> Stored | None:
-    """What the bytes of a parameter stand for, if experts run here on them."""
+    """The meaning of the bytes of a parameter, if experts run here on them."""
     return stored_of(experts, name) if _runs_here(experts) else None
 
 

@@ -34,8 +34,8 @@ LayoutOf = Callable[[Any, str, tuple[int, int, int]], Layout | None]
 
 def experts_of(model: nn.Module) -> list[Any]:
     """The experts modules of a model that ``"fusible"`` runs."""
-    found = [each for each in model.modules() if hasattr(each, "is_transposed") and hasattr(each, "has_gate")]
-    return [each for each in found if hasattr(each, "down_proj")]
+    candidates = [each for each in model.modules() if hasattr(each, "is_transposed") and hasattr(each, "has_gate")]
+    return [each for each in candidates if hasattr(each, "down_proj")]
 
 
 def runs_here(config: Any) -> bool:
@@ -172,8 +172,8 @@ def _compressed(parent: Any) -> Any:
             from transformers.integrations.compressed_tensors import get_experts_scheme
 
             config = self.compressor.quantization_config
-            scheme, halves = get_experts_scheme(config), 2 if name == "gate_up_proj" else 1
-            return compressed_tensors(scheme, scheme.format or config.format, shape, halves)
+            scheme, sections = get_experts_scheme(config), 2 if name == "gate_up_proj" else 1
+            return compressed_tensors(scheme, scheme.format or config.format, shape, sections)
 
     return KeepsCompressedTensors
 

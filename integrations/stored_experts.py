@@ -55,7 +55,7 @@ class Stored(NamedTuple):
 
 
 def stored_of(experts: Any, name: str) -> Stored | None:
-    """What the bytes of a weight of an experts module stand for; None: it has no bytes that we read."""
+    """The meaning of the bytes of a weight of an experts module; None: it has no bytes that are read here."""
     kept: dict[str, Stored] | None = experts.__dict__.get(ATTRIBUTE)
     if kept is not None:
         return kept.get(name)
@@ -66,7 +66,7 @@ def stored_of(experts: Any, name: str) -> Stored | None:
 
 
 def _of_float8_blocks(experts: Any, name: str, weight: Tensor, scales: Tensor) -> Stored | None:
-    """What transformers' own FP8 experts hold."""
+    """The bytes of transformers' own FP8 experts."""
     recipe = Float8Block(scales="float32" if scales.dtype == torch.float32 else "power_of_two")
     shape: Any = tuple(weight.shape)
     block = getattr(experts, "block_size", None)
