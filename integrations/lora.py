@@ -200,7 +200,7 @@ def explained(experts: Any) -> LayerContainer | None:
 
 
 def _stored(experts: Any) -> list[Stored | None]:
-    """What the bytes of both weights stand for; None for those that are no bytes."""
+    """The meaning of the bytes of both weights; None for a weight in 16 bits."""
     return [stored_of(experts, name) for name in Names.of(experts)[:2]]
 
 

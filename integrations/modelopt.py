@@ -75,7 +75,7 @@ class ModelOptQuantizer(KeepsBytes):
 
 
 class _StackNumbers(ConversionOps):  # type: ignore[misc]
-    """The numbers of experts, those of gate beside those of up, as [E, halves]."""
+    """The numbers of experts, those of gate beside those of up, as [E, sections]."""
 
     def convert(
         self, input_dict: dict[str, list[Tensor]], source_patterns: Any, target_patterns: Any, **kwargs: Any
@@ -94,8 +94,8 @@ class _UnstackNumbers(ConversionOps):  # type: ignore[misc]
     ) -> dict[str, Tensor]:
         (value,) = input_dict.values()
         whole = value[0] if isinstance(value, list) else value
-        halves = zip(target_patterns, whole.unbind(1), strict=True)
-        return {p.replace("*", str(e)): number.clone() for p, half in halves for e, number in enumerate(half)}
+        columns = zip(target_patterns, whole.unbind(1), strict=True)
+        return {p.replace("*", str(e)): number.clone() for p, column in columns for e, number in enumerate(column)}
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -125,7 +125,7 @@ class _Decode(ConversionOps):  # type: ignore[misc]
 
 
 class _Same(ConversionOps):  # type: ignore[misc]
-    """What was decoded is saved as it is."""
+    """Decoded weights are saved in 16 bits."""
 
     def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
         return input_dict

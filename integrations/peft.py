@@ -78,7 +78,7 @@ def _merge(original: Callable[..., None]) -> Callable[..., None]:
             raise ValueError(
                 f"fusible: {self.parameter_name} is stored as {stored.recipe.name}, whose steps are larger than an "
                 "adapter's changes: merged, it would be lost. Keep the adapter beside the model, or write merged "
-                "weights in 16 bits, layer by layer: fusible.integrations.peft.export_merged(model, folder)"
+                "weights in 16 bits, layer by layer: fusible.integrations.export.export_merged(model, folder)"
             )
         original(self, *args, **kwargs)
 
@@ -86,7 +86,7 @@ def _merge(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _adapted_bytes(experts: Any, name: str) -> Stored | None:
-    """What the bytes of a parameter stand for, if experts run here on them."""
+    """The meaning of the bytes of a parameter, if experts run here on them."""
     return stored_of(experts, name) if _runs_here(experts) else None
 
 

@@ -34,8 +34,8 @@ LayoutOf = Callable[[Any, str, tuple[int, int, int]], Layout | None]
 
 def experts_of(model: nn.Module) -> list[Any]:
     """The experts modules of a model that ``"fusible"`` runs."""
-    found = [each for each in model.modules() if hasattr(each, "is_transposed") and hasattr(each, "has_gate")]
-    return [each for each in found if hasattr(each, "down_proj")]
+    candidates = [each for each in model.modules() if hasattr(each, "is_transposed") and hasattr(each, "has_gate")]
+    return [each for each in candidates if hasattr(each, "down_proj")]
 
 
 def runs_here(config: Any) -> bool:
@@ -66,6 +66,7 @@ def settle(experts: Any, dtype: torch.dtype) -> None:
     Raises:
         ValueError: the checkpoint lacks one, or it does not fit.
     """
+    was_transposed = experts.is_transposed
     for name, layout in experts.__dict__.pop(_PLANNED, {}).items():
         parts = {}
         for part in (*layout.parts, *layout.more):
@@ -73,7 +74,8 @@ def settle(experts: Any, dtype: torch.dtype) -> None:
             if not getattr(tensor, "_is_hf_initialized", False):
                 raise ValueError(f"{name}{part.suffix}: the checkpoint lacks it, and has {layout.recipe.name} weights")
             parts[part.suffix] = tensor.data
-        keep(experts, name, layout, parts, dtype)
+        keep(experts, name, layout, parts, dtype, was_transposed)
+    experts.is_transposed = False
 
 
 class KeepsBytes(base.HfQuantizer):  # type: ignore[misc]
@@ -170,8 +172,8 @@ def _compressed(parent: Any) -> Any:
             from transformers.integrations.compressed_tensors import get_experts_scheme
 
             config = self.compressor.quantization_config
-            scheme, halves = get_experts_scheme(config), 2 if name == "gate_up_proj" else 1
-            return compressed_tensors(scheme, scheme.format or config.format, shape, halves)
+            scheme, sections = get_experts_scheme(config), 2 if name == "gate_up_proj" else 1
+            return compressed_tensors(scheme, scheme.format or config.format, shape, sections)
 
     return KeepsCompressedTensors
 

@@ -29,6 +29,7 @@ class Stored(NamedTuple):
         names: the parameters of the module that have its parts.
         dtype: that of the model's other parameters.
         layout: how a state dict has it; None: as the module does.
+        is_transposed: whether the class has [E, K, N] in 16 bits.
     """
 
     recipe: Recipe
@@ -36,6 +37,7 @@ class Stored(NamedTuple):
     names: tuple[str, ...]
     dtype: torch.dtype
     layout: Layout | None = None
+    is_transposed: bool = False
 
     def weight(self, experts: nn.Module) -> Weight:
         """The current parts."""
@@ -53,18 +55,18 @@ class Stored(NamedTuple):
 
 
 def stored_of(experts: Any, name: str) -> Stored | None:
-    """What the bytes of a weight of an experts module stand for; None: it has no bytes that we read."""
+    """The meaning of the bytes of a weight of an experts module; None: it has no bytes that are read here."""
     kept: dict[str, Stored] | None = experts.__dict__.get(ATTRIBUTE)
     if kept is not None:
         return kept.get(name)
     scales, weight = getattr(experts, f"{name}_scale_inv", None), experts._parameters.get(name)
-    if scales is None or weight is None or weight.dtype != torch.float8_e4m3fn:
+    if scales is None or weight is None or weight.dim() != 3 or weight.dtype != torch.float8_e4m3fn:
         return None
     return _of_float8_blocks(experts, name, weight, scales)
 
 
 def _of_float8_blocks(experts: Any, name: str, weight: Tensor, scales: Tensor) -> Stored | None:
-    """What transformers' own FP8 experts hold."""
+    """The bytes of transformers' own FP8 experts."""
     recipe = Float8Block(scales="float32" if scales.dtype == torch.float32 else "power_of_two")
     shape: Any = tuple(weight.shape)
     block = getattr(experts, "block_size", None)
@@ -92,8 +94,14 @@ def float8_blocks(experts: Any) -> bool:
     return stored is not None and stored.recipe.quantises_tokens
 
 
-def keep(experts: Any, name: str, layout: Layout, parts: dict[str, Tensor], dtype: torch.dtype) -> None:
+def keep(
+    experts: Any, name: str, layout: Layout, parts: dict[str, Tensor], dtype: torch.dtype, was_transposed: bool
+) -> None:
     """Makes the parameter ``name`` of an experts module of a publisher's parts, whose memory it shares.
+
+    Args:
+        was_transposed: whether the class has [E, K, N] in 16 bits; the module no longer says so, as bytes are [E, N,
+            K / 2].
 
     Raises:
         ValueError: a part does not have the form of the format, or its values are none; names the tensor.
@@ -112,8 +120,8 @@ def keep(experts: Any, name: str, layout: Layout, parts: dict[str, Tensor], dtyp
         experts.__dict__[ATTRIBUTE] = {}
         experts.register_state_dict_post_hook(_publish)
         experts.register_load_state_dict_pre_hook(_take_back)
-    experts.__dict__[ATTRIBUTE][name] = Stored(layout.recipe, layout.shape, tuple(names), dtype, layout)
-    experts.is_transposed = False  # bytes are [E, N, K / 2]
+    stored = Stored(layout.recipe, layout.shape, tuple(names), dtype, layout, was_transposed)
+    experts.__dict__[ATTRIBUTE][name] = stored
     experts._is_hf_initialized = True  # the model's initialiser looks for the parameters that it knows
 
 

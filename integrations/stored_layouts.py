@@ -19,10 +19,8 @@ from ..ops.formats.nf4 import NF4
 from ..ops.formats.nvfp4_weight import NVFP4Weight
 from ..ops.formats.weight_only import WeightOnly
 
-Shape = tuple[int, int, int]
 
-
-class Part(NamedTuple):
+class Piece(NamedTuple):
     """A tensor of a publisher.
 
     Attributes:
@@ -44,9 +42,9 @@ class Layout(NamedTuple):
     """
 
     recipe: WeightOnly
-    shape: Shape
-    parts: tuple[Part, ...]
-    more: tuple[Part, ...] = ()
+    shape: tuple[int, int, int]
+    parts: tuple[Piece, ...]
+    more: tuple[Piece, ...] = ()
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -79,11 +77,11 @@ class Layout(NamedTuple):
 
     def write(self, weight: Weight) -> dict[str, Tensor]:
         """The inverse of :meth:`read`."""
-        given = zip(self.parts, filter(lambda t: t is not None, weight.tensors), strict=True)
-        return {p.suffix: _viewed(t, p.dtype or t.dtype).reshape(p.shape) for p, t in given}  # type: ignore[union-attr]
+        named = zip(self.parts, filter(lambda t: t is not None, weight.tensors), strict=True)
+        return {p.suffix: _viewed(t, p.dtype or t.dtype).reshape(p.shape) for p, t in named}  # type: ignore[union-attr]
 
 
-def _misfit(part: Part, tensor: Any) -> str | None:
+def _misfit(part: Piece, tensor: Any) -> str | None:
     if not isinstance(tensor, Tensor):
         return "is missing"
     same = tuple(tensor.shape) == part.shape and part.dtype in (None, tensor.dtype)
@@ -91,7 +89,7 @@ def _misfit(part: Part, tensor: Any) -> str | None:
     return None if same else f"expected {wanted}, got {list(tensor.shape)}, {tensor.dtype}"
 
 
-def _as(tensor: Tensor, like: Tensor | None, part: Part) -> Tensor:
+def _as(tensor: Tensor, like: Tensor | None, part: Piece) -> Tensor:
     """The part in the form of the format, without a copy."""
     assert like is not None
     flat = tensor.reshape(*like.shape[:-1], -1) if tensor.dim() > like.dim() else tensor
@@ -102,65 +100,78 @@ def _viewed(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.contiguous().view(dtype)
 
 
-def mxfp4_of_gpt_oss(shape: Shape) -> Layout:
+def mxfp4_of_gpt_oss(shape: tuple[int, int, int]) -> Layout:
     """``_blocks`` and ``_scales``; gate and up rows alternate."""
     e, n, k = shape
-    blocks, scales = Part("_blocks", (e, n, k // 32, 16), torch.uint8), Part("_scales", (e, n, k // 32), torch.uint8)
+    blocks, scales = (
+        Piece("_blocks", (e, n, k // 32, 16), torch.uint8),
+        Piece("_scales", (e, n, k // 32), torch.uint8),
+    )
     return Layout(MXFP4(), shape, (blocks, scales))
 
 
-def nf4(shape: Shape) -> Layout:
+def nf4(shape: tuple[int, int, int]) -> Layout:
     """Experts that were quantised while they were loaded."""
     e, n, k = shape
-    return Layout(NF4(), shape, (Part("", (e, n, k // 2), torch.uint8), Part("_scale", (e, n, k // 64), torch.float32)))
+    return Layout(
+        NF4(),
+        shape,
+        (Piece("", (e, n, k // 2), torch.uint8), Piece("_scale", (e, n, k // 64), torch.float32)),
+    )
 
 
-def modelopt_nvfp4(shape: Shape, halves: int) -> Layout:
+def modelopt_nvfp4(shape: tuple[int, int, int], sections: int) -> Layout:
     """``weight``, ``weight_scale``, ``weight_scale_2``, which multiplies."""
     e, n, k = shape
-    scales = Part("_scale", (e, n, k // 16), torch.float8_e4m3fn)
-    factor = Part("_scale_2", (e, halves), torch.float32)
-    return Layout(NVFP4Weight(halves), shape, (Part("", (e, n, k // 2), torch.uint8), scales, factor))
+    scales = Piece("_scale", (e, n, k // 16), torch.float8_e4m3fn)
+    factor = Piece("_scale_2", (e, sections), torch.float32)
+    return Layout(NVFP4Weight(sections), shape, (Piece("", (e, n, k // 2), torch.uint8), scales, factor))
 
 
-def compressed_tensors(scheme: Any, format: str, shape: Shape, halves: int) -> Layout | None:
+def compressed_tensors(scheme: Any, format: str, shape: tuple[int, int, int], sections: int) -> Layout | None:
     """The layout of a scheme of compressed-tensors; None: no format of ours is its."""
     makers = {"pack-quantized": _int4, "nvfp4-pack-quantized": _nvfp4, "mxfp4-pack-quantized": _mxfp4}
     makers |= dict.fromkeys(("float-quantized", "naive-quantized"), _float8)
     make = makers.get(format)
-    return None if make is None else make(scheme, shape, halves)
+    return None if make is None else make(scheme, shape, sections)
 
 
-def _int4(scheme: Any, shape: Shape, halves: int) -> Layout | None:
+def _int4(scheme: Any, shape: tuple[int, int, int], sections: int) -> Layout | None:
     (e, n, k), weights = shape, scheme.weights
     group = weights.group_size or k
     if weights.num_bits != 4 or weights.actorder is not None or group % 8:
         return None
-    parts = (Part("_packed", (e, n, k // 8), torch.int32), Part("_scale", (e, n, -(-k // group)), None))
+    parts = (Piece("_packed", (e, n, k // 8), torch.int32), Piece("_scale", (e, n, -(-k // group)), None))
     if not weights.symmetric:
-        parts = (*parts, Part("_zero_point", (e, -(-n // 8), -(-k // group)), torch.int32))
+        parts = (*parts, Piece("_zero_point", (e, -(-n // 8), -(-k // group)), torch.int32))
     recipe = Int4(group, zero_points=not weights.symmetric)
-    return Layout(recipe, shape, parts, (Part("_shape", (e, 2 * halves), torch.int64),))
+    return Layout(recipe, shape, parts, (Piece("_shape", (e, 2 * sections), torch.int64),))
 
 
-def _nvfp4(scheme: Any, shape: Shape, halves: int) -> Layout:
+def _nvfp4(scheme: Any, shape: tuple[int, int, int], sections: int) -> Layout:
     e, n, k = shape
-    data, scales = Part("_packed", (e, n, k // 2), torch.uint8), Part("_scale", (e, n, k // 16), torch.float8_e4m3fn)
-    factor = Part("_global_scale", (e, halves), torch.float32)
-    return Layout(NVFP4Weight(halves, divides=True), shape, (data, scales, factor))
+    data, scales = (
+        Piece("_packed", (e, n, k // 2), torch.uint8),
+        Piece("_scale", (e, n, k // 16), torch.float8_e4m3fn),
+    )
+    factor = Piece("_global_scale", (e, sections), torch.float32)
+    return Layout(NVFP4Weight(sections, divides=True), shape, (data, scales, factor))
 
 
-def _mxfp4(scheme: Any, shape: Shape, halves: int) -> Layout:
+def _mxfp4(scheme: Any, shape: tuple[int, int, int], sections: int) -> Layout:
     e, n, k = shape
-    data, scales = Part("_packed", (e, n, k // 2), torch.uint8), Part("_scale", (e, n, k // 32), torch.uint8)
+    data, scales = (
+        Piece("_packed", (e, n, k // 2), torch.uint8),
+        Piece("_scale", (e, n, k // 32), torch.uint8),
+    )
     return Layout(MXFP4(), shape, (data, scales))
 
 
-def _float8(scheme: Any, shape: Shape, halves: int) -> Layout | None:
+def _float8(scheme: Any, shape: tuple[int, int, int], sections: int) -> Layout | None:
     (e, n, _), weights = shape, scheme.weights
     if weights.type != "float" or weights.num_bits != 8 or weights.strategy not in ("channel", "tensor"):
         return None
     by_row = weights.strategy == "channel"
-    recipe = Float8Weight("rows") if by_row else Float8Weight("tensor", halves)
-    scales = Part("_scale", (e, n, 1) if by_row else (e, halves), None)
-    return Layout(recipe, shape, (Part("", shape, torch.float8_e4m3fn), scales))
+    recipe = Float8Weight("rows") if by_row else Float8Weight("tensor", sections)
+    scales = Piece("_scale", (e, n, 1) if by_row else (e, sections), None)
+    return Layout(recipe, shape, (Piece("", shape, torch.float8_e4m3fn), scales))

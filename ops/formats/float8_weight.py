@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .copies import BLOCK, Weight
 from .formats import E4M3, cast, from_e8m0
-from .nvfp4_weight import halves_refusal, rows_of_halves
+from .nvfp4_weight import factors_by_row, sections_refusal
 from .recipe import check_choice, register
 from .reference import quantize_weight
 from .weight_only import SCALE_DTYPES, WeightOnly
@@ -25,23 +25,23 @@ class Float8Weight(WeightOnly):
 
     Attributes:
         scales: "blocks" of 128 x 128 (DeepSeek-V3, Qwen3-FP8): [E, ceil(N / 128), ceil(K / 128)]; "rows" (by channel):
-            [E, N]; or "tensor": [E, halves].
-        halves: 2 where gate and up, the halves of the rows, have a scale each under "tensor".
+            [E, N]; or "tensor": [E, sections].
+        sections: 2 where gate and up, the sections of the rows, have a scale each under "tensor".
 
     Raises:
         ValueError: another value.
     """
 
     scales: Scales = "blocks"
-    halves: int = 1
+    sections: int = 1
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = (*SCALE_DTYPES, torch.float8_e8m0fnu)
 
     def __post_init__(self) -> None:
         check_choice(self, "scales", get_args(Scales))
-        check_choice(self, "halves", (1, 2) if self.scales == "tensor" else (1,))  # type: ignore[arg-type]
+        check_choice(self, "sections", (1, 2) if self.scales == "tensor" else (1,))  # type: ignore[arg-type]
 
     def size_refusal(self, in_features: int, out_features: int) -> str | None:
-        return halves_refusal(self.name, self.halves, out_features)
+        return sections_refusal(self.name, self.sections, out_features)
 
     def bits(self, in_features: int) -> float:
         return 8 + {"blocks": 32 / BLOCK**2, "rows": 32 / in_features, "tensor": 0}[self.scales]
@@ -49,8 +49,8 @@ class Float8Weight(WeightOnly):
     def quantize(self, weight: Tensor) -> Weight:
         if self.scales == "blocks":
             return quantize_weight(weight, 1, False)
-        by_half = weight.float().unflatten(1, (self.halves, -1))
-        amax = weight.float().abs().amax(2) if self.scales == "rows" else by_half.abs().amax((2, 3))
+        by_section = weight.float().unflatten(1, (self.sections, -1))
+        amax = weight.float().abs().amax(2) if self.scales == "rows" else by_section.abs().amax((2, 3))
         scales = torch.where(amax > 0, amax, 1.0) / E4M3.max
         return Weight(cast(weight.float() / self._of_rows(scales, weight.shape[1]), E4M3), scales)
 
@@ -68,4 +68,4 @@ class Float8Weight(WeightOnly):
 
     def _of_rows(self, scales: Tensor, rows: int) -> Tensor:
         """[E, N, 1]."""
-        return scales.unsqueeze(-1) if self.scales == "rows" else rows_of_halves(scales, rows)
+        return scales.unsqueeze(-1) if self.scales == "rows" else factors_by_row(scales, rows)

@@ -26,25 +26,25 @@ class NVFP4Weight(WeightOnly):
     """Weights in e2m1 with an e4m3 scale for each 16 values of a row and float32 factors; rows stay in 16 bits.
 
     Attributes:
-        halves: 1, or 2 where the two halves of the rows, gate and up, have factors of their own: [E, halves].
+        sections: 1, or 2 where the two sections of the rows, gate and up, have factors of their own: [E, sections].
         divides: whether scales are divided by the factors, as compressed-tensors stores them; modelopt's multiply.
 
     Raises:
         ValueError: another value.
     """
 
-    halves: int = 1
+    sections: int = 1
     divides: bool = False
     values_in_byte: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         check_flag(self, "divides")
-        check_choice(self, "halves", (1, 2))  # type: ignore[arg-type]
+        check_choice(self, "sections", (1, 2))  # type: ignore[arg-type]
 
     def size_refusal(self, in_features: int, out_features: int) -> str | None:
         if in_features % NV_BLOCK:
             return f"NVFP4Weight needs in_features that are multiples of {NV_BLOCK}, got {in_features}"
-        return halves_refusal(self.name, self.halves, out_features)
+        return sections_refusal(self.name, self.sections, out_features)
 
     def stored_refusal(self, weight: Weight) -> str | None:
         assert weight.amax is not None
@@ -56,9 +56,9 @@ class NVFP4Weight(WeightOnly):
 
     def quantize(self, weight: Tensor) -> Weight:
         blocks = weight.float().unflatten(-1, (-1, NV_BLOCK))
-        by_half = weight.float().unflatten(1, (self.halves, -1)).abs().amax((2, 3))
-        factors = torch.where(by_half > 0, by_half, 1.0) / (E2M1_MAX * E4M3.max)
-        of_rows = rows_of_halves(factors, weight.shape[1])
+        by_section = weight.float().unflatten(1, (self.sections, -1)).abs().amax((2, 3))
+        factors = torch.where(by_section > 0, by_section, 1.0) / (E2M1_MAX * E4M3.max)
+        of_rows = factors_by_row(factors, weight.shape[1])
         amax = blocks.abs().amax(-1) / E2M1_MAX
         scales = (torch.where(amax > 0, amax, 1.0) / of_rows).clamp(2.0**-9, E4M3.max).to(E4M3.dtype)
         codes = cast_e2m1(blocks / (scales.float() * of_rows).unsqueeze(-1))
@@ -68,17 +68,19 @@ class NVFP4Weight(WeightOnly):
         assert weight.scales is not None
         assert weight.amax is not None
         codes = torch.arange(16, device=weight.data.device)
-        factors = rows_of_halves(weight.amax, weight.data.shape[1])
+        factors = factors_by_row(weight.amax, weight.data.shape[1])
         scales = weight.scales.float()
         scales = scales / factors if self.divides else scales * factors
         return scaled_by_block(looked_up(weight.data, table_of_bytes(from_e2m1(codes))), scales)
 
 
-def rows_of_halves(factors: Tensor, rows: int) -> Tensor:
-    """[E, N, 1], of factors [E, halves] of equal parts of the rows."""
+def factors_by_row(factors: Tensor, rows: int) -> Tensor:
+    """[E, N, 1], of factors [E, sections] of equal parts of the rows."""
     return factors.repeat_interleave(rows // factors.shape[1], 1).unsqueeze(-1)
 
 
-def halves_refusal(name: str, halves: int, out_features: int) -> str | None:
-    """Why rows do not have so many halves; None: they do."""
-    return f"{name} needs out_features that divide by {halves}, got {out_features}" if out_features % halves else None
+def sections_refusal(name: str, sections: int, out_features: int) -> str | None:
+    """Why rows do not have so many sections; None: they do."""
+    return (
+        f"{name} needs out_features that divide by {sections}, got {out_features}" if out_features % sections else None
+    )

@@ -111,6 +111,6 @@ def of_words(text: str) -> WeightOnly:
     """The inverse of :func:`in_words`."""
     name, *switches = text.split()
     values = dict(switch.split("=") for switch in switches)
-    made: Any = RECIPES[name](**{key: literal_eval(value) for key, value in values.items()})
-    recipe: WeightOnly = made
+    built: Any = RECIPES[name](**{key: literal_eval(value) for key, value in values.items()})
+    recipe: WeightOnly = built
     return recipe

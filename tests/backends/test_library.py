@@ -17,7 +17,7 @@ from torch.library import opcheck
 
 from fusible import Pointwise, interleaved
 from fusible.ops import kernels
-from fusible.ops.formats import mxfp8, reference
+from fusible.ops.formats import mxfp4, mxfp8, reference
 from fusible.ops.kernels.doors.inference import Experts
 from fusible.ops.kernels.doors.routing import Routing
 from fusible.ops.kernels.operators import codecs, custom_ops
@@ -40,6 +40,7 @@ TOKENS = (X[:6], IDS % 3, torch.rand(6, 2))
 GATED = Pointwise(lambda gate, up, s: gate.tanh() * up * s, halves=interleaved(4)).program.text
 HALF, WIDE_HALF = X.bfloat16(), WIDE.bfloat16()
 ROW_COPY, BYTES = reference.quantize_rows(HALF, True)[:2], reference.quantize_weight(WEIGHT, 1, True)[:2]
+NIBBLES = mxfp4.quantize_weight(torch.randn(3, 16, 32))[:2]
 PACKED = (*mxfp8.quantize_rows(WEIGHT)[:2], SIZES, "MXFP8")
 COLUMNS, WIDE_COLUMNS = (reference.quantize_columns(each, SIZES, True)[:2] for each in (HALF, WIDE_HALF))
 PLAIN = (None, None, None, None, None, "auto")  # no factor, no bias, no scales
@@ -143,6 +144,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "quantize weight": (OPS.quantize_weight, ([WEIGHT], True, 2, True, "auto")),
     "quantize weights": (OPS.quantize_weight, ([*WEIGHT], False, 1, False, "loop")),
     "transpose bytes": (OPS.transpose_bytes, (BYTES[0], "auto")),
+    "decode a weight": (OPS.decode_weight, (*NIBBLES, None, X, "MXFP4")),
     "fake-quantize rows": (OPS.fake_quantize_rows, (HALF, SIZES, "MXFP8", True, True, False, None, None, 1, "auto")),
     "fake-quantize gathered columns": (
         OPS.fake_quantize_rows,

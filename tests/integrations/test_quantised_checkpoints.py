@@ -18,10 +18,16 @@ import peft
 import quantised_checkpoints as checkpoints
 import transformers
 from safetensors.torch import load_file
+from transformers.integrations import finegrained_fp8
 
+import fusible
+from fusible import Float8Weight
+from fusible.integrations.export import export_merged
 from fusible.integrations.stored_experts import Stored, stored_of
+from fusible.ops.formats.copies import Weight
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+_IGNORED = ("UserWarning", "DeprecationWarning", "FutureWarning", "RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings(*[f"ignore::{kind}" for kind in _IGNORED])
 IDS = torch.randint(checkpoints.TOKENS, (2, 9), generator=torch.Generator().manual_seed(0))
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 COMPRESSED = ["int4", "int4-zero", "nvfp4", "mxfp4", "fp8-channel", "fp8-tensor"]
@@ -62,9 +68,15 @@ def _make(kind: str, folder: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _fp8_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers asks for a GPU before it keeps FP8 experts; the layers that would need it are not converted."""
+    """transformers asks for a GPU before it keeps FP8; what its linears promise is computed in their stead."""
     quantizer = transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING["fp8"]
     monkeypatch.setattr(quantizer, "validate_environment", lambda self, *args, **kwargs: None)
+    monkeypatch.setattr(finegrained_fp8, "fp8_linear", _fp8_linear)
+
+
+def _fp8_linear(rows: Tensor, weight: Tensor, scales: Tensor, *others: Any) -> Tensor:
+    parts = Weight(weight.unsqueeze(0), scales.unsqueeze(0))
+    return rows @ Float8Weight().weight_values(parts)[0].to(rows.dtype).mT
 
 
 def load(folder: Path, implementation: str = "fusible", **options: Any) -> Any:
@@ -94,8 +106,8 @@ def far(a: Tensor, b: Tensor) -> float:
 
 def decoded(folder: Path, kind: str) -> Any:
     """The same model with float32 experts, through another implementation of transformers."""
-    model, makers = load(folder), {"gpt-oss": checkpoints.gpt_oss, "fp8-deepseek": checkpoints.deepseek_v3}
-    plain = makers.get(kind, checkpoints.qwen3)()
+    makers = {"gpt-oss": checkpoints.gpt_oss, "fp8-deepseek": checkpoints.deepseek_v3}
+    model, plain = load(folder, dtype=torch.float32), makers.get(kind, checkpoints.qwen3)()
     modules, state = dict(model.named_modules()), dict(model.state_dict())
     with torch.no_grad():
         for name, tensor in [*plain.named_parameters(), *plain.named_buffers()]:
@@ -103,6 +115,9 @@ def decoded(folder: Path, kind: str) -> Any:
             if path.endswith("experts") and last in ("gate_up_proj", "down_proj"):
                 whole = values(modules[path], last)
                 tensor.copy_(whole.mT if plain.get_submodule(path).is_transposed else whole)
+            elif f"{name}_scale_inv" in state:
+                parts = Weight(state[name].unsqueeze(0), state[f"{name}_scale_inv"].unsqueeze(0))
+                tensor.copy_(Float8Weight().weight_values(parts)[0])
             elif name in state:
                 tensor.copy_(state[name])
     plain.set_attn_implementation("eager")
@@ -186,3 +201,151 @@ def test_adapters_are_those_of_the_16_bit_model(
     ours.save_pretrained(tmp_path)
     again = peft.PeftModel.from_pretrained(decoded(folder_of(kind), kind), tmp_path)
     assert far(again(IDS).logits, results[1].logits) < 1e-5
+
+
+def test_merging_is_refused_in_words(folder_of: Callable[[str], Path]) -> None:
+    model = adapted(load(folder_of("gpt-oss")))
+    before = values(experts_of(model)[0], "down_proj")
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(ValueError, match="down_proj is stored as MXFP4, whose steps are larger than an adapter"):
+            merge()
+    assert torch.equal(values(experts_of(model)[0], "down_proj"), before)
+
+
+def test_dropout_is_refused_by_peft(folder_of: Callable[[str], Path]) -> None:
+    with pytest.raises(ValueError, match="lora_dropout"):
+        adapted(load(folder_of("gpt-oss")), lora_dropout=0.1)
+
+
+def test_disabled_adapters_leave_the_base(folder_of: Callable[[str], Path]) -> None:
+    model = load(folder_of("modelopt"))
+    before = model(IDS).logits
+    model = adapted(model)
+    assert not torch.equal(model(IDS).logits, before)
+    with model.disable_adapter():
+        assert torch.equal(model(IDS).logits, before)
+
+
+def test_preparing_for_training_in_few_bits_changes_no_byte(folder_of: Callable[[str], Path]) -> None:
+    """PEFT casts every parameter of 16 bits to float32; bytes are none."""
+    model = load(folder_of("gpt-oss"))
+    before = experts_of(model)[0].gate_up_proj.clone()
+    prepared = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    assert torch.equal(experts_of(prepared)[0].gate_up_proj, before)
+    assert prepared.model.layers[0].self_attn.q_proj.weight.dtype == torch.float32
+
+
+def test_bitsandbytes_quantises_experts_too(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    options = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = load(folder_of("plain"), quantization_config=options, device_map={"": "cpu"})
+    before = load(folder_of("plain"), "eager")
+    for experts, whole in zip(experts_of(model), experts_of(before), strict=True):
+        assert experts.gate_up_proj.dtype == torch.uint8
+        assert stored(experts, "gate_up_proj").recipe == fusible.NF4()
+        assert 0.05 < far(values(experts, "gate_up_proj"), whole.gate_up_proj) < 0.12
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, device_map={"": "cpu"})
+    assert torch.equal(experts_of(again)[1].down_proj, experts_of(model)[1].down_proj)
+    model = adapted(model)
+    model(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in trained(model).values())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_trainer_and_checkpointing_change_adapters_alone(
+    reentrant: bool, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = adapted(load(folder_of("gpt-oss"), dtype=torch.float32))
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    before = {n: p.detach().clone() for n, p in trained(model).items()}
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=2,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": reentrant},
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+    )
+    data = [{"input_ids": each, "labels": each} for each in IDS.repeat(2, 1)]
+    transformers.Trainer(model, arguments, train_dataset=data).train()
+    assert all(not torch.equal(before[name], p) for name, p in trained(model).items())
+    assert all(torch.equal(frozen[n], p) for n, p in model.named_parameters() if not p.requires_grad)
+
+
+def test_two_hundred_steps_are_those_beside_16_bits(folder_of: Callable[[str], Path]) -> None:
+    losses = []
+    for model in (load(folder_of("gpt-oss"), dtype=torch.float32), decoded(folder_of("gpt-oss"), "gpt-oss")):
+        model = adapted(model)
+        optimizer = torch.optim.AdamW(trained(model).values(), 1e-3)
+        of_model = []
+        for _ in range(200):
+            loss = model(IDS, labels=IDS).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            of_model.append(float(loss.detach()))
+        losses.append(torch.tensor(of_model))
+    assert losses[0][-1] < 0.9 * losses[0][0]
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-3, atol=1e-3)
+
+
+def test_compiled_code_breaks_its_graph_and_agrees(folder_of: Callable[[str], Path]) -> None:
+    model = adapted(load(folder_of("gpt-oss"), dtype=torch.float32))
+    expected = model(IDS, labels=IDS).loss
+    torch._dynamo.reset()
+    loss = torch.compile(model, backend="aot_eager")(IDS, labels=IDS).loss
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    assert all(p.grad is not None for p in trained(model).values())
+
+
+def test_explain_names_the_format_in_every_layer(folder_of: Callable[[str], Path]) -> None:
+    model = adapted(load(folder_of("gpt-oss")))
+    model(IDS)
+    text = str(fusible.explain(model))
+    assert text.count("torch (decode MXFP4)") >= 4
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "int4", "modelopt", "fp8-deepseek"])
+def test_merged_weights_are_written_in_16_bits(kind: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    dtype = torch.bfloat16 if kind == "fp8-deepseek" else torch.float32
+    model, theirs = adapted(load(folder_of(kind), dtype=dtype)), adapted(decoded(folder_of(kind), kind))
+    for name, parameter in trained(theirs).items():
+        parameter.data.copy_(trained(model)[name])
+    export_merged(model, tmp_path)
+    written = load(tmp_path, "eager", dtype=torch.float32)
+    assert all(parameter.element_size() == 4 for parameter in written.parameters())
+    assert far(written(IDS).logits, theirs.merge_and_unload()(IDS).logits) < (0.02 if kind == "fp8-deepseek" else 1e-5)
+
+
+def test_weights_that_nothing_decodes_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model = checkpoints.qwen3()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"export_merged: lm_head.weight is torch.uint8, which nothing here decodes"):
+        export_merged(model, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("spoil", ["missing", "shape", "nan"])
+def test_a_malformed_file_names_the_tensor(spoil: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = checkpoints.mxfp4_of_gpt_oss(tmp_path)
+    state = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    if spoil == "missing":
+        del state[name]
+    else:
+        state[name] = state[name][:, :-1].contiguous() if spoil == "shape" else state[name].fill_(255)
+    checkpoints.save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        load(folder)
+    assert "down_proj" in f"{raised.value} {caplog.text}"  # transformers reports shapes in its log
+
+
+def test_bytes_are_refused_by_other_implementations(folder_of: Callable[[str], Path]) -> None:
+    model = load(folder_of("gpt-oss"))
+    model.set_experts_implementation("grouped_mm")
+    with pytest.raises(ValueError, match=r"PEFT cannot adapt torch.uint8.*experts_implementation=\"fusible\""):
+        adapted(model)

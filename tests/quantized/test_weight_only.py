@@ -203,8 +203,8 @@ def test_sizes_are_refused_in_words(format: WeightOnly, k: int, n: int, why: str
     ("make", "why"),
     [
         (lambda: Int4(12), "Int4: group must be a multiple of 8, got 12"),
-        (lambda: NVFP4Weight(3), "NVFP4Weight: halves must be 1 or 2, got 3"),
-        (lambda: Float8Weight("rows", 2), "Float8Weight: halves must be 1, got 2"),
+        (lambda: NVFP4Weight(3), "NVFP4Weight: sections must be 1 or 2, got 3"),
+        (lambda: Float8Weight("rows", 2), "Float8Weight: sections must be 1, got 2"),
         (lambda: Float8Weight("mx"), "Float8Weight: scales must be 'blocks' or 'rows' or 'tensor', got 'mx'"),
         (lambda: NF4("yes"), "NF4: nested must be True or False, got 'yes'"),
     ],

@@ -180,20 +180,14 @@ def plain(folder: Path) -> Path:
 
 
 def float8(folder: Path, model: Any) -> Path:
-    """DeepSeek's blocks of 128 x 128, in the experts and in attention."""
+    """DeepSeek's blocks of 128 x 128, in all linears but the last."""
     state = {}
     for name, tensor in _published(folder, model).items():
-        if _is_expert(name):
+        if "_proj" in name and name.endswith(".weight"):
             parts = Float8Weight().weight(tensor.unsqueeze(0))
             assert parts.scales is not None
             state |= {name: parts.data[0], f"{name}_scale_inv": parts.scales[0]}
         else:
             state[name] = tensor
-    others = ["self_attn", "lm_head", "shared_experts", "layers.0.mlp"] if "Deepseek" in type(model).__name__ else []
-    quantization = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-        "modules_to_not_convert": others or ["self_attn", "lm_head", "mlp.gate"],
-    }
-    return _write(folder, model, state, quantization)
+    blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    return _write(folder, model, state, blocks)

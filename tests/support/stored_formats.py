@@ -56,7 +56,7 @@ def by_block(values: Tensor, scales: Tensor) -> Tensor:
     return values * scales.repeat_interleave(values.shape[-1] // scales.shape[-1], -1)
 
 
-def by_half(factors: Tensor, rows: int) -> Tensor:
+def by_section(factors: Tensor, rows: int) -> Tensor:
     return factors.double().repeat_interleave(rows // factors.shape[1], 1).unsqueeze(-1)
 
 
@@ -70,7 +70,7 @@ def values(format: WeightOnly, weight: Weight) -> Tensor:
         case MXFP4():
             return by_block(e2m1(nibbles(data)), e8m0(scales))
         case NVFP4Weight(divides=divides):
-            factors = by_half(third, rows)
+            factors = by_section(third, rows)
             return by_block(e2m1(nibbles(data)), e4m3(scales) * (1 / factors if divides else factors))
         case NF4():
             codes = torch.tensor(NORMAL_4, dtype=torch.float64)[nibbles(data, high_first=True)]
@@ -87,7 +87,7 @@ def values(format: WeightOnly, weight: Weight) -> Tensor:
         case Float8Weight(scales="rows"):
             return e4m3(data) * numbers(scales).unsqueeze(-1)
         case _:
-            return e4m3(data) * by_half(numbers(scales), rows)
+            return e4m3(data) * by_section(numbers(scales), rows)
 
 
 def nested(codes: Tensor, joined: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ def decode_weight(data: Tensor, scales: Tensor, factors: Tensor | None, like: Te
         moved = nbytes(data, scales) + data.numel() * recipe.values_in_byte * like.itemsize
         words = f"{recipe.name}, {' x '.join(map(str, data.shape))} bytes, {moved / 1e6:.1f} MB"
         why = f"no kernel for {recipe.name}" if data.is_cuda else ""
-        trace.record(trace.KernelCall("torch (decode)", why, 0, moved, words))
+        trace.record(trace.KernelCall(f"torch (decode {recipe.name})", why, 0, moved, words))
     if trace.has_no_data(data) or data.is_meta:
         return new_decoded(data, like, recipe)
     capture.refuse(f"PyTorch decodes {recipe.name}")
