@@ -332,7 +332,7 @@ void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
     return;
   }
   const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant, may_split(call));
-  FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32) &&
+  FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32, p.scale_bias) &&
                     (!p.second_k || std::ranges::count(kPairVariants, config.variant)),
                 "tile variant ", config.variant, " is not built for it. ", p);
   WithSecondPair<GemmParams> params{prepare_params(call, config, stream), second_pair(call, config)};
