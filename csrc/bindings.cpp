@@ -90,14 +90,19 @@ std::string linear_activation_config(bool backward, bool gated, int64_t block, i
   return text.str();
 }
 
-// The numbers of those that are built for each layout, for results in fp32 or of 16 bits.
+// The numbers of those that are built for each layout, for results in fp32 or of 16 bits, without bias and factors.
 std::vector<std::vector<int>> tile_variants(bool fp32_output) {
   std::vector<std::vector<int>> all(3);
   for (size_t layout = 0; layout < all.size(); ++layout)
     for (int i = 0; i < fusible::kTileVariantCount; ++i)
-      if (is_built(static_cast<fusible::Layout>(layout), fusible::kTileVariants[i], fp32_output))
+      if (is_built(static_cast<fusible::Layout>(layout), fusible::kTileVariants[i], fp32_output, false))
         all[layout].push_back(i);
   return all;
+}
+
+template <size_t kCount>
+std::vector<int> list_of(const int (&numbers)[kCount]) {
+  return {numbers, numbers + kCount};
 }
 
 // Whatever launches in the thread of an active capture is noted by it.
@@ -189,20 +194,18 @@ PYBIND11_MODULE(_C, module) {
              "device"_a, "groups"_a, "tokens"_a, "n"_a, "k"_a, "scale_bias"_a = false, "second_k"_a = 0,
              "function"_a = false, "The configuration that linear_activation or its backward chooses, in words.");
   def<fusible::BackwardWorkspace>(module, "Bytes of workspace that linear_activation_backward needs.");
-  module.attr("ACTIVATION_VARIANTS") =
-      std::vector<int>(std::begin(fusible::kActivationVariants), std::end(fusible::kActivationVariants));
+  module.attr("ACTIVATION_VARIANTS") = list_of(fusible::kActivationVariants);
   module.attr("DEEP_ACTIVATION_VARIANT") = fusible::kDeepActivationVariant;
   for (int i = 0; i < fusible::kTileVariantCount; ++i)
     if (fusible::kTileVariants[i].split_k) module.attr("SPLIT_K") = i;
-  module.attr("BACKWARD_VARIANTS") =
-      std::vector<int>(std::begin(fusible::kBackwardVariants), std::end(fusible::kBackwardVariants));
+  module.attr("BACKWARD_VARIANTS") = list_of(fusible::kBackwardVariants);
   module.attr("ACTIVATION_PARAMS_BYTES") = sizeof(fusible::ActivationParams);
   module.attr("PAIR_ACTIVATION_PARAMS_BYTES") = sizeof(fusible::WithSecondPair<fusible::ActivationParams>);
   module.attr("SCALED_ACTIVATION_PARAMS_BYTES") = sizeof(fusible::Params1D2D<fusible::QuantizedActivationParams>);
   module.attr("QUANTIZE_FUNCTION_BYTES") = sizeof(fusible::QuantizeFunction<fusible::QuantizeActivation>);
   module.attr("QUANTIZE_FUNCTION_BACKWARD_BYTES") =
       sizeof(fusible::QuantizeFunction<fusible::QuantizeActivationBackward>);
-  module.attr("PAIR_VARIANTS") = std::vector<int>(std::begin(fusible::kPairVariants), std::end(fusible::kPairVariants));
+  module.attr("PAIR_VARIANTS") = list_of(fusible::kPairVariants);
   module.attr("TENSOR_MAP_ALIGNMENT") = alignof(CUtensorMap);
   def<fusible::PointwiseLaunch>(module,
                                 "A kernel of a pointwise function over rows; 0 for what is not there or wanted.");

@@ -1,15 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python functions whose arguments are keywords: one for each field of a struct (fusible/launches.h), which is filled
-// in place. Keywords are compared by address, in the order in which the struct declares them first, so that they cost
+// Python functions whose arguments are keywords: one for each field of a struct (fusible/fields.h), which is filled in
+// place. Keywords are compared by address, in the order in which the struct declares them first, so that they cost
 // no more than positions.
 #pragma once
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
-#include <limits>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "fusible/launches.h"
@@ -19,155 +18,134 @@ namespace fusible::python {
 namespace py = pybind11;
 
 // The type of a field in Python, as `ops/_C.pyi` declares it.
-template <class T>
-constexpr const char* python_type() {
-  if constexpr (std::is_same_v<T, bool>) return "bool";
-  if constexpr (std::is_same_v<T, float>) return "float";
-  if constexpr (std::is_same_v<T, Activation>) return "Activation";
-  if constexpr (std::is_same_v<T, Constants>) return "tuple[float, ...]";
-  if constexpr (std::is_same_v<T, Addresses> || std::is_same_v<T, Numbers>) return "list[int]";
-  return "int";
+inline const char* python_type(Field::Type type) {
+  switch (type) {
+    case Field::Type::kBool: return "bool";
+    case Field::Type::kFloat: return "float";
+    case Field::Type::kActivation: return "Activation";
+    case Field::Type::kConstants: return "tuple[float, ...]";
+    case Field::Type::kAddresses:
+    case Field::Type::kNumbers: return "list[int]";
+    default: return "int";
+  }
 }
 
-// The names and types of the fields of a call.
+// Puts Python's values into the fields of a call.
+class FieldReader {
+ public:
+  FieldReader(const char* function, void* call) : function_(function), call_(call) {}
+
+  void read(const Field& field, PyObject* value) const {
+    switch (field.type) {
+      case Field::Type::kAddress:
+      case Field::Type::kStream: return field.set(call_, address(field, value));
+      case Field::Type::kInt32: {
+        const int64_t number = integer(field, value);
+        check(field, value, number == static_cast<int32_t>(number));
+        return field.set(call_, static_cast<int32_t>(number));
+      }
+      case Field::Type::kInt64: return field.set(call_, integer(field, value));
+      case Field::Type::kBool: return field.set<bool>(call_, integer(field, value));
+      case Field::Type::kFloat: return field.set(call_, number(field, value));
+      case Field::Type::kAddresses:
+        return read_items<Addresses>(field, value, PyList_Check(value), &FieldReader::address);
+      case Field::Type::kNumbers: return read_items<Numbers>(field, value, PyList_Check(value), &FieldReader::integer);
+      case Field::Type::kConstants:
+        return read_items<Constants>(field, value, PyTuple_Check(value), &FieldReader::number);
+      case Field::Type::kActivation: {
+        const Fields& parts = Fields::of<ActivationFields>();
+        check(field, value, PyTuple_Check(value) && PyTuple_GET_SIZE(value) == std::ssize(parts.all));
+        const FieldReader reader(function_, field.at(call_));
+        for (size_t i = 0; i < parts.all.size(); ++i) reader.read(parts.all[i], PyTuple_GET_ITEM(value, i));
+      }
+    }
+  }
+
+ private:
+  void check(const Field& field, PyObject* value, bool fits) const {
+    if (fits && !PyErr_Occurred()) return;
+    PyErr_Clear();
+    throw py::type_error(std::string(function_) + ": " + field.name + ": does not take " +
+                         py::repr(value).cast<std::string>());
+  }
+  int64_t integer(const Field& field, PyObject* value) const {
+    const int64_t number = PyLong_AsLongLong(value);
+    check(field, value, number != -1 || !PyErr_Occurred());
+    return number;
+  }
+  Address address(const Field& field, PyObject* value) const {
+    const Address number = PyLong_AsUnsignedLongLong(value);
+    check(field, value, number != static_cast<Address>(-1) || !PyErr_Occurred());
+    return number;
+  }
+  float number(const Field& field, PyObject* value) const {
+    const float number = static_cast<float>(PyFloat_AsDouble(value));
+    check(field, value, true);
+    return number;
+  }
+  template <class Items, class Read>
+  void read_items(const Field& field, PyObject* value, bool fits, Read read) const {
+    check(field, value, fits);
+    Items& items = field.in<Items>(call_);
+    items.resize(PySequence_Fast_GET_SIZE(value));
+    for (size_t i = 0; i < items.size(); ++i) items[i] = (this->*read)(field, PySequence_Fast_GET_ITEM(value, i));
+  }
+
+  const char* function_;
+  void* call_;
+};
+
+// The keywords of a call: its fields.
 class Signature {
  public:
-  static constexpr size_t kMost = 64;
-
   template <class Call>
   static const Signature& of() {
-    static const Signature* signature = [] {  // never freed: its names are Python's
-      auto* filled = new Signature();
-      Call().fields(*filled);
-      filled->required_ = std::min(filled->required_, filled->names_.size());
-      return filled;
-    }();
+    static const auto* const signature = new Signature(Fields::of<Call>());  // never freed: its names are Python's
     return *signature;
   }
-
-  template <class T>
-  void field(const char* name, T&) {
-    names_.push_back(PyUnicode_InternFromString(name));
-    types_.push_back(python_type<T>());
+  explicit Signature(const Fields& fields) : fields_(fields), required_(std::min(fields.required, fields.all.size())) {
+    FUSIBLE_CHECK(fields.all.size() <= kMost, "at most ", kMost, " keywords");
+    for (const Field& field : fields.all) names_.push_back(PyUnicode_InternFromString(field.name));
   }
-  void rows(const char* name, int64_t& value) { field(name, value); }
-  void optional() { required_ = names_.size(); }
 
-  // The value of each field; null for one that is left out.
-  std::array<PyObject*, kMost> sorted(const char* function, PyObject* const* values, PyObject* keywords) const {
-    std::array<PyObject*, kMost> ordered{};
+  // Reads the values into a call; what is left out stays.
+  void read(const char* function, PyObject* const* values, PyObject* keywords, void* call) const {
+    std::array<bool, kMost> read{};
+    const FieldReader reader(function, call);
     const size_t count = keywords ? PyTuple_GET_SIZE(keywords) : 0;
     for (size_t i = 0, next = 0; i < count; ++i, ++next) {
       PyObject* keyword = PyTuple_GET_ITEM(keywords, i);
       if (next >= names_.size() || names_[next] != keyword) next = position(function, keyword);
-      ordered[next] = values[i];
+      reader.read(fields_.all[next], values[i]);
+      read[next] = true;
     }
     for (size_t i = 0; i < required_; ++i)
-      if (!ordered[i]) throw py::type_error(std::string(function) + ": needs " + PyUnicode_AsUTF8(names_[i]));
-    return ordered;
+      if (!read[i]) throw py::type_error(std::string(function) + ": needs " + fields_.all[i].name);
   }
 
-  const char* name(size_t i) const { return PyUnicode_AsUTF8(names_[i]); }
-
-  std::string text() const {
+  // With or without types, which `inspect` does not read.
+  std::string text(bool typed) const {
     std::string text = "(*";
-    for (size_t i = 0; i < names_.size(); ++i)
-      text += std::string(", ") + PyUnicode_AsUTF8(names_[i]) + (i < required_ ? "" : "=...");
-    return text + ")";
-  }
-
-  // The same with types, which `inspect` does not read.
-  std::string declaration() const {
-    std::string text = "(*";
-    for (size_t i = 0; i < names_.size(); ++i)
-      text += std::string(", ") + name(i) + ": " + types_[i] + (i < required_ ? "" : " = ...");
+    for (size_t i = 0; i < names_.size(); ++i) {
+      const Field& field = fields_.all[i];
+      text += std::string(", ") + field.name + (typed ? std::string(": ") + python_type(field.type) : "");
+      text += i < required_ ? "" : typed ? " = ..." : "=...";
+    }
     return text + ")";
   }
 
  private:
+  static constexpr size_t kMost = 64;
+
   size_t position(const char* function, PyObject* keyword) const {
     for (size_t i = 0; i < names_.size(); ++i)
       if (names_[i] == keyword || PyUnicode_Compare(names_[i], keyword) == 0) return i;
     throw py::type_error(std::string(function) + ": takes no " + PyUnicode_AsUTF8(keyword));
   }
 
+  const Fields& fields_;
+  size_t required_;
   std::vector<PyObject*> names_;
-  std::vector<const char*> types_;
-  size_t required_ = std::numeric_limits<size_t>::max();
-};
-
-// Puts Python's values into the fields.
-class FieldReader {
- public:
-  FieldReader(const char* function, PyObject* const* values) : function_(function), values_(values) {}
-
-  template <class T>
-  void field(const char* name, T& member) {
-    if (PyObject* value = *values_++) read(name, value, member);
-  }
-  void rows(const char* name, int64_t& member) { field(name, member); }
-  void optional() {}
-
- private:
-  void check(const char* name, PyObject* value, bool fits) const {
-    if (fits && !PyErr_Occurred()) return;
-    PyErr_Clear();
-    throw py::type_error(std::string(function_) + ": " + name + ": does not take " +
-                         py::repr(value).cast<std::string>());
-  }
-  int64_t integer(const char* name, PyObject* value) const {
-    const int64_t number = PyLong_AsLongLong(value);
-    check(name, value, number != -1 || !PyErr_Occurred());
-    return number;
-  }
-  Address address(const char* name, PyObject* value) const {
-    const Address number = PyLong_AsUnsignedLongLong(value);
-    check(name, value, number != static_cast<Address>(-1) || !PyErr_Occurred());
-    return number;
-  }
-
-  template <class T>
-    requires std::is_pointer_v<T>
-  void read(const char* name, PyObject* value, T& member) const {
-    member = reinterpret_cast<T>(address(name, value));
-  }
-  void read(const char* name, PyObject* value, Addresses& member) const {
-    check(name, value, PyList_Check(value));
-    member.resize(PyList_GET_SIZE(value));
-    for (size_t i = 0; i < member.size(); ++i) member[i] = address(name, PyList_GET_ITEM(value, i));
-  }
-  void read(const char* name, PyObject* value, Activation& member) const {
-    std::array<PyObject*, 9> parts;
-    check(name, value, PyTuple_Check(value) && PyTuple_GET_SIZE(value) == parts.size());
-    for (size_t i = 0; i < parts.size(); ++i) parts[i] = PyTuple_GET_ITEM(value, i);
-    FieldReader reader(function_, parts.data());
-    visit_activation(reader, member);
-  }
-  void read(const char* name, PyObject* value, float& member) const {
-    member = static_cast<float>(PyFloat_AsDouble(value));
-    check(name, value, true);
-  }
-  void read(const char* name, PyObject* value, Constants& member) const {
-    check(name, value, PyTuple_Check(value));
-    member.resize(PyTuple_GET_SIZE(value));
-    for (size_t i = 0; i < member.size(); ++i) read(name, PyTuple_GET_ITEM(value, i), member[i]);
-  }
-  void read(const char* name, PyObject* value, Numbers& member) const {
-    check(name, value, PyList_Check(value));
-    member.resize(PyList_GET_SIZE(value));
-    for (size_t i = 0; i < member.size(); ++i) member[i] = integer(name, PyList_GET_ITEM(value, i));
-  }
-  void read(const char* name, PyObject* value, bool& member) const { member = integer(name, value); }
-  template <class T>
-    requires std::is_integral_v<T> || std::is_enum_v<T>
-  void read(const char* name, PyObject* value, T& member) const {
-    const int64_t number = integer(name, value);
-    check(name, value, sizeof(T) == sizeof number || number == static_cast<int32_t>(number));
-    member = static_cast<T>(number);
-  }
-
-  const char* function_;
-  PyObject* const* values_;
 };
 
 template <class Call>
@@ -175,9 +153,7 @@ PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t positional, PyObje
   try {
     if (positional) throw py::type_error(std::string(Call::kName) + ": takes keywords alone");
     Call launch;
-    const auto sorted = Signature::of<Call>().sorted(Call::kName, values, keywords);
-    FieldReader reader(Call::kName, sorted.data());
-    launch.fields(reader);
+    Signature::of<Call>().read(Call::kName, values, keywords, &launch);
     if constexpr (requires { launch.bytes(); }) {
       if (Capture* capture = Capture::active()) capture->asked(launch);
       return PyLong_FromLongLong(allocated_bytes(launch));
@@ -198,14 +174,14 @@ PyObject* call(PyObject*, PyObject* const* values, Py_ssize_t positional, PyObje
 // Defines the function of a launch or of a workspace, and says in `declarations` how `ops/_C.pyi` declares it.
 template <class Call>
 void def(py::module_& module, const char* text) {
-  static const std::string documentation = Call::kName + Signature::of<Call>().text() + "\n--\n\n" + text;
+  static const std::string documentation = Call::kName + Signature::of<Call>().text(false) + "\n--\n\n" + text;
   static PyMethodDef method{Call::kName, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call<Call>)),
                             METH_FASTCALL | METH_KEYWORDS, documentation.c_str()};
   module.attr(Call::kName) = py::reinterpret_steal<py::object>(PyCFunction_NewEx(&method, nullptr, nullptr));
   if (!py::hasattr(module, "declarations")) module.attr("declarations") = py::dict();
   constexpr bool counts_bytes = requires(Call call) { call.bytes(); };
   module.attr("declarations")[Call::kName] =
-      Signature::of<Call>().declaration() + " -> " + (counts_bytes ? "int" : "None");
+      Signature::of<Call>().text(true) + " -> " + (counts_bytes ? "int" : "None");
 }
 
 }  // namespace fusible::python

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 
@@ -23,12 +24,13 @@ DeviceProperties query(int device) {
   FUSIBLE_CHECK(device >= 0 && device < count, "there is no CUDA device ", device, "; this process sees ", count);
   cudaDeviceProp properties{};
   FUSIBLE_CUDA_CHECK(cudaGetDeviceProperties(&properties, device), "device ", device);
-  return {.name = properties.name,
-          .major = properties.major,
-          .minor = properties.minor,
-          .multiprocessors = properties.multiProcessorCount,
-          .shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-          .l2_bytes = properties.l2CacheSize};
+  DeviceProperties found{.major = properties.major,
+                         .minor = properties.minor,
+                         .multiprocessors = properties.multiProcessorCount,
+                         .shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+                         .l2_bytes = properties.l2CacheSize};
+  std::ranges::copy(properties.name, found.name);
+  return found;
 }
 
 }  // namespace

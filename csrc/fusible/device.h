@@ -1,12 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Properties of a GPU for the host, queried once per device. Nothing here runs at import.
 #pragma once
-#include <string>
-
 namespace fusible {
 
 struct DeviceProperties {
-  std::string name;
+  char name[256] = "";
   int major = 0, minor = 0;  // compute capability
   int multiprocessors = 0;
   int shared_memory_per_block = 0;  // bytes, with the opt-in

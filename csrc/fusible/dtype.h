@@ -18,6 +18,13 @@ decltype(auto) dispatch(decltype(kFirst) value, const Body& body) {
   return body(std::integral_constant<decltype(kFirst), kFirst>());
 }
 
+// The same for a pair of facts.
+template <class Body>
+decltype(auto) dispatch_bools(bool first, bool second, const Body& body) {
+  return dispatch<true, false>(
+      first, [&](auto a) { return dispatch<true, false>(second, [&](auto b) { return body(a, b); }); });
+}
+
 template <class Body>
 decltype(auto) dispatch_dtype(DType type, const Body& body) {
   return dispatch<DType::kFloat32, DType::kFloat16, DType::kBFloat16>(type, body);

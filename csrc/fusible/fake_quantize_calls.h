@@ -6,12 +6,10 @@
 
 namespace fusible {
 
-struct FakeQuantizeRowsLaunch : OnStream {
+struct FakeQuantizeRowsLaunch : LaunchOf<FakeQuantizeRows, fake_quantize_rows> {
   static constexpr const char* kName = "fake_quantize_rows";
-  FakeQuantizeRows call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), v.field("format", call.format), v.field("type", call.type);
     v.rows("tokens", call.tokens), v.field("features", call.features), v.field("x", call.x);
     v.field("pitch", call.pitch), visit_groups(v, call.sizes);
@@ -21,17 +19,13 @@ struct FakeQuantizeRowsLaunch : OnStream {
     v.field("is_transformed", call.is_transformed), v.field("row_amax", call.row_amax);
     v.field("column_amax", call.column_amax), v.field("seed", call.seed);
   }
-  void complete() {}
-  void run() const { fake_quantize_rows(call, device, stream); }
 };
 
-struct FakeQuantizeWeightLaunch : OnStream {
+struct FakeQuantizeWeightLaunch : LaunchOf<FakeQuantizeWeight, fake_quantize_weight> {
   static constexpr const char* kName = "fake_quantize_weight";
-  FakeQuantizeWeight call{};
   Addresses addresses;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), v.field("format", call.format), v.field("type", call.type);
     v.field("groups", call.groups), v.field("n", call.n), v.field("k", call.k), v.field("weight", call.weight);
     v.field("pitch", call.pitch), v.field("group_stride", call.group_stride), v.field("addresses", addresses);
@@ -40,7 +34,6 @@ struct FakeQuantizeWeightLaunch : OnStream {
     v.field("amax", call.amax);
   }
   void complete() { call.addresses = addresses; }
-  void run() const { fake_quantize_weight(call, device, stream); }
 };
 
 }  // namespace fusible

@@ -68,14 +68,15 @@ constexpr bool fits_scale_bias(const TileVariant& tile) {
   return !tile.large() && tile.tile_n > 64 && !tile.highest_first;
 }
 // Only tiles that some problem has a use for are compiled: 256 columns for rows of tokens, 256 rows for weight
-// gradients.
-constexpr bool is_built(Layout layout, const TileVariant& tile, bool fp32_output) {
+// gradients, half of which where bias or factors leave no room for more.
+constexpr bool is_built(Layout layout, const TileVariant& tile, bool fp32_output, bool scale_bias) {
+  if (scale_bias && !fits_scale_bias(tile)) return false;
   if ((tile.tile_n == 192 && tile.cluster() > 1) || (tile.tile_n == 256 && tile.cluster() == 1))
     return false;  // as said there
   if ((tile.swap_ab || tile.tile_n == 64) && fp32_output) return false;
   if (tile.split_k) return layout == Layout::kTN && !fp32_output;
   if (tile.tile_n == 64) return layout != Layout::kTN;
-  return layout == Layout::kTN ? tile.tile_n != 256 : tile.tile_n != 128;
+  return layout == Layout::kTN ? tile.tile_n != 256 && (tile.tile_m == 256 || scale_bias) : tile.tile_n != 128;
 }
 // The variants for products with a second pair of operands.
 inline constexpr int kPairVariants[] = {3, 6, 7};

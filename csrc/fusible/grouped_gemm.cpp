@@ -185,7 +185,7 @@ int64_t split_k_workspace_bytes(int64_t groups) { return bytes_of_split_k(groups
 
 void zero_before(GroupedGemm& call, Zeroing& zeroing) {
   const std::vector<Counters> counters = counters_of(workspace_of(call), call.problem.groups);
-  if (!counters.empty() && std::ranges::count(zeroing.counters, counters[0]))
+  if (!counters.empty() && std::ranges::count(zeroing.counters, counters[0].first, &Counters::first))
     return;  // a call before has set it, and leaves it unchanged then
   zeroing.counters.insert(zeroing.counters.end(), counters.begin(), counters.end());
   if (call.zero_tail) zeroing.tails.push_back(tail_of(call));
@@ -332,7 +332,7 @@ void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
     return;
   }
   const GemmConfig config = choose_config(p, device_properties(device).multiprocessors, call.variant, may_split(call));
-  FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32) &&
+  FUSIBLE_CHECK(is_built(p.layout, config.tile(), p.output == DType::kFloat32, p.scale_bias) &&
                     (!p.second_k || std::ranges::count(kPairVariants, config.variant)),
                 "tile variant ", config.variant, " is not built for it. ", p);
   WithSecondPair<GemmParams> params{prepare_params(call, config, stream), second_pair(call, config)};

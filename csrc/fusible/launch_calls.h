@@ -20,22 +20,25 @@
 
 namespace fusible {
 
-template <class Visitor>
-void visit_stream(Visitor& v, OnStream& launch) {
+inline void visit_stream(Fields& v, OnStream& launch) {
   v.field("device", launch.device), v.field("stream", launch.stream);
 }
 
-template <class Visitor>
-void visit_sizes(Visitor& v, SplitSizes& sizes) {
+inline void visit_sizes(Fields& v, SplitSizes& sizes) {
   v.field("sizes", sizes.sizes), v.field("int64_sizes", sizes.int64_sizes);
 }
 
+// The pointers of a user's function.
+template <class T, size_t kMost>
+void put(const Addresses& from, T* (&to)[kMost]) {
+  FUSIBLE_CHECK(from.size() <= kMost, "takes at most ", kMost, " numbers of a row, of a column and of an element, got ",
+                from.size());
+  for (size_t i = 0; i < from.size(); ++i) to[i] = reinterpret_cast<T*>(from[i]);
+}
+
 inline ColumnVectors column_vectors(const Addresses& addresses) {
-  ColumnVectors vectors{};
-  FUSIBLE_CHECK(addresses.size() <= std::size(vectors.data), "takes at most ", std::size(vectors.data),
-                " numbers of a column, got ", addresses.size());
-  vectors.count = static_cast<int>(addresses.size());
-  for (size_t i = 0; i < addresses.size(); ++i) vectors.data[i] = reinterpret_cast<const void*>(addresses[i]);
+  ColumnVectors vectors{.count = static_cast<int>(addresses.size())};
+  put(addresses, vectors.data);
   return vectors;
 }
 
@@ -44,8 +47,7 @@ struct DVectorFields {
   Addresses dvectors;
   Numbers types, of_both, of_all_rows;  // one for each of the dvectors
 
-  template <class Visitor>
-  void visit(Visitor& v) {
+  void visit(Fields& v) {
     v.field("dvectors", dvectors), v.field("dvector_types", types);
     v.field("dvectors_of_both", of_both), v.field("dvectors_of_all_rows", of_all_rows);
   }
@@ -60,18 +62,36 @@ struct DVectorFields {
   }
 };
 
-template <class Visitor>
-void visit_scales(Visitor& v, RowScale& scales) {
+inline void visit_scales(Fields& v, RowScale& scales) {
   v.field("scales", scales.data), v.field("scales_type", scales.type);
 }
 
-// A grouped GEMM; `bias` and what follows it in the epilogue are the call's own.
-struct GemmLaunch : OnStream {
+// The common part of all grouped GEMMs of tokens.
+struct ProductLaunch : OnStream {
   GroupedGemm gemm{};
-  Addresses b_addresses, out_addresses, bias_addresses;
+  Addresses out_addresses, bias_addresses;
 
-  template <class Visitor>
-  void visit_product(Visitor& v) {
+  void visit_bias(Fields& v) {
+    MatrixView& bias = gemm.epilogue.bias;
+    v.field("bias", bias.data), v.field("bias_type", bias.type), v.field("bias_pitch", bias.pitch);
+    v.field("bias_addresses", bias_addresses), v.field("bias_scale", gemm.epilogue.bias_scale);
+  }
+  void complete() {
+    const GemmProblem& p = gemm.problem;
+    gemm.a.type = gemm.b.type = gemm.second_a.type = gemm.second_b.type = p.operand, gemm.out.type = p.output;
+    gemm.sizes.groups = static_cast<int>(p.groups);
+    gemm.out.addresses = out_addresses, gemm.epilogue.bias.addresses = bias_addresses;
+    gemm.problem.scale_bias = gemm.epilogue.bias.data || !bias_addresses.empty();
+    gemm.zeroed = false;
+  }
+  void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
+};
+
+// A grouped GEMM of 16-bit operands; `bias` and what follows it in the epilogue are the call's own.
+struct GemmLaunch : ProductLaunch {
+  Addresses b_addresses;
+
+  void visit_product(Fields& v) {
     GemmProblem& p = gemm.problem;
     v.field("layout", p.layout), v.field("operand", p.operand), visit_stream(v, *this);
     v.field("groups", p.groups), v.rows("tokens", p.tokens), v.field("n", p.n), v.field("k", p.k);
@@ -79,29 +99,15 @@ struct GemmLaunch : OnStream {
     v.field("b", gemm.b.data), v.field("b_pitch", gemm.b.pitch), v.field("b_group", gemm.b.group_stride);
     v.field("b_addresses", b_addresses), visit_sizes(v, gemm.sizes);
   }
-  template <class Visitor>
-  void visit_bias(Visitor& v) {
-    MatrixView& bias = gemm.epilogue.bias;
-    v.field("bias", bias.data), v.field("bias_type", bias.type), v.field("bias_pitch", bias.pitch);
-    v.field("bias_addresses", bias_addresses), v.field("bias_scale", gemm.epilogue.bias_scale);
-  }
-  template <class Visitor>
-  void visit_schedule(Visitor& v) {
-    v.field("workspace", gemm.workspace), v.field("variant", gemm.variant);
-  }
-  template <class Visitor>
-  void visit_second_pair(Visitor& v) {
+  void visit_schedule(Fields& v) { v.field("workspace", gemm.workspace), v.field("variant", gemm.variant); }
+  void visit_second_pair(Fields& v) {
     MatrixView &a = gemm.second_a, &b = gemm.second_b;
     v.field("second_k", gemm.problem.second_k), v.field("second_a", a.data), v.field("second_a_pitch", a.pitch);
     v.field("second_b", b.data), v.field("second_b_pitch", b.pitch), v.field("second_b_group", b.group_stride);
   }
   void complete() {
-    const GemmProblem& p = gemm.problem;
-    gemm.a.type = gemm.b.type = gemm.second_a.type = gemm.second_b.type = p.operand, gemm.out.type = p.output;
-    gemm.sizes.groups = static_cast<int>(p.groups);
-    gemm.b.addresses = b_addresses, gemm.out.addresses = out_addresses, gemm.epilogue.bias.addresses = bias_addresses;
-    gemm.problem.scale_bias = gemm.epilogue.bias.data || !bias_addresses.empty();
-    gemm.zeroed = false;
+    ProductLaunch::complete();
+    gemm.b.addresses = b_addresses;
   }
 };
 
@@ -109,8 +115,7 @@ struct GroupedGemmLaunch : GemmLaunch {
   static constexpr const char* kName = "grouped_gemm";
   Addresses followers;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     EpilogueArguments& e = gemm.epilogue;
     visit_product(v);
     v.field("output", gemm.problem.output), v.field("m", gemm.problem.m);
@@ -131,18 +136,14 @@ struct GroupedGemmLaunch : GemmLaunch {
     gemm.followers = followers;
     gemm.problem.scale_bias |= e.row_scale || e.bias_scale || e.alphas || e.alpha != 1;
   }
-  void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
   void run() const { grouped_gemm(gemm, device, stream); }
 };
 
 // The common fields of products of e4m3 operands.
-struct ScaledLaunch : OnStream {
-  GroupedGemm gemm{};
-  Addresses out_addresses, bias_addresses;
+struct ScaledLaunch : ProductLaunch {
   const float *a_scales = nullptr, *b_scales = nullptr;
 
-  template <class Visitor>
-  void visit_operands(Visitor& v) {
+  void visit_operands(Fields& v) {
     GemmProblem& p = gemm.problem;
     visit_stream(v, *this), v.field("groups", p.groups), v.rows("tokens", p.tokens), v.field("n", p.n);
     v.field("a", gemm.a.data), v.field("a_scales", a_scales), v.field("b", gemm.b.data), v.field("b_scales", b_scales);
@@ -150,30 +151,18 @@ struct ScaledLaunch : OnStream {
     v.field("out_pitch", gemm.out.pitch), v.field("workspace", gemm.workspace), v.field("variant", gemm.variant);
   }
   // Visits the operands of products of rows.
-  template <class Visitor>
-  void visit_row_operands(Visitor& v) {
+  void visit_row_operands(Fields& v) {
     visit_operands(v), v.field("k", gemm.problem.k), v.field("a_pitch", gemm.a.pitch);
     v.field("b_pitch", gemm.b.pitch), v.field("b_group", gemm.b.group_stride);
   }
-  template <class Visitor>
-  void visit_bias(Visitor& v) {
-    EpilogueArguments& e = gemm.epilogue;
-    v.field("bias", e.bias.data), v.field("bias_type", e.bias.type), v.field("bias_pitch", e.bias.pitch);
-    v.field("bias_addresses", bias_addresses), v.field("bias_scale", e.bias_scale);
-  }
-  template <class Visitor>
-  void visit_factors(Visitor& v) {
+  void visit_factors(Fields& v) {
     EpilogueArguments& e = gemm.epilogue;
     v.field("row_scale", e.row_scale), v.field("alphas", e.alphas), v.field("zero_tail", gemm.zero_tail);
   }
   void complete(Layout layout) {
-    GemmProblem& p = gemm.problem;
-    p.layout = layout, p.operand = gemm.a.type = gemm.b.type = DType::kE4M3, gemm.out.type = p.output;
-    gemm.sizes.groups = static_cast<int>(p.groups);
-    gemm.out.addresses = out_addresses, gemm.epilogue.bias.addresses = bias_addresses;
-    gemm.zeroed = false;
+    gemm.problem.layout = layout, gemm.problem.operand = DType::kE4M3;
+    ProductLaunch::complete();
   }
-  void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
 };
 
 // The fields of products whose rows are tokens.
@@ -181,8 +170,7 @@ struct ScaledRowsLaunch : ScaledLaunch {
   int64_t b_scales_group = 0, b_scales_row = 0, b_scales_column = 0;
   bool halves = false;
 
-  template <class Visitor>
-  void visit_rows(Visitor& v) {
+  void visit_rows(Fields& v) {
     visit_row_operands(v);
     v.field("b_scales_group", b_scales_group), v.field("b_scales_row", b_scales_row);
     v.field("b_scales_column", b_scales_column), v.field("halves", halves);
@@ -190,7 +178,7 @@ struct ScaledRowsLaunch : ScaledLaunch {
   void complete() {
     const EpilogueArguments& e = gemm.epilogue;
     ScaledLaunch::complete(Layout::kNT);
-    gemm.problem.scale_bias = e.bias.data || !bias_addresses.empty() || e.row_scale || e.bias_scale || e.alphas;
+    gemm.problem.scale_bias |= e.row_scale || e.bias_scale || e.alphas;
   }
   ScaledGemm product() const {
     return {gemm, a_scales, b_scales, b_scales_group, b_scales_row, b_scales_column, halves};
@@ -200,10 +188,7 @@ struct ScaledRowsLaunch : ScaledLaunch {
 struct ScaledGemmLaunch : ScaledRowsLaunch {
   static constexpr const char* kName = "scaled_gemm";
 
-  template <class Visitor>
-  void fields(Visitor& v) {
-    visit_rows(v), v.optional(), visit_bias(v), visit_factors(v);
-  }
+  void fields(Fields& v) { visit_rows(v), v.optional(), visit_bias(v), visit_factors(v); }
   void run() const { scaled_gemm(product(), device, stream); }
 };
 
@@ -216,8 +201,7 @@ struct ScaledActivationLaunch : ScaledRowsLaunch {
   QuantizedRows rows{};
   Addresses vectors;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     v.field("activation", activation), visit_rows(v), v.field("power_of_two", power_of_two);
     v.field("rows", rows.data), v.field("row_scales", rows.scales);
     v.optional();
@@ -233,8 +217,7 @@ struct RowScaledGemmLaunch : ScaledLaunch {
   int64_t b_scales_group = 0, b_scales_row = 0;
   bool fast = false;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_row_operands(v), v.field("b_scales_group", b_scales_group), v.field("b_scales_row", b_scales_row);
     v.field("fast", fast);
     v.optional(), visit_bias(v), visit_factors(v);
@@ -249,8 +232,7 @@ struct RowScaledGemmLaunch : ScaledLaunch {
 struct ScaledWgradLaunch : ScaledLaunch {
   static constexpr const char* kName = "scaled_wgrad";
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_operands(v), v.field("m", gemm.problem.m), v.field("out_group", gemm.out.group_stride);
     v.field("out_addresses", out_addresses), v.field("accumulate", gemm.accumulate);
   }
@@ -271,8 +253,7 @@ struct LinearActivationLaunch : GemmLaunch {
   Addresses vectors;
   Arrivals arrivals{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     v.field("activation", activation), visit_product(v);
     v.field("preact", preact), v.field("postact", postact);
     v.optional();
@@ -284,7 +265,6 @@ struct LinearActivationLaunch : GemmLaunch {
     gemm.out = {preact, gemm.problem.operand, gemm.problem.n, 0};
     GemmLaunch::complete();
   }
-  void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
   void run() const {
     linear_activation({gemm, activation, scales, postact, column_vectors(vectors), arrivals}, device, stream);
   }
@@ -300,8 +280,7 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   Addresses vectors;
   DVectorFields dvectors;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     v.field("activation", activation), visit_product(v);
     v.field("preact", preact), v.field("dpreact", dpreact);
     v.optional();
@@ -315,7 +294,6 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
     gemm.problem.output = gemm.problem.operand;
     GemmLaunch::complete();
   }
-  void zero_before(Zeroing& zeroing) { fusible::zero_before(gemm, zeroing); }
   void run() const {
     linear_activation_backward({gemm, activation, scales, preact, dpreact, dscales, postact, dbias, dbias_type,
                                 column_vectors(vectors), dvectors.all()},
@@ -329,20 +307,17 @@ struct BackwardWorkspace {
   bool dscales = false;
   int64_t bias_columns = 0, dvectors = 0;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     v.field("groups", groups), v.rows("tokens", tokens), v.field("columns", columns);
     v.field("dscales", dscales), v.field("bias_columns", bias_columns), v.field("dvectors", dvectors);
   }
   int64_t bytes() const { return backward_workspace_bytes(groups, tokens, columns, dscales, bias_columns, dvectors); }
 };
 
-struct RaggedGemmLaunch : OnStream {
+struct RaggedGemmLaunch : LaunchOf<RaggedGemm, ragged_gemm> {
   static constexpr const char* kName = "ragged_gemm";
-  RaggedGemm call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     MatrixView& bias = call.epilogue.bias;
     v.field("layout", call.layout), v.field("operand", call.operand), v.field("output", call.output);
     visit_stream(v, *this), v.field("groups", call.groups);
@@ -357,7 +332,6 @@ struct RaggedGemmLaunch : OnStream {
     for (PackedMatrices* packed : {&call.a, &call.b})
       packed->rows.sizes.groups = packed->columns.sizes.groups = static_cast<int>(call.groups);
   }
-  void run() const { ragged_gemm(call, device, stream); }
 
  private:
   // Data, elements, then for rows and columns: dims on the device (0: the number for all groups), whether they are
@@ -367,8 +341,7 @@ struct RaggedGemmLaunch : OnStream {
                                  "a_columns", "a_columns_int64", "a_columns_uniform"};
   static constexpr Names kOfB = {"b",         "b_elements",      "b_rows",           "b_rows_int64", "b_rows_uniform",
                                  "b_columns", "b_columns_int64", "b_columns_uniform"};
-  template <class Visitor>
-  static void visit_packed(Visitor& v, const Names& names, PackedMatrices& m) {
+  static void visit_packed(Fields& v, const Names& names, PackedMatrices& m) {
     v.field(names[0], m.data), v.rows(names[1], m.elements);
     v.field(names[2], m.rows.sizes.sizes), v.field(names[3], m.rows.sizes.int64_sizes),
         v.rows(names[4], m.rows.uniform);
@@ -377,28 +350,22 @@ struct RaggedGemmLaunch : OnStream {
   }
 };
 
-struct ActivateLaunch : OnStream {
+struct ActivateLaunch : LaunchOf<ActivationForward, activate> {
   static constexpr const char* kName = "activate";
-  ActivationForward call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
     v.rows("rows", call.rows), v.field("columns", call.columns), v.field("preact", call.preact);
     v.field("postact", call.postact);
     v.optional();
     visit_scales(v, call.scales);
   }
-  void complete() {}
-  void run() const { activate(call, device, stream); }
 };
 
-struct ActivateBackwardLaunch : OnStream {
+struct ActivateBackwardLaunch : LaunchOf<ActivationBackward, activate_backward> {
   static constexpr const char* kName = "activate_backward";
-  ActivationBackward call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
     v.rows("rows", call.rows), v.field("columns", call.columns);
     v.field("dpostact", call.dpostact), v.field("preact", call.preact);
@@ -406,17 +373,13 @@ struct ActivateBackwardLaunch : OnStream {
     visit_scales(v, call.scales);
     v.field("dpreact", call.dpreact), v.field("dscales", call.dscales), v.field("postact", call.postact);
   }
-  void complete() {}
-  void run() const { activate_backward(call, device, stream); }
 };
 
-struct PointwiseLaunch : OnStream {
+struct PointwiseLaunch : LaunchOf<Pointwise, pointwise> {
   static constexpr const char* kName = "pointwise";
-  Pointwise call{};
   Addresses numbers, dnumbers, vectors, dcolumns, matrices, dmatrices;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     PointwiseParams& p = call.params;
     v.field("function", call.function), visit_stream(v, *this), v.rows("rows", p.rows), v.field("columns", p.columns);
     v.field("block", p.block), v.field("x", p.x), v.field("dy", p.dy), v.field("y", p.y), v.field("dx", p.dx);
@@ -430,13 +393,6 @@ struct PointwiseLaunch : OnStream {
     put(vectors, call.params.vectors), put(dcolumns, call.params.dcolumns);
     put(matrices, call.params.matrices), put(dmatrices, call.params.dmatrices);
   }
-  template <class T>
-  static void put(const Addresses& from, T* (&to)[kPointwiseOperands]) {
-    FUSIBLE_CHECK(from.size() <= std::size(to), "takes at most ", std::size(to),
-                  " numbers of a row, of a column and of an element, got ", from.size());
-    for (size_t i = 0; i < from.size(); ++i) to[i] = reinterpret_cast<T*>(from[i]);
-  }
-  void run() const { pointwise(call, device, stream); }
 };
 
 struct ZeroTailLaunch : OnStream {
@@ -444,13 +400,11 @@ struct ZeroTailLaunch : OnStream {
   BufferRows rows{};
   SplitSizes sizes{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), v.field("data", rows.data), v.rows("tokens", rows.tokens);
     v.field("row_bytes", rows.row_bytes), v.field("pitch_bytes", rows.pitch_bytes);
     v.field("groups", sizes.groups), visit_sizes(v, sizes);
   }
-  void complete() {}
   void run() const {
     SplitSizes reporting = sizes;
     reporting.wrong = wrong_size_word(device);
@@ -458,24 +412,19 @@ struct ZeroTailLaunch : OnStream {
   }
 };
 
-template <class Visitor>
-void visit_rows(Visitor& v, DenseRows& rows, SplitSizes& sizes) {
+inline void visit_rows(Fields& v, DenseRows& rows, SplitSizes& sizes) {
   v.field("rows", rows.data), v.field("type", rows.type), v.rows("tokens", rows.tokens);
   v.field("columns", rows.columns), v.field("pitch", rows.pitch), v.field("groups", sizes.groups);
   visit_sizes(v, sizes);
 }
 
-struct ColumnSumsLaunch : OnStream {
+struct ColumnSumsLaunch : LaunchOf<ColumnSums, column_sums> {
   static constexpr const char* kName = "column_sums";
-  ColumnSums call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), visit_rows(v, call.rows, call.sizes), v.field("scale", call.scale);
     v.field("out", call.out), v.field("out_type", call.out_type), v.field("workspace", call.workspace);
   }
-  void complete() {}
-  void run() const { column_sums(call, device, stream); }
 };
 
 struct ColumnSumsWorkspace {
@@ -483,40 +432,29 @@ struct ColumnSumsWorkspace {
   int64_t tokens = 0, columns = 0;
   int groups = 0;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
-    v.rows("tokens", tokens), v.field("columns", columns), v.field("groups", groups);
-  }
+  void fields(Fields& v) { v.rows("tokens", tokens), v.field("columns", columns), v.field("groups", groups); }
   int64_t bytes() const { return column_sums_workspace(tokens, columns, groups); }
 };
 
-struct RowDotsLaunch : OnStream {
+struct RowDotsLaunch : LaunchOf<RowDots, row_dots> {
   static constexpr const char* kName = "row_dots";
-  RowDots call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), visit_rows(v, call.rows, call.sizes), v.field("vectors", call.vectors);
     v.field("vectors_type", call.vectors_type), v.field("out", call.out);
   }
-  void complete() {}
-  void run() const { row_dots(call, device, stream); }
 };
 
-struct LowRankPassLaunch : OnStream {
+struct LowRankPassLaunch : LaunchOf<LowRankPass, low_rank_pass> {
   static constexpr const char* kName = "low_rank_pass";
-  LowRankPass call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), visit_rows(v, call.rows, call.sizes), v.field("rank", call.rank);
     v.field("by_columns", call.by_columns), v.field("slot_of_row", call.slot_of_row), v.field("top_k", call.top_k);
     v.field("gathered", call.gathered), v.field("factor", call.factor), v.field("product", call.product);
     v.field("low", call.low), v.field("gradient", call.gradient), v.field("gradient_type", call.gradient_type);
     v.field("workspace", call.workspace);
   }
-  void complete() {}
-  void run() const { low_rank_pass(call, device, stream); }
 };
 
 struct LowRankWorkspace {
@@ -525,35 +463,29 @@ struct LowRankWorkspace {
   bool gradient = false;
   int device = 0;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     v.rows("tokens", tokens), v.field("columns", columns), v.field("rank", rank), v.field("gradient", gradient);
     v.field("device", device);
   }
   int64_t bytes() const { return low_rank_workspace(tokens, columns, rank, gradient, device); }
 };
 
-template <class Visitor>
-void visit_choice(Visitor& v, ChoiceRule& rule) {
+inline void visit_choice(Fields& v, ChoiceRule& rule) {
   v.field("logits", rule.logits), v.field("type", rule.type), v.rows("tokens", rule.tokens);
   v.field("experts", rule.experts), v.field("top_k", rule.top_k), v.field("scores", rule.scores);
   v.field("normalize", rule.normalize), v.field("scale", rule.scale);
 }
 
-struct ChooseLaunch : OnStream {
+struct ChooseLaunch : LaunchOf<Choice, choose> {
   static constexpr const char* kName = "choose";
-  Choice call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), visit_choice(v, call.rule), v.field("groups", call.groups), v.field("keep", call.keep);
     v.field("best", call.best), v.field("bias", call.bias), v.field("valid", call.valid), v.field("given", call.given);
     v.field("ids", call.ids), v.field("weights", call.weights), v.field("counts", call.counts);
     v.field("slots", call.slots), v.field("sums", call.sums), v.field("squares", call.squares);
     v.field("workspace", call.workspace);
   }
-  void complete() {}
-  void run() const { choose(call, device, stream); }
 };
 
 struct ChoiceWorkspace {
@@ -562,33 +494,24 @@ struct ChoiceWorkspace {
   int experts = 0;
   bool tallied = false;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
-    v.rows("tokens", tokens), v.field("experts", experts), v.field("tallied", tallied);
-  }
+  void fields(Fields& v) { v.rows("tokens", tokens), v.field("experts", experts), v.field("tallied", tallied); }
   int64_t bytes() const { return choice_workspace(tokens, experts, tallied); }
 };
 
-struct ChooseBackwardLaunch : OnStream {
+struct ChooseBackwardLaunch : LaunchOf<ChoiceBackward, choose_backward> {
   static constexpr const char* kName = "choose_backward";
-  ChoiceBackward call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), visit_choice(v, call.rule), v.field("ids", call.ids);
     v.field("d_weights", call.d_weights), v.field("d_sums", call.d_sums), v.field("d_squares", call.d_squares);
     v.field("d_logits", call.d_logits);
   }
-  void complete() {}
-  void run() const { choose_backward(call, device, stream); }
 };
 
-struct RouteLaunch : OnStream {
+struct RouteLaunch : LaunchOf<Route, route> {
   static constexpr const char* kName = "route";
-  Route call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), v.field("ids", call.ids), v.field("int64_ids", call.int64_ids);
     v.rows("slots", call.slots), v.field("groups", call.groups), v.field("tokens_per_expert", call.tokens_per_expert);
     v.field("slot_of_row", call.slot_of_row), v.field("row_of_slot", call.row_of_slot);
@@ -596,8 +519,6 @@ struct RouteLaunch : OnStream {
     v.optional();
     v.field("weights", call.weights.data), v.field("weights_type", call.weights.type), v.field("scales", call.scales);
   }
-  void complete() {}
-  void run() const { route(call, device, stream); }
 };
 
 struct RouteWorkspace {
@@ -605,15 +526,11 @@ struct RouteWorkspace {
   int64_t slots = 0;
   int groups = 0;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
-    v.rows("slots", slots), v.field("groups", groups);
-  }
+  void fields(Fields& v) { v.rows("slots", slots), v.field("groups", groups); }
   int64_t bytes() const { return route_workspace_bytes(slots, groups); }
 };
 
-template <class Visitor>
-void visit_routed(Visitor& v, RoutedRows& call) {
+inline void visit_routed(Fields& v, RoutedRows& call) {
   v.field("type", call.type), v.rows("tokens", call.tokens), v.field("columns", call.columns);
   v.field("top_k", call.top_k), v.field("row_of_slot", call.row_of_slot), v.field("num_rows", call.num_rows);
   v.field("source", call.source), v.field("source_pitch", call.source_pitch);
@@ -625,24 +542,14 @@ struct PermuteLaunch : OnStream {
   RoutedRows call{};
   bool fill = false;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
-    visit_stream(v, *this), visit_routed(v, call), v.field("fill", fill);
-  }
-  void complete() {}
+  void fields(Fields& v) { visit_stream(v, *this), visit_routed(v, call), v.field("fill", fill); }
   void run() const { permute(call, fill, device, stream); }
 };
 
-struct UnpermuteLaunch : OnStream {
+struct UnpermuteLaunch : LaunchOf<RoutedRows, unpermute> {
   static constexpr const char* kName = "unpermute";
-  RoutedRows call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
-    visit_stream(v, *this), visit_routed(v, call);
-  }
-  void complete() {}
-  void run() const { unpermute(call, device, stream); }
+  void fields(Fields& v) { visit_stream(v, *this), visit_routed(v, call); }
 };
 
 struct GatherSlotsLaunch : OnStream {
@@ -653,13 +560,11 @@ struct GatherSlotsLaunch : OnStream {
   void* out = nullptr;
   DType type = DType::kFloat32;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), v.field("values", values), v.field("row_of_slot", row_of_slot);
     v.field("num_rows", num_rows);
     v.rows("slots", slots), v.field("out", out), v.field("type", type);
   }
-  void complete() {}
   void run() const { gather_slots(values, row_of_slot, num_rows, slots, out, type, device, stream); }
 };
 
@@ -668,8 +573,7 @@ struct RoutedMlpLaunch : OnStream {
   RoutedMlp mlp{};
   RoutedTokens call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     v.field("activation", mlp.activation), v.field("type", mlp.type), v.field("groups", mlp.groups);
     v.field("features", mlp.features), v.field("columns", mlp.columns), v.field("transposed", mlp.transposed);
     v.field("unfused", mlp.unfused);
@@ -695,8 +599,7 @@ struct RoutedMlpWorkspace {
   RoutedMlp mlp{};
   int64_t slots = 0;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     v.field("gated", mlp.activation.gated), v.field("type", mlp.type), v.field("groups", mlp.groups);
     v.field("features", mlp.features), v.field("columns", mlp.columns), v.field("unfused", mlp.unfused);
     v.rows("slots", slots);

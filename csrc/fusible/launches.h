@@ -4,9 +4,9 @@
 //
 // A launch derives from OnStream and has
 //   kName               its name in Python
-//   fields(visitor)     tells the visitor each field with its name. The type of a member says what it is: an address is
-//                       a pointer, a list of them `Addresses`, of numbers `Numbers`. Numbers of rows are told as such.
-//   complete()          derives from the fields what else run() needs
+//   fields(table)       tells each field with its name. The type of a member says what it is: an address is a pointer,
+//                       a list of them `Addresses`, of numbers `Numbers`. Numbers of rows are told as such.
+//   complete()          derives from the fields what else run() needs, if anything
 //   run()
 //   zero_before(zeroing) for launches that share one zeroing kernel
 // A workspace is such a struct too; it has bytes() instead of the functions after the fields.
@@ -26,31 +26,26 @@
 #include <utility>
 #include <vector>
 
-#include "fusible/activation.h"
 #include "fusible/error.h"
+#include "fusible/fields.h"
 #include "fusible/independent.h"
-#include "fusible/pointwise.h"
 #include "fusible/wrong_sizes.h"
 #include "fusible/zeroing.h"
 
 namespace fusible {
 
-using Address = uintptr_t;
-using Addresses = std::vector<Address>;
-using Numbers = std::vector<int64_t>;
-
 struct OnStream {
   int device = 0;
   cudaStream_t stream = nullptr;
+  void complete() {}
 };
 
-template <class Visitor>
-void visit_activation(Visitor& visitor, Activation& a) {
-  visitor.field("curve", a.curve), visitor.field("gated", a.gated), visitor.field("alpha", a.alpha);
-  visitor.field("limit", a.limit), visitor.field("linear_offset", a.linear_offset), visitor.field("block", a.block);
-  visitor.field("kernel", a.kernels[0]), visitor.field("other_kernel", a.kernels[1]);
-  visitor.field("deep_kernel", a.kernels[2]);
-}
+// A launch that is one call of a function.
+template <class CallOf, auto kFunction>
+struct LaunchOf : OnStream {
+  CallOf call{};
+  void run() const { kFunction(call, device, stream); }
+};
 
 // The target of an address: an offset in bytes from the start of a tensor. Given tensors are numbered first, then
 // allocations.
@@ -169,8 +164,40 @@ class Capture {
   void asked(const Workspace& workspace);
 
  private:
-  friend class FieldCollector;
   friend class Launches;
+
+  // Notes the fields of a launch or a workspace.
+  void collect(CapturedFields& to, const Fields& fields, void* call) {
+    const auto add = [&](void* target, Address address) {
+      to.addresses.push_back(target);
+      to.sources.push_back(find(address));
+    };
+    const auto add_all = [&](const auto& numbers) {
+      to.numbers.push_back(std::ssize(numbers));
+      for (const auto number : numbers) to.numbers.push_back(number_of(number));
+    };
+    for (const Field& field : fields.all) {
+      switch (field.type) {
+        case Field::Type::kStream: to.stream = &field.in<cudaStream_t>(call); break;
+        case Field::Type::kAddress: add(field.at(call), field.get<Address>(call)); break;
+        case Field::Type::kAddresses:
+          to.numbers.push_back(std::ssize(field.in<Addresses>(call)));
+          for (Address& address : field.in<Addresses>(call)) add(&address, address);
+          break;
+        case Field::Type::kNumbers: add_all(field.in<Numbers>(call)); break;
+        case Field::Type::kConstants: add_all(field.in<Constants>(call)); break;
+        case Field::Type::kActivation: collect(to, Fields::of<ActivationFields>(), &field.in<Activation>(call)); break;
+        case Field::Type::kFloat: to.numbers.push_back(number_of(field.in<float>(call))); break;
+        case Field::Type::kBool: to.numbers.push_back(field.in<bool>(call)); break;
+        case Field::Type::kInt32: to.numbers.push_back(field.get<int32_t>(call)); break;
+        case Field::Type::kInt64:
+          if (field.is_rows) to.rows.push_back(&field.in<int64_t>(call));
+          (field.is_rows ? to.row_numbers : to.numbers).push_back(field.get<int64_t>(call));
+      }
+    }
+  }
+  static int64_t number_of(int64_t number) { return number; }
+  static int64_t number_of(float number) { return std::bit_cast<int32_t>(number); }
 
   // Every address must be in the latest allocation that had it, or in one tensor that is given.
   Source find(Address address) {
@@ -198,51 +225,6 @@ class Capture {
   std::optional<std::string> refusal_;
 };
 
-// Collects the fields of a launch.
-class FieldCollector {
- public:
-  FieldCollector(CapturedFields& fields, Capture& capture) : fields_(fields), capture_(capture) {}
-
-  template <class T>
-  void field(const char*, T*& pointer) {
-    add(&pointer, reinterpret_cast<Address>(pointer));
-  }
-  void field(const char*, cudaStream_t& stream) { fields_.stream = &stream; }
-  void field(const char*, Addresses& list) {
-    fields_.numbers.push_back(std::ssize(list));
-    for (Address& address : list) add(&address, address);
-  }
-  void field(const char*, Activation& activation) { visit_activation(*this, activation); }
-  void field(const char*, float& value) { fields_.numbers.push_back(std::bit_cast<int32_t>(value)); }
-  void field(const char* name, Constants& constants) {
-    fields_.numbers.push_back(std::ssize(constants));
-    for (float& value : constants) field(name, value);
-  }
-  void field(const char*, Numbers& numbers) {
-    fields_.numbers.push_back(std::ssize(numbers));
-    fields_.numbers.insert(fields_.numbers.end(), numbers.begin(), numbers.end());
-  }
-  template <class T>
-    requires std::is_integral_v<T> || std::is_enum_v<T>
-  void field(const char*, T& value) {
-    fields_.numbers.push_back(static_cast<int64_t>(value));
-  }
-  void rows(const char*, int64_t& value) {
-    fields_.rows.push_back(&value);
-    fields_.row_numbers.push_back(value);
-  }
-  void optional() {}
-
- private:
-  void add(void* target, Address address) {
-    fields_.addresses.push_back(target);
-    fields_.sources.push_back(capture_.find(address));
-  }
-
-  CapturedFields& fields_;
-  Capture& capture_;
-};
-
 template <class Launch>
 void Capture::launched(const Launch& launch) {
   struct Captured final : CapturedLaunch {
@@ -258,8 +240,7 @@ void Capture::launched(const Launch& launch) {
   };
   const auto captured = std::make_shared<Captured>(launch);
   captured->fields.name = Launch::kName;
-  FieldCollector collector(captured->fields, *this);
-  captured->launch.fields(collector);
+  collect(captured->fields, Fields::of<Launch>(), &captured->launch);
   launches_.push_back(captured);
 }
 
@@ -272,8 +253,7 @@ void Capture::asked(const Workspace& workspace) {
   };
   const auto captured = std::make_shared<Captured>(workspace);
   captured->fields.name = Workspace::kName;
-  FieldCollector collector(captured->fields, *this);
-  captured->workspace.fields(collector);
+  collect(captured->fields, Fields::of<Workspace>(), &captured->workspace);
   asked_ = captured;
 }
 

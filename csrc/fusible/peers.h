@@ -99,11 +99,22 @@ struct StageRows : PeerRows {
   int64_t slots;               // of a rank
 };
 
+// Tokens of all ranks to the rows of this rank.
+struct Pull : PeerRows {
+  bool fill;  // the tail is zero
+};
+
 // Rows that are told of block by block, in their order: for a kernel behind it on the stream that waits for them.
 struct PullBlocks : PeerRows {
   const int32_t* slot_of_row;  // of the rows of all ranks
   uint32_t* arrived;           // [blocks of kArrivalRows rows], zero
   int blocks;                  // of threads, at most one a multiprocessor
+  bool fill;                   // the tail is zero
+};
+
+// Sums of rows.
+struct PullSum : PeerRows {
+  int blocks;  // as many multiprocessors add, and leave the others to other kernels; 0: all of them
 };
 
 // Numbers of slots and of rows, of 4 or 8 bytes each.
@@ -121,15 +132,15 @@ struct PeerNumbers : LaneCall {
 void publish(const Publish& call, int device, cudaStream_t stream);
 void divide_rows(const DivideRows& call, int device, cudaStream_t stream);
 void stage_rows(const StageRows& call, int device, cudaStream_t stream);
-// Copies the tokens of all ranks to the rows of this rank, of the slots of all ranks. With `fill`, the tail is zero.
-void pull(const PeerRows& call, bool fill, int device, cudaStream_t stream);
+// Copies the tokens of all ranks to the rows of this rank, of the slots of all ranks.
+void pull(const Pull& call, int device, cudaStream_t stream);
 // The same by blocks of rows. Lets the next kernel of the stream begin.
-void pull_blocks(const PullBlocks& call, bool fill, int device, cudaStream_t stream);
+void pull_blocks(const PullBlocks& call, int device, cudaStream_t stream);
 // The pieces of a block of rows that pull_blocks tells of.
 int pieces_of_block(const PeerRows& call);
 // Each token of this rank is the sum of its rows, from the buffers of their owners, in fp32, in the order of the slots,
-// rounded once. With `blocks` not 0, as many multiprocessors do it, and leave the others to other kernels.
-void pull_sum(const PeerRows& call, int blocks, int device, cudaStream_t stream);
+// rounded once.
+void pull_sum(const PullSum& call, int device, cudaStream_t stream);
 // The number of each row of this rank, from those of the slots of all ranks in its buffer. The tail is zero.
 void numbers_to_rows(const PeerNumbers& call, int device, cudaStream_t stream);
 // The number of each slot of this rank, from the buffers of the owners of their rows; 0 for slots without a row.

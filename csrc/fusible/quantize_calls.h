@@ -8,27 +8,20 @@
 
 namespace fusible {
 
-template <class Visitor>
-void visit_groups(Visitor& v, SplitSizes& sizes) {
-  v.field("groups", sizes.groups), visit_sizes(v, sizes);
-}
-template <class Visitor>
-void visit_copies(Visitor& v, QuantizedRows& rows, BlockedColumns& columns) {
+inline void visit_groups(Fields& v, SplitSizes& sizes) { v.field("groups", sizes.groups), visit_sizes(v, sizes); }
+inline void visit_copies(Fields& v, QuantizedRows& rows, BlockedColumns& columns) {
   v.field("rows", rows.data), v.field("row_scales", rows.scales);
   v.field("columns", columns.data), v.field("column_scales", columns.scales);
 }
 
-template <class Visitor>
-void visit_scaling(Visitor& v, Scaling& scaling, float*& amax, const float*& encode) {
+inline void visit_scaling(Fields& v, Scaling& scaling, float*& amax, const float*& encode) {
   v.field("scaling", scaling), v.field("amax", amax), v.field("encode", encode);
 }
 
-struct QuantizeRowsLaunch : OnStream {
+struct QuantizeRowsLaunch : LaunchOf<QuantizeRows, quantize_rows> {
   static constexpr const char* kName = "quantize_rows";
-  QuantizeRows call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), v.field("type", call.type), v.rows("tokens", call.tokens);
     v.field("features", call.features), v.field("x", call.x), v.field("pitch", call.pitch), visit_groups(v, call.sizes);
     v.field("power_of_two", call.power_of_two), visit_copies(v, call.rows, call.columns);
@@ -36,17 +29,13 @@ struct QuantizeRowsLaunch : OnStream {
     v.field("slot_of_row", call.slot_of_row), v.field("top_k", call.top_k), v.field("tiles", call.tiles);
     visit_scaling(v, call.scaling, call.amax, call.encode);
   }
-  void complete() {}
-  void run() const { quantize_rows(call, device, stream); }
 };
 
-struct QuantizeWeightLaunch : OnStream {
+struct QuantizeWeightLaunch : LaunchOf<QuantizeWeight, quantize_weight> {
   static constexpr const char* kName = "quantize_weight";
-  QuantizeWeight call{};
   Addresses addresses;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), v.field("type", call.type), v.field("groups", call.groups), v.field("n", call.n);
     v.field("k", call.k), v.field("weight", call.weight), v.field("pitch", call.pitch);
     v.field("group_stride", call.group_stride), v.field("addresses", addresses), v.field("halves", call.halves);
@@ -57,34 +46,25 @@ struct QuantizeWeightLaunch : OnStream {
     visit_scaling(v, call.scaling, call.amax, call.encode), v.field("transposed_scales", call.transposed_scales);
   }
   void complete() { call.addresses = addresses; }
-  void run() const { quantize_weight(call, device, stream); }
 };
 
-struct PermuteScalesLaunch : OnStream {
+struct PermuteScalesLaunch : LaunchOf<PermuteScales, permute_scales> {
   static constexpr const char* kName = "permute_scales";
-  PermuteScales call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), v.rows("tokens", call.tokens), v.field("top_k", call.top_k);
     v.field("features", call.features), v.field("slot_of_row", call.slot_of_row), v.field("num_rows", call.num_rows);
     v.field("source", call.source), v.field("out", call.out);
   }
-  void complete() {}
-  void run() const { permute_scales(call, device, stream); }
 };
 
-struct TransposeBytesLaunch : OnStream {
+struct TransposeBytesLaunch : LaunchOf<TransposeBytes, transpose_bytes> {
   static constexpr const char* kName = "transpose_bytes";
-  TransposeBytes call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), v.field("groups", call.groups), v.field("rows", call.rows);
     v.field("columns", call.columns), v.field("source", call.source), v.field("out", call.out);
   }
-  void complete() {}
-  void run() const { transpose_bytes(call, device, stream); }
 };
 
 struct QuantizeActivationLaunch : OnStream {
@@ -92,8 +72,7 @@ struct QuantizeActivationLaunch : OnStream {
   QuantizeActivation call{};
   Addresses vectors;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
     v.rows("tokens", call.tokens), v.field("features", call.features), v.field("preact", call.preact);
     visit_groups(v, call.sizes), v.field("power_of_two", call.power_of_two);
@@ -101,7 +80,6 @@ struct QuantizeActivationLaunch : OnStream {
     v.optional();
     visit_scales(v, call.scales), v.field("tiles", call.tiles), v.field("vectors", vectors);
   }
-  void complete() {}
   void run() const { quantize_activation(call, column_vectors(vectors), device, stream); }
 };
 
@@ -111,8 +89,7 @@ struct QuantizeActivationBackwardLaunch : OnStream {
   Addresses vectors;
   DVectorFields dvectors;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
     v.rows("tokens", call.tokens), v.field("features", call.features), v.field("dpostact", call.dpostact);
     v.field("preact", call.preact), visit_groups(v, call.sizes), v.field("power_of_two", call.power_of_two);
@@ -122,7 +99,6 @@ struct QuantizeActivationBackwardLaunch : OnStream {
     visit_scales(v, call.scales), v.field("dscales", call.dscales), v.field("workspace", call.workspace);
     v.field("tiles", call.tiles), v.field("vectors", vectors), dvectors.visit(v);
   }
-  void complete() {}
   void run() const { quantize_activation_backward(call, column_vectors(vectors), dvectors.all(), device, stream); }
 };
 
@@ -132,8 +108,7 @@ struct QuantizeWorkspace {
   Scaling scaling = Scaling::kBlocks;
   int64_t rows = 0, groups = 0, features = 0;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     v.field("scaling", scaling), v.rows("rows", rows), v.field("groups", groups), v.field("features", features);
   }
   int64_t bytes() const {
@@ -141,12 +116,10 @@ struct QuantizeWorkspace {
   }
 };
 
-struct PackedGemmLaunch : OnStream {
+struct PackedGemmLaunch : LaunchOf<PackedGemm, packed_gemm> {
   static constexpr const char* kName = "packed_gemm";
-  PackedGemm call{};
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     visit_stream(v, *this), v.field("format", call.format), v.rows("tokens", call.tokens), v.field("n", call.n);
     v.field("k", call.k), v.field("a", call.a), v.field("a_pitch", call.a_pitch), v.field("b", call.b);
     v.field("b_scales", call.b_scales), visit_groups(v, call.sizes), v.field("output", call.output);
@@ -155,16 +128,13 @@ struct PackedGemmLaunch : OnStream {
     v.field("bias", call.bias), v.field("bias_type", call.bias_type), v.field("bias_scale", call.bias_scale);
     v.field("row_scale", call.row_scale), v.field("alphas", call.alphas), v.field("zero_tail", call.zero_tail);
   }
-  void complete() {}
-  void run() const { packed_gemm(call, device, stream); }
 };
 
 struct QuantizeBackwardWorkspace {
   static constexpr const char* kName = "quantize_backward_workspace";
   int64_t tokens = 0, features = 0, groups = 0, dvectors = 0;
 
-  template <class Visitor>
-  void fields(Visitor& v) {
+  void fields(Fields& v) {
     v.rows("tokens", tokens), v.field("features", features);
     v.optional();
     v.field("groups", groups), v.field("dvectors", dvectors);

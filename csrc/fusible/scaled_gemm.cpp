@@ -86,9 +86,7 @@ void scaled_gemm(const ScaledGemm& call, int device, cudaStream_t stream) {
   Params1D2D<GemmParams> params{prepare_params(gemm, config, stream)};
   set_scales(params, call, p, tile);
   if (restarts) set_halves(params, gemm, tile);
-  const KernelEntry kernel =
-      restarts ? scaled_halves_entry(p.output, p.scale_bias) : scaled_entry(p.output, p.scale_bias);
-  launch(params, built(kernel, config, p), config, p, device, stream);
+  launch(params, built(scaled_entry(p.output, p.scale_bias, restarts), config, p), config, p, device, stream);
 }
 
 void row_scaled_gemm(const RowScaledGemm& call, int device, cudaStream_t stream) {

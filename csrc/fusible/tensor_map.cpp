@@ -63,15 +63,23 @@ uint32_t depth(DType type) { return static_cast<uint32_t>(tile_k(type)); }
 using Extent = uint64_t;
 constexpr Extent kNear = 1ull << kNearBits, kFar = 1ull << 16;  // far enough for 50 bits of address
 
+// The last two dimensions of the matrices of the groups: sizes and strides.
+struct GroupDimensions {
+  Extent near, far;
+  uint64_t near_bytes, far_bytes;
+  GroupDimensions(const MatrixView& m, int64_t groups)
+      : near(groups), far(1), near_bytes(Bytes(m).group), far_bytes(kNearBytes) {
+    if (!m.addresses.empty()) near = kNear, far = kFar, near_bytes = kNearBytes, far_bytes = kNear * kNearBytes;
+  }
+};
+
 // The matrices of the groups, `rows` x `columns` each.
 CUtensorMap matrices_map(const MatrixView& m, int64_t groups, int64_t rows, int64_t columns,
                          const std::array<uint32_t, 4>& box) {
   const Bytes bytes(m);
-  if (m.addresses.empty())
-    return encode<4>(bytes.base, m.type, {Extent(columns), Extent(rows), Extent(groups), 1},
-                     {bytes.pitch, bytes.group, kNearBytes}, box);
-  return encode<4>(bytes.base, m.type, {Extent(columns), Extent(rows), kNear, kFar},
-                   {bytes.pitch, kNearBytes, kNear * kNearBytes}, box);
+  const GroupDimensions g(m, groups);
+  return encode<4>(bytes.base, m.type, {Extent(columns), Extent(rows), g.near, g.far},
+                   {bytes.pitch, g.near_bytes, g.far_bytes}, box);
 }
 
 }  // namespace
@@ -97,24 +105,18 @@ CUtensorMap weight_rows_map(const MatrixView& b, int64_t groups, int64_t n, int6
 
 CUtensorMap gate_up_rows_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k, int tile_n) {
   const Bytes bytes(b);
-  const Extent half_bytes = bytes.pitch * Extent(half);
-  const std::array<uint32_t, 5> box = {depth(b.type), uint32_t(tile_n / 2), 1, 1, 1};
-  if (b.addresses.empty())
-    return encode<5>(bytes.base, b.type, {Extent(k), Extent(half), 2, Extent(groups), 1},
-                     {bytes.pitch, half_bytes, bytes.group, kNearBytes}, box);
-  return encode<5>(bytes.base, b.type, {Extent(k), Extent(half), 2, kNear, kFar},
-                   {bytes.pitch, half_bytes, kNearBytes, kNear * kNearBytes}, box);
+  const GroupDimensions g(b, groups);
+  return encode<5>(bytes.base, b.type, {Extent(k), Extent(half), 2, g.near, g.far},
+                   {bytes.pitch, bytes.pitch * Extent(half), g.near_bytes, g.far_bytes},
+                   {depth(b.type), uint32_t(tile_n / 2), 1, 1, 1});
 }
 
 CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t half, int64_t k) {
   const Bytes bytes(b);
-  const Extent half_bytes = Extent(half) * bytes_of(b.type);
-  const std::array<uint32_t, 5> box = {subtile_columns(b.type), 1, depth(b.type), 1, 1};
-  if (b.addresses.empty())
-    return encode<5>(bytes.base, b.type, {Extent(half), 2, Extent(k), Extent(groups), 1},
-                     {half_bytes, bytes.pitch, bytes.group, kNearBytes}, box);
-  return encode<5>(bytes.base, b.type, {Extent(half), 2, Extent(k), kNear, kFar},
-                   {half_bytes, bytes.pitch, kNearBytes, kNear * kNearBytes}, box);
+  const GroupDimensions g(b, groups);
+  return encode<5>(bytes.base, b.type, {Extent(half), 2, Extent(k), g.near, g.far},
+                   {Extent(half) * bytes_of(b.type), bytes.pitch, g.near_bytes, g.far_bytes},
+                   {subtile_columns(b.type), 1, depth(b.type), 1, 1});
 }
 
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n) {

@@ -72,7 +72,7 @@ void raise_wrong_sizes(int device) {
   if (!there || device < 0 || device >= kDevices) return;
   const std::atomic_ref<uint64_t> word(there[device * kWordsApart]);
   if (word.load(std::memory_order_relaxed) == 0) return;
-  if (const uint64_t reported = word.exchange(0)) throw Error(text(WrongSize::of(reported)));
+  if (const uint64_t reported = word.exchange(0)) fail(text(WrongSize::of(reported)).c_str());
 }
 
 }  // namespace fusible

@@ -28,7 +28,6 @@ struct Tail {
 struct Counters {
   unsigned* first;
   int count = 1;
-  bool operator==(const Counters&) const = default;
 };
 
 struct Zeroing {

@@ -17,7 +17,7 @@ inline DType type_of(const Buffer& buffer) {
     case DataType::F32: return DType::kFloat32;
     case DataType::F16: return DType::kFloat16;
     case DataType::BF16: return DType::kBFloat16;
-    default: fail(__FILE__, __LINE__, "type", "buffers must hold float32, float16 or bfloat16");
+    default: fail("buffers must hold float32, float16 or bfloat16");
   }
 }
 

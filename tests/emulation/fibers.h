@@ -114,7 +114,7 @@ struct Block {
   std::vector<Thread> threads;
   std::vector<Warp> warps;
   std::vector<Meeting> warpgroups;
-  Meeting all, named[16];
+  Meeting all;
   int live = 0;
   bool waited = false;  // one of its threads that has ended
 };
@@ -136,13 +136,6 @@ void meet(Meeting& meeting, int expected, const char* action, Last last) {
   } else {
     wait({.meeting = &meeting, .generation = meeting.generation, .action = action});
   }
-}
-
-// The same for one that does not wait.
-inline void pass(Meeting& meeting, int expected) {
-  if (++meeting.arrived < expected) return;
-  meeting.arrived = 0;
-  ++meeting.generation;
 }
 
 // The values of all lanes of the warp, until the next exchange.

@@ -49,14 +49,6 @@ DEVICE void registers_increase() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Two parties of a named barrier: one waits until the other has arrived. `threads` counts both.
-DEVICE void named_barrier_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-DEVICE void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // Ordinary shared-memory stores of this thread become visible to TMA and the tensor cores.
 DEVICE void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // The same of device memory, which this thread has seen written.
@@ -83,7 +75,6 @@ DEVICE void copy_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Two floats, rounded to T, the first in the low half.
 // 16 bytes at once, where the compiler would store word by word.
 DEVICE void store_vector(void* to, const uint4& words) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
@@ -136,6 +127,7 @@ DEVICE uint32_t permute(uint32_t x, uint32_t y) {
   return z;
 }
 
+// Two floats, rounded to T, the first in the low half.
 template <class T>
 DEVICE uint32_t pack(float low, float high);
 template <>

@@ -76,14 +76,7 @@ DEVICE uint64_t matrix_descriptor(const void* pointer, uint32_t leading_offset, 
 // The e4m3 product; both operands are K-major.
 template <int kSize>
 DEVICE void wgmma_e4m3(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
-  static_assert(kSize % 8 == 0 && (kSize <= 64 || kSize == 128), "products are 16 to 128 columns wide, by 16, or 256");
-  WGMMA_E4M3(16, REGISTERS8, "%8", "%9", "%10", ACC8(0));
-  WGMMA_E4M3(32, REGISTERS16, "%16", "%17", "%18", ACC8(0), ACC8(8));
-  WGMMA_E4M3(48, REGISTERS24, "%24", "%25", "%26", ACC8(0), ACC8(8), ACC8(16));
-  WGMMA_E4M3(64, REGISTERS32, "%32", "%33", "%34", ACC32(0));
-  WGMMA_E4M3(80, REGISTERS40, "%40", "%41", "%42", ACC32(0), ACC8(32));
-  WGMMA_E4M3(96, REGISTERS48, "%48", "%49", "%50", ACC32(0), ACC8(32), ACC8(40));
-  WGMMA_E4M3(112, REGISTERS56, "%56", "%57", "%58", ACC32(0), ACC8(32), ACC8(40), ACC8(48));
+  static_assert(kSize == 64 || kSize == 128, "products are 128 or 256 columns wide");
   WGMMA_E4M3(128, REGISTERS64, "%64", "%65", "%66", ACC32(0), ACC32(32));
   WGMMA_E4M3(256, REGISTERS128, "%128", "%129", "%130", ACC32(0), ACC32(32), ACC32(64), ACC32(96));
 }

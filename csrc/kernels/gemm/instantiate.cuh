@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Turns a layout and an operand type into kernels, one for each output type, epilogue and tile variant.
 #pragma once
+#include <iterator>
 #include <utility>
 
 #include "kernels/gemm/operand_types.cuh"
@@ -13,29 +14,36 @@ KernelEntry entry_of() {
           static_cast<int>(sizeof(typename K::Storage))};
 }
 
+// make(std::integral_constant) of the one of these variants that is asked for; without a function if none of them is.
+template <const auto& kVariants, class Make>
+KernelEntry entry_among(int variant, const Make& make) {
+  return [&]<size_t... kIndices>(std::index_sequence<kIndices...>) {
+    KernelEntry entry{};
+    (void)((variant == kVariants[kIndices] &&
+            (entry = make(std::integral_constant<int, kVariants[kIndices]>()), true)) ||
+           ...);
+    return entry;
+  }(std::make_index_sequence<std::size(kVariants)>());
+}
+
 template <Layout kLayout, class T, class Out, bool kScaleBias, TileVariant kVariant>
 KernelEntry entry_of_variant() {
   using Pair = Operands<kLayout, T, kVariant>;
-  if constexpr (!is_built(kLayout, kVariant, std::is_same_v<Out, float>) || (kScaleBias && !fits_scale_bias(kVariant)))
-    return {};
+  if constexpr (!is_built(kLayout, kVariant, std::is_same_v<Out, float>, kScaleBias)) return {};
   else return entry_of<GroupedGemmKernel<typename Pair::A, typename Pair::B, Out, kScaleBias, kVariant>>();
-}
-
-template <Layout kLayout, class T, class Out, bool kScaleBias, size_t... kVariants>
-KernelEntry entry_of_variant(int variant, std::index_sequence<kVariants...>) {
-  const KernelEntry entries[] = {entry_of_variant<kLayout, T, Out, kScaleBias, kTileVariants[kVariants]>()...};
-  return entries[variant];
 }
 
 template <Layout kLayout, DType kOperand>
 KernelEntry kernel_entry(bool fp32_output, bool scale_bias, int variant) {
   using T = Element<kOperand>;
-  constexpr std::make_index_sequence<kTileVariantCount> kAll;
-  if (scale_bias)
-    return fp32_output ? entry_of_variant<kLayout, T, float, true>(variant, kAll)
-                       : entry_of_variant<kLayout, T, T, true>(variant, kAll);
-  return fp32_output ? entry_of_variant<kLayout, T, float, false>(variant, kAll)
-                     : entry_of_variant<kLayout, T, T, false>(variant, kAll);
+  return dispatch_bools(fp32_output, scale_bias, [&](auto is_fp32, auto scales) {
+    using Out = std::conditional_t<decltype(is_fp32)::value, float, T>;
+    return [&]<size_t... kVariants>(std::index_sequence<kVariants...>) {
+      const KernelEntry entries[] = {
+          entry_of_variant<kLayout, T, Out, decltype(scales)::value, kTileVariants[kVariants]>()...};
+      return entries[variant];
+    }(std::make_index_sequence<kTileVariantCount>());
+  });
 }
 
 }  // namespace fusible

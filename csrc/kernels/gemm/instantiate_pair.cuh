@@ -6,28 +6,20 @@
 
 namespace fusible {
 
-template <Layout kLayout, class T, bool kScaleBias, TileVariant kVariant>
-KernelEntry pair_entry_of() {
-  using Pair = Operands<kLayout, T, kVariant>;
-  if constexpr (kScaleBias && !fits_scale_bias(kVariant)) return {};
-  else
-    return entry_of<GroupedGemmKernel<typename Pair::A, typename Pair::B, T, kScaleBias, kVariant, StoreEpilogue,
-                                      TokenGroupsOfPairs>>();
-}
-template <Layout kLayout, class T, bool kScaleBias, size_t... kIndices>
-KernelEntry pair_entry_of(int variant, std::index_sequence<kIndices...>) {
-  KernelEntry entry{};
-  ((variant == kPairVariants[kIndices]
-        ? void(entry = pair_entry_of<kLayout, T, kScaleBias, kTileVariants[kPairVariants[kIndices]]>())
-        : void()),
-   ...);
-  return entry;
-}
 template <Layout kLayout, DType kOperand>
 KernelEntry pair_entry(bool scale_bias, int variant) {
-  using T = Element<kOperand>;
-  constexpr std::make_index_sequence<std::size(kPairVariants)> kAll;
-  return scale_bias ? pair_entry_of<kLayout, T, true>(variant, kAll) : pair_entry_of<kLayout, T, false>(variant, kAll);
+  return dispatch<true, false>(scale_bias, [&](auto scales) {
+    constexpr bool kScaleBias = decltype(scales)::value;
+    return entry_among<kPairVariants>(variant, [&](auto number) {
+      constexpr TileVariant kVariant = kTileVariants[number.value];
+      using T = Element<kOperand>;
+      using Pair = Operands<kLayout, T, kVariant>;
+      if constexpr (kScaleBias && !fits_scale_bias(kVariant)) return KernelEntry{};
+      else
+        return entry_of<GroupedGemmKernel<typename Pair::A, typename Pair::B, T, kScaleBias, kVariant, StoreEpilogue,
+                                          TokenGroupsOfPairs>>();
+    });
+  });
 }
 
 template <Layout kLayout, DType kOperand>

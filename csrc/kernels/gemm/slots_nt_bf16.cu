@@ -4,26 +4,17 @@
 #include "kernels/gemm/slots_entry.h"
 
 namespace fusible {
-namespace {
-
-template <bool kScaleBias, int kVariant>
-KernelEntry entry_to_slots() {
-  constexpr TileVariant kTile = kTileVariants[kVariant];
-  using T = Element<DType::kBFloat16>;
-  using Pair = Operands<Layout::kNT, T, kTile>;
-  return entry_of<GroupedGemmKernel<typename Pair::A, typename Pair::B, T, kScaleBias, kTile, SlotsEpilogue>>();
-}
-
-template <bool kScaleBias>
-KernelEntry entry_to_slots(int variant) {
-  return variant == kSlotsVariants[0] ? entry_to_slots<kScaleBias, kSlotsVariants[0]>()
-                                      : entry_to_slots<kScaleBias, kSlotsVariants[1]>();
-}
-
-}  // namespace
 
 KernelEntry slots_entry(bool scale_bias, int variant) {
-  return scale_bias ? entry_to_slots<true>(variant) : entry_to_slots<false>(variant);
+  return dispatch<true, false>(scale_bias, [&](auto scales) {
+    constexpr bool kScaleBias = decltype(scales)::value;
+    return entry_among<kSlotsVariants>(variant, [](auto number) {
+      constexpr TileVariant kVariant = kTileVariants[number.value];
+      using T = Element<DType::kBFloat16>;
+      using Pair = Operands<Layout::kNT, T, kVariant>;
+      return entry_of<GroupedGemmKernel<typename Pair::A, typename Pair::B, T, kScaleBias, kVariant, SlotsEpilogue>>();
+    });
+  });
 }
 
 }  // namespace fusible

@@ -413,10 +413,20 @@ struct Multiplier {
   }
   // The steps of this warp, in whole chunks.
   DEVICE int steps_of(int slice) const {
-    const int columns = static_cast<int>(p.call.rows.columns) - first_column(slice);
-    return min(p.division.warp_columns, columns) <= 0
-               ? 0
-               : (min(p.division.warp_columns, columns) + kChunkColumns - 1) / kChunkColumns * kChunkSteps;
+    const int rest = static_cast<int>(p.call.rows.columns) - first_column(slice),
+              columns = min(p.division.warp_columns, rest);
+    return columns <= 0 ? 0 : (columns + kChunkColumns - 1) / kChunkColumns * kChunkSteps;
+  }
+
+  // body(step) for each of these steps, in whole chunks.
+  template <class Body>
+  DEVICE static void each_step(int steps, Body body) {
+#pragma unroll
+    for (int first = 0; first < kSteps; first += kChunkSteps) {
+      if (first >= steps) break;
+#pragma unroll
+      for (int step = first; step < first + kChunkSteps; ++step) body(step);
+    }
   }
 
   DEVICE void run() {
@@ -491,21 +501,16 @@ struct Multiplier {
     else clear_rest(kRows, tile.slice, stage, steps);
     const uint32_t from = ptx::smem_address(memory.rows(stage)) + (line + (kByColumns ? before : 0)) * pitch +
                           (chunk * 8 + (kByColumns ? 0 : before)) * 2;
+    each_step(steps, [&](int step) INLINE {
+      const int at = before + step * 16;
 #pragma unroll
-    for (int first = 0; first < kSteps; first += kChunkSteps) {
-      if (first >= steps) break;
-#pragma unroll
-      for (int step = first; step < first + kChunkSteps; ++step) {
-        const int at = before + step * 16;
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-          if (kUnits > 1 && (kByColumns ? at < 0 || at >= width : unit != tile.part)) continue;
-          if constexpr (kByColumns)
-            ptx::load_matrix_x4_transposed(factor[unit][step], from + step * 16 * pitch + unit * 32);
-          else ptx::load_matrix_x4(factor[unit][step], from + step * 32);
-        }
+      for (int unit = 0; unit < kUnits; ++unit) {
+        if (kUnits > 1 && (kByColumns ? at < 0 || at >= width : unit != tile.part)) continue;
+        if constexpr (kByColumns)
+          ptx::load_matrix_x4_transposed(factor[unit][step], from + step * 16 * pitch + unit * 32);
+        else ptx::load_matrix_x4(factor[unit][step], from + step * 32);
       }
-    }
+    });
   }
 
   // The address that this lane gives for four 8x8 matrices: rows 0 to 7 and 8 to 15 of two chunks of eight columns.
@@ -518,20 +523,15 @@ struct Multiplier {
   DEVICE void multiply(const RowTile& tile, int stage, int steps, Ring& buffers) const {
     const uint32_t from = rows_address(stage);
     float sums[kUnits][2][2][4] = {};
+    each_step(steps, [&](int step) INLINE {
+      uint32_t x[4];
+      ptx::load_matrix_x4(x, from + step * 32);
 #pragma unroll
-    for (int first = 0; first < kSteps; first += kChunkSteps) {
-      if (first >= steps) break;
-#pragma unroll
-      for (int step = first; step < first + kChunkSteps; ++step) {
-        uint32_t x[4];
-        ptx::load_matrix_x4(x, from + step * 32);
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-          ptx::warp_mma<T>(sums[unit][step % 2][0], factor[unit][step], x[0], x[1]);
-          ptx::warp_mma<T>(sums[unit][step % 2][1], factor[unit][step], x[2], x[3]);
-        }
+      for (int unit = 0; unit < kUnits; ++unit) {
+        ptx::warp_mma<T>(sums[unit][step % 2][0], factor[unit][step], x[0], x[1]);
+        ptx::warp_mma<T>(sums[unit][step % 2][1], factor[unit][step], x[2], x[3]);
       }
-    }
+    });
     barrier_wait(memory.products_empty(buffers.slot), buffers.phase ^ 1);
     float* const to = memory.products(buffers.slot, warp()) + lane() / 4;
 #pragma unroll
@@ -555,20 +555,15 @@ struct Multiplier {
 #pragma unroll
     for (int unit = 0; unit < kUnits; ++unit)
       ptx::load_matrix_x4_transposed(factors[unit], low + min(unit * 32 + lane() / 8 % 2 * 16, pitch - 16));
+    each_step(steps, [&](int step) INLINE {
+      uint32_t x[4];
+      ptx::load_matrix_x4_transposed(x, from + step * 32);
 #pragma unroll
-    for (int first = 0; first < kSteps; first += kChunkSteps) {
-      if (first >= steps) break;
-#pragma unroll
-      for (int step = first; step < first + kChunkSteps; ++step) {
-        uint32_t x[4];
-        ptx::load_matrix_x4_transposed(x, from + step * 32);
-#pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-          ptx::warp_mma<T>(gradient[unit][2 * step], factors[unit], x[0], x[2]);
-          ptx::warp_mma<T>(gradient[unit][2 * step + 1], factors[unit], x[1], x[3]);
-        }
+      for (int unit = 0; unit < kUnits; ++unit) {
+        ptx::warp_mma<T>(gradient[unit][2 * step], factors[unit], x[0], x[2]);
+        ptx::warp_mma<T>(gradient[unit][2 * step + 1], factors[unit], x[1], x[3]);
       }
-    }
+    });
   }
 
   template <class Out>

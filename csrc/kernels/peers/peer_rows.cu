@@ -422,32 +422,32 @@ dim3 grid_of(const PeerRows& c, int64_t blocks, int vector) {
 }
 
 template <class T, int kVector>
-void launch_pull(const PeerRows& c, bool fill, cudaStream_t stream) {
-  const int64_t tokens = blocks_of(c.tokens, kWarps) * c.peers.ranks, tail = fill ? blocks_of(c.capacity, kWarps) : 0;
+void launch_pull(const Pull& c, cudaStream_t stream) {
+  const int64_t tokens = blocks_of(c.tokens, kWarps) * c.peers.ranks, tail = c.fill ? blocks_of(c.capacity, kWarps) : 0;
   const dim3 grid = grid_of(c, tokens + tail, kVector);
   pull_kernel<T, kVector><<<grid, kThreads, 0, stream>>>(c, static_cast<unsigned>(tokens));
 }
 template <class Word>
-void launch_pull_blocks(const PullBlocks& c, bool fill, cudaStream_t stream) {
+void launch_pull_blocks(const PullBlocks& c, cudaStream_t stream) {
   const unsigned blocks = std::min(c.blocks, device_properties(current_device()).multiprocessors);  // all are resident
   const int row_bytes = static_cast<int>(c.columns * bytes_of(c.type));
   pull_blocks_kernel<Word>
-      <<<blocks, kMostThreads, 0, stream>>>(c, row_bytes, pieces_of_block(c), fill ? c.capacity : 0);
+      <<<blocks, kMostThreads, 0, stream>>>(c, row_bytes, pieces_of_block(c), c.fill ? c.capacity : 0);
 }
 template <class T, int kVector, int kBatch>
-void launch_sum_of(const PeerRows& c, int blocks, cudaStream_t stream) {
+void launch_sum_of(const PullSum& c, cudaStream_t stream) {
   const int64_t column_blocks = blocks_of(c.columns, 32 * kSteps * kVector);
   const auto columns = static_cast<unsigned>(column_blocks);
   const auto all = static_cast<unsigned>(blocks_of(c.tokens * column_blocks, kWarps));
-  if (blocks) sum_kernel<T, kVector, kBatch, kMostThreads><<<blocks, kMostThreads, 0, stream>>>(c, columns);
+  if (c.blocks) sum_kernel<T, kVector, kBatch, kMostThreads><<<c.blocks, kMostThreads, 0, stream>>>(c, columns);
   else sum_kernel<T, kVector, kBatch, kThreads><<<all, kThreads, 0, stream>>>(c, columns);
 }
 template <class T, int kVector>
-void launch_sum(const PeerRows& c, int blocks, cudaStream_t stream) {
-  if (c.top_k % 8 == 0) launch_sum_of<T, kVector, 8>(c, blocks, stream);
-  else if (c.top_k % 4 == 0) launch_sum_of<T, kVector, 4>(c, blocks, stream);
-  else if (c.top_k % 2 == 0) launch_sum_of<T, kVector, 2>(c, blocks, stream);
-  else launch_sum_of<T, kVector, 1>(c, blocks, stream);
+void launch_sum(const PullSum& c, cudaStream_t stream) {
+  if (c.top_k % 8 == 0) launch_sum_of<T, kVector, 8>(c, stream);
+  else if (c.top_k % 4 == 0) launch_sum_of<T, kVector, 4>(c, stream);
+  else if (c.top_k % 2 == 0) launch_sum_of<T, kVector, 2>(c, stream);
+  else launch_sum_of<T, kVector, 1>(c, stream);
 }
 template <class T, int kVector>
 void launch_stage(const StageRows& c, cudaStream_t stream) {
@@ -484,12 +484,12 @@ void stage_rows(const StageRows& c, int device, cudaStream_t stream) {
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "staging of at most ", c.capacity, " rows, ", c.columns, " columns");
 }
 
-void pull(const PeerRows& c, bool fill, int device, cudaStream_t stream) {
+void pull(const Pull& c, int device, cudaStream_t stream) {
   if (!c.columns) return;
   const DeviceGuard guard(device);
-  if (bytes_of(c.type) == 4)
-    fits(c, c.out, 0) ? launch_pull<uint32_t, 4>(c, fill, stream) : launch_pull<uint32_t, 1>(c, fill, stream);
-  else fits(c, c.out, 0) ? launch_pull<uint16_t, 8>(c, fill, stream) : launch_pull<uint16_t, 1>(c, fill, stream);
+  const bool vectors = fits(c, c.out, 0);
+  if (bytes_of(c.type) == 4) vectors ? launch_pull<uint32_t, 4>(c, stream) : launch_pull<uint32_t, 1>(c, stream);
+  else vectors ? launch_pull<uint16_t, 8>(c, stream) : launch_pull<uint16_t, 1>(c, stream);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "rows of ", c.tokens, " tokens of each of ", c.peers.ranks, " ranks");
 }
 
@@ -497,23 +497,23 @@ int pieces_of_block(const PeerRows& c) {
   return kPartsOfBlock * static_cast<int>(blocks_of(c.columns * bytes_of(c.type), kStretchBytes));
 }
 
-void pull_blocks(const PullBlocks& c, bool fill, int device, cudaStream_t stream) {
+void pull_blocks(const PullBlocks& c, int device, cudaStream_t stream) {
   FUSIBLE_CHECK(c.blocks > 0, "needs blocks of threads, got ", c.blocks);
   if (!c.columns) return;
   const DeviceGuard guard(device);
-  if (fits(c, c.out, 0)) launch_pull_blocks<Vector<uint32_t, 4>>(c, fill, stream);
-  else if (bytes_of(c.type) == 4) launch_pull_blocks<uint32_t>(c, fill, stream);
-  else launch_pull_blocks<uint16_t>(c, fill, stream);
+  if (fits(c, c.out, 0)) launch_pull_blocks<Vector<uint32_t, 4>>(c, stream);
+  else if (bytes_of(c.type) == 4) launch_pull_blocks<uint32_t>(c, stream);
+  else launch_pull_blocks<uint16_t>(c, stream);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "blocks of rows of ", c.tokens, " tokens of each of ", c.peers.ranks,
                      " ranks");
 }
 
-void pull_sum(const PeerRows& c, int blocks, int device, cudaStream_t stream) {
+void pull_sum(const PullSum& c, int device, cudaStream_t stream) {
   if (!c.tokens || !c.columns) return;
   const DeviceGuard guard(device);
   dispatch_dtype(c.type, [&](auto type) {
     using T = Element<decltype(type)::value>;
-    fits(c, c.out, 0) ? launch_sum<T, 16 / sizeof(T)>(c, blocks, stream) : launch_sum<T, 1>(c, blocks, stream);
+    fits(c, c.out, 0) ? launch_sum<T, 16 / sizeof(T)>(c, stream) : launch_sum<T, 1>(c, stream);
   });
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "sums of rows of ", c.tokens, " tokens from ", c.peers.ranks, " ranks");
 }

@@ -78,8 +78,7 @@ cudaError_t prepare_ragged(const RaggedParams& params, const RaggedSource& sourc
 cudaError_t scale_ragged(const RaggedParams& params, DType type, const float* betas, float beta, int multiprocessors,
                          cudaStream_t stream);
 
-// One instantiation for each operand type stands in a source of its own (kernels/ragged/ragged_bf16.cu, ...). The tile
-// is kTileVariants[kRaggedVariant].
+// The tile is kTileVariants[kRaggedVariant].
 inline constexpr int kRaggedVariant = 0;
 template <DType kOperand>
 KernelEntry ragged_entry(Layout layout, bool fp32_output);

@@ -3,17 +3,12 @@
 
 namespace fusible {
 
-KernelEntry scaled_entry(DType out, bool scale_bias) {
+KernelEntry scaled_entry(DType out, bool scale_bias, bool halves) {
   return dispatch_dtype(out, [&](auto type) {
-    using Out = Element<decltype(type)::value>;
-    return scale_bias ? entry_of<ScaledKernel<Out, true>>() : entry_of<ScaledKernel<Out, false>>();
-  });
-}
-
-KernelEntry scaled_halves_entry(DType out, bool scale_bias) {
-  return dispatch_dtype(out, [&](auto type) {
-    using Out = Element<decltype(type)::value>;
-    return scale_bias ? entry_of<ScaledHalvesKernel<Out, true>>() : entry_of<ScaledHalvesKernel<Out, false>>();
+    return dispatch_bools(scale_bias, halves, [](auto scales, auto has_halves) {
+      using Epilogue = std::conditional_t<has_halves.value, HalvesStoreEpilogue, StoreEpilogue>;
+      return scaled_rows_entry<Element<decltype(type)::value>, scales.value, Scaling1D2D, Epilogue, has_halves.value>();
+    });
   });
 }
 

@@ -4,18 +4,11 @@
 #include "kernels/scaled/instantiate_scaled.cuh"
 
 namespace fusible {
-namespace {
-
-template <class Out, class Scaling>
-using RowScaledKernel = GroupedGemmKernel<TokenRows<E4M3>, WeightRows<E4M3, kScaledVariant.tile_n>, Out, true,
-                                          kScaledVariant, StoreEpilogue, TokenGroups, Scaling>;
-
-}  // namespace
 
 KernelEntry row_scaled_entry(DType out, bool fast) {
   return dispatch_dtype(out, [&](auto type) {
     using Out = Element<decltype(type)::value>;
-    return fast ? entry_of<RowScaledKernel<Out, FastRowScaling>>() : entry_of<RowScaledKernel<Out, RowScaling>>();
+    return fast ? scaled_rows_entry<Out, true, FastRowScaling>() : scaled_rows_entry<Out, true, RowScaling>();
   });
 }
 

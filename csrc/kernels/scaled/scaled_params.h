@@ -35,8 +35,8 @@ struct QuantizedActivationParams : ActivationParams {
 };
 
 // Without a function where the variant is not built for it.
-KernelEntry scaled_entry(DType out, bool scale_bias);
-KernelEntry scaled_halves_entry(DType out, bool scale_bias);  // of columns of two halves: as many of either
+KernelEntry scaled_entry(DType out, bool scale_bias,
+                         bool halves);  // `halves`: a tile has as many columns of either half
 KernelEntry row_scaled_entry(DType out, bool fast);
 KernelEntry scaled_wgrad_entry(DType out, int variant);
 // Into rows of 16 bits and of e4m3. `halves`: a tile has as many columns of gate as of up.

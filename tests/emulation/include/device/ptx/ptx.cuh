@@ -27,12 +27,6 @@ template <int kRegisters>
 DEVICE void registers_decrease() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
 template <int kRegisters>
 DEVICE void registers_increase() { static_assert(kRegisters % 8 == 0 && kRegisters >= 24 && kRegisters <= 256); }
-DEVICE void named_barrier_sync(int id, int threads) {
-  emulation::meet(emulation::current->block->named[id], threads, "a named barrier", [] {});
-}
-DEVICE void named_barrier_arrive(int id, int threads) {
-  emulation::pass(emulation::current->block->named[id], threads);
-}
 DEVICE void async_proxy_fence() {}
 DEVICE bool elect_one() { return emulation::current->number % 32 == 0; }
 

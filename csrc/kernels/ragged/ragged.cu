@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Turns an operand type into kernels for groups of any shapes: one for each layout and output type.
-#pragma once
+// The kernels for groups of any shapes: one for each layout, operand type and output type.
 #include "device/epilogue/epilogue_ragged.cuh"
 #include "device/gemm/ragged_producer.cuh"
 #include "kernels/gemm/instantiate.cuh"
@@ -24,5 +23,8 @@ KernelEntry ragged_entry(Layout layout, bool fp32_output) {
     default: return ragged_entry_of<T, RaggedColumns<T>, WeightColumns<T, kTileN>>(fp32_output);
   }
 }
+
+template KernelEntry ragged_entry<DType::kBFloat16>(Layout, bool);
+template KernelEntry ragged_entry<DType::kFloat16>(Layout, bool);
 
 }  // namespace fusible

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+// The fields of a launch or a workspace as a table: names, types and places. Made once for each, so that what reads or
+// notes fields is one loop for all launches.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+#include "fusible/activation.h"
+#include "fusible/pointwise.h"
+
+namespace fusible {
+
+using Address = uintptr_t;
+using Addresses = std::vector<Address>;
+using Numbers = std::vector<int64_t>;
+
+struct Field {
+  enum class Type { kAddress, kStream, kAddresses, kNumbers, kActivation, kFloat, kConstants, kBool, kInt32, kInt64 };
+  const char* name;
+  Type type;
+  bool is_rows;   // a number that is linear in the rows
+  size_t offset;  // in its struct
+
+  void* at(void* call) const { return static_cast<char*>(call) + offset; }
+  // Of exactly this type.
+  template <class T>
+  T& in(void* call) const {
+    return *static_cast<T*>(at(call));
+  }
+  // Of any type with these bytes: any pointer is an Address, any enumeration a number.
+  template <class T>
+  T get(void* call) const {
+    T value;
+    std::memcpy(&value, at(call), sizeof value);
+    return value;
+  }
+  template <class T>
+  void set(void* call, T value) const {
+    std::memcpy(at(call), &value, sizeof value);
+  }
+};
+
+class Fields {
+ public:
+  // Of a struct that tells them: call.fields(Fields&).
+  template <class Call>
+  static const Fields& of() {
+    static const Fields fields = [] {
+      Call call;
+      Fields told(&call);
+      call.fields(told);
+      return told;
+    }();
+    return fields;
+  }
+  explicit Fields(const void* call) : first_(reinterpret_cast<uintptr_t>(call)) {}
+
+  template <class T>
+  void field(const char* name, T& member) {
+    all.push_back({name, type_of<T>(), false, reinterpret_cast<uintptr_t>(&member) - first_});
+  }
+  void rows(const char* name, int64_t& member) {
+    field(name, member);
+    all.back().is_rows = true;
+  }
+  // What follows may be left out.
+  void optional() { required = all.size(); }
+
+  std::vector<Field> all;
+  size_t required = std::numeric_limits<size_t>::max();
+
+ private:
+  template <class T>
+  static constexpr Field::Type type_of() {
+    using enum Field::Type;
+    if constexpr (std::is_same_v<T, cudaStream_t>) return kStream;
+    else if constexpr (std::is_pointer_v<T>) return kAddress;
+    else if constexpr (std::is_same_v<T, Addresses>) return kAddresses;
+    else if constexpr (std::is_same_v<T, Numbers>) return kNumbers;
+    else if constexpr (std::is_same_v<T, Activation>) return kActivation;
+    else if constexpr (std::is_same_v<T, float>) return kFloat;
+    else if constexpr (std::is_same_v<T, Constants>) return kConstants;
+    else if constexpr (std::is_same_v<T, bool>) return kBool;
+    else {
+      static_assert((std::is_integral_v<T> || std::is_enum_v<T>) && (sizeof(T) == 4 || sizeof(T) == 8));
+      return sizeof(T) == 4 ? kInt32 : kInt64;
+    }
+  }
+
+  uintptr_t first_;
+};
+
+struct ActivationFields {
+  Activation a{};
+  void fields(Fields& v) {
+    v.field("curve", a.curve), v.field("gated", a.gated), v.field("alpha", a.alpha), v.field("limit", a.limit);
+    v.field("linear_offset", a.linear_offset), v.field("block", a.block), v.field("kernel", a.kernels[0]);
+    v.field("other_kernel", a.kernels[1]), v.field("deep_kernel", a.kernels[2]);
+  }
+};
+
+}  // namespace fusible

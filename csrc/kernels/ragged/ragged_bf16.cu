@@ -1,6 +1,0 @@
-// SPDX-License-Identifier: Apache-2.0
-#include "kernels/ragged/instantiate_ragged.cuh"
-
-namespace fusible {
-template KernelEntry ragged_entry<DType::kBFloat16>(Layout, bool);
-}  // namespace fusible
