@@ -13,19 +13,23 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora import layer as peft_layer
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import lora
+from .gates import ModelExperts
 from .lora import Adapter
+
+if TYPE_CHECKING:
+    from peft.tuners.lora.layer import ParamWrapper
 
 NAME = "fusible"
 _METHOD = "_activate_lora"  # private; its arguments and effect have not changed since PEFT 0.17
 
-ActivateAdapters = Callable[[Any, list[str]], AbstractContextManager[None]]
+ActivateAdapters = Callable[["ParamWrapper", list[str]], AbstractContextManager[None]]
 
 
 def register() -> None:
@@ -46,7 +50,14 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
     """Checks a parameter while its adapter is made, by ``get_peft_model`` or any other call."""
 
     @wraps(original)
-    def init(self: Any, base_layer: Any, adapter_name: str, parameter_name: str, *args: Any, **kwargs: Any) -> None:
+    def init(
+        self: ParamWrapper,
+        base_layer: nn.Module,
+        adapter_name: str,
+        parameter_name: str,
+        *args: object,
+        **kwargs: object,
+    ) -> None:
         inner = base_layer
         while isinstance(inner, peft_layer.ParamWrapper):
             inner = inner.base_layer
@@ -56,7 +67,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def check_adaptable(module: Any, name: str) -> None:
+def check_adaptable(module: object, name: str) -> None:
     """Checks that PEFT can adapt a parameter, whichever implementation runs the module.
 
     Raises:
@@ -78,7 +89,7 @@ def check_adaptable(module: Any, name: str) -> None:
 def _activate(original: ActivateAdapters) -> ActivateAdapters:
     @wraps(original)
     @contextmanager
-    def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
+    def activate(self: ParamWrapper, active_adapters: list[str]) -> Iterator[None]:
         names = [name for name in active_adapters if name in self.lora_A]
         experts = self.get_base_layer()
         if names:  # which may have been made before this module was imported
@@ -94,7 +105,7 @@ def _activate(original: ActivateAdapters) -> ActivateAdapters:
     return activate
 
 
-def _takes(wrapper: Any, experts: Any) -> bool:
+def _takes(wrapper: ParamWrapper, experts: ModelExperts) -> bool:
     """Whether the wrapped parameter belongs to experts that run here. Compiled code uses PEFT's sum instead."""
     config = getattr(experts, "config", None)
     if getattr(config, "_experts_implementation", None) != NAME or not hasattr(experts, "is_transposed"):
@@ -104,7 +115,7 @@ def _takes(wrapper: Any, experts: Any) -> bool:
     return lora.takes(experts, wrapper.parameter_name) and getattr(experts, wrapper.parameter_name).dim() == 3
 
 
-def adapter_of(wrapper: Any, name: str) -> Adapter:
+def adapter_of(wrapper: ParamWrapper, name: str) -> Adapter:
     """PEFT's matrices by expert; its scaling goes into the second. Differentiable."""
     a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     experts = wrapper.num_experts
@@ -113,13 +124,8 @@ def adapter_of(wrapper: Any, name: str) -> Adapter:
     stored_as_out_in = not getattr(wrapper.get_base_layer(), "is_transposed", False)
     if stored_as_out_in != getattr(wrapper, "_did_swap_in_out_features", False):
         a, b = b.mT, a.mT  # this PEFT takes the first dimension of each matrix for its input
-    return Adapter(*_of_parameter_dtype(wrapper, a, b * wrapper.scaling[name]))
-
-
-def _of_parameter_dtype(wrapper: Any, *factors: Tensor) -> tuple[Tensor, ...]:
-    """Casts the adapters to the parameter's dtype: adapters of a model in half precision are float32."""
-    dtype = wrapper.get_param().dtype
-    return tuple([factor.to(dtype) for factor in factors])
+    dtype = wrapper.get_param().dtype  # adapters of a model in half precision are float32
+    return Adapter(a.to(dtype), (b * wrapper.scaling[name]).to(dtype))
 
 
 register()

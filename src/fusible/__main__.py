@@ -13,9 +13,7 @@ from .examples import moe_lm
 
 
 def bench(argv: Sequence[str]) -> None:
-    """Times the benchmark that the first argument names: experts in PyTorch (``mlp``, the default) or jax, products,
-    whole blocks.
-    """
+    """Times a benchmark by name: experts in PyTorch (``mlp``, the default) or jax, products, whole blocks."""
     named = bool(argv) and not argv[0].startswith("-")
     parser = argparse.ArgumentParser(prog="fusible bench", description=bench.__doc__)
     parser.add_argument("benchmark", choices=BENCHMARKS)
