@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .contract.op import RESERVED, Delivery, Grads, Keyword, Op, Outputs
+from .contract.op import RESERVED, Delivery, Gradient, Grads, Keyword, Keywords, Op, Outputs
 from .contract.spec import Specs, TensorSpec
 from .contract.tracing import promised
 from .runtime.autograd import Runtime, check
@@ -69,7 +69,7 @@ class Chain(Op):
                 deliveries += part.deliveries(wanted, f"{role}{name}.")
         return deliveries
 
-    def fwd(self, x: Tensor, *args: Any, **keywords: Any) -> tuple[Outputs, Any]:
+    def fwd(self, x: Tensor, *args: Any, **keywords: Any) -> tuple[Outputs, object]:
         needs_grad, dtype = keywords.pop("needs_grad"), keywords.pop("autocast_dtype")
         inner = keywords.pop("x_is_inner", False)
         needs, saved, extras = self._needs(needs_grad), {}, dict[str, Tensor]()
@@ -117,9 +117,7 @@ class Chain(Op):
         for role, part in self.parts.items():
             part.check_without_x(**self._keywords_for(role, part, keywords, {}))
 
-    def _keywords_for(
-        self, role: str, part: Op, keywords: Mapping[str, Any], extras: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
+    def _keywords_for(self, role: str, part: Op, keywords: Keywords, extras: Mapping[str, Tensor]) -> dict[str, object]:
         from_call = {k: keywords[name] for k in part.keywords if (name := self.takes(role, k)) and name in keywords}
         return {**{k: extras[k] for k in part.keywords if k in extras}, **from_call}
 
@@ -134,10 +132,8 @@ class Chain(Op):
             flows = bool(names)
         return needs
 
-    def _add(self, grads: dict[str, Any], dextras: dict[str, Any], role: str, name: str, gradient: Any) -> None:
-        """Stores a part's gradient under the chain's name; the gradients of two parts that read one
-        keyword are added.
-        """
+    def _add(self, grads: dict[str, Any], dextras: dict[str, Any], role: str, name: str, gradient: Gradient) -> None:
+        """Stores a part's gradient under the chain's name; adds the gradients of two parts that read one keyword."""
         part = self.parts[role]
         if name not in part.keywords:
             grads[f"{role}.{name}"] = gradient
@@ -169,12 +165,12 @@ class FusedOp(Chain):
     that passes a keyword which its ``fwd`` does not take is not fused.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if cls.fwd is Chain.fwd and cls.bwd is Chain.bwd:
             raise TypeError(f"{cls.__name__} defines neither fwd nor bwd: there is nothing that it fuses")
 
-    def __init__(self, *args: Any, **roles: Op | None) -> None:
+    def __init__(self, *args: object, **roles: Op | None) -> None:
         if args:
             raise TypeError(
                 f"{type(self).__name__} is a fused op, which a container builds where its pattern fits; "

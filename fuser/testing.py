@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +21,7 @@ from .runtime.call import EagerStep
 Leaves = Mapping[str, Tensor]
 
 
-def check_op(op: Op, x: Tensor, **keywords: Any) -> None:
+def check_op(op: Op, x: Tensor, **keywords: object) -> None:
     """Checks the promises of an op, on copies in float64.
 
     - ``fwd`` writes into none of its arguments but buffers, and returns what ``check`` predicts.
@@ -48,9 +47,13 @@ def check_op(op: Op, x: Tensor, **keywords: Any) -> None:
     _check_is("check_op", op, Op)
     op, x, keywords = deepcopy(op).double(), _leaf(x, torch.float64), _leaves(keywords, torch.float64)
     op.requires_grad_()
-    _refuse_deliveries(op)
+    for delivery in op.deliveries(frozenset(op.input_names())):
+        raise ArgumentError(
+            f"check_op: {type(op).__name__} delivers the gradient of {delivery.name} by itself, which is not checked; "
+            "give one that returns it"
+        )
     written = [keyword for keyword, declared in op.keywords.items() if declared.buffer]
-    keywords |= {name: keywords[name].detach() for name in written if name in keywords}
+    keywords |= {name: t.detach() for name in written if isinstance(t := keywords.get(name), Tensor)}
     with torch.no_grad():
         op(x, **keywords)
     _check_fwd_and_bwd(op, x, keywords)
@@ -75,7 +78,7 @@ def check_op(op: Op, x: Tensor, **keywords: Any) -> None:
         ) from None
 
 
-def check_fusion(name: str, container: Sequential, x: Tensor, *, exact: bool = False, **keywords: Any) -> None:
+def check_fusion(name: str, container: Sequential, x: Tensor, *, exact: bool = False, **keywords: object) -> None:
     """Checks that a fusion does not change the results of a call.
 
     - The fusion fires for this call. Otherwise the message says why it does not.
@@ -115,22 +118,14 @@ def check_fusion(name: str, container: Sequential, x: Tensor, *, exact: bool = F
         _compare(f"{name}: fused, where gradients of {', '.join(wanted)} are wanted,", fused, unfused, exact)
 
 
-def _check_is(function: str, module: Any, kind: type) -> None:
+def _check_is(function: str, module: object, kind: type) -> None:
     if not isinstance(module, kind):
         raise ArgumentError(
             f"{function}: expected a fusible.{kind.__name__}, got a {type(module).__module__}.{type(module).__name__}"
         )
 
 
-def _refuse_deliveries(op: Op) -> None:
-    for delivery in op.deliveries(frozenset(op.input_names())):
-        raise ArgumentError(
-            f"check_op: {type(op).__name__} delivers the gradient of {delivery.name} by itself, which is not checked; "
-            "give one that returns it"
-        )
-
-
-def _check_fwd_and_bwd(op: Op, x: Tensor, keywords: dict[str, Any]) -> None:
+def _check_fwd_and_bwd(op: Op, x: Tensor, keywords: dict[str, object]) -> None:
     """Checks the results of ``fwd`` and ``bwd``, called as the runtime calls them."""
     name, inputs = type(op).__name__, differentiable(op, x, keywords)
     promised, wanted = check(op, TensorSpec.of(x), keywords, Runtime(True, None)), frozenset(inputs)
@@ -151,7 +146,7 @@ def _check_fwd_and_bwd(op: Op, x: Tensor, keywords: dict[str, Any]) -> None:
             _check_gradient(name, key, gradient, tensor)
 
 
-def _check_gradient(name: str, key: str, gradient: Any, tensor: Tensor) -> None:
+def _check_gradient(name: str, key: str, gradient: object, tensor: Tensor) -> None:
     if gradient is None:
         return
     assert isinstance(gradient, Tensor), f"{name}.bwd: the gradient of {key} is a {type(gradient).__name__}, no tensor"
@@ -159,7 +154,7 @@ def _check_gradient(name: str, key: str, gradient: Any, tensor: Tensor) -> None:
     assert shapes[0] == shapes[1], f"{name}.bwd: the gradient of {key} has shape {shapes[0]}, {key} has {shapes[1]}"
 
 
-def _check_subsets(name: str, run: Callable[[], tuple[Tensor, ...]], leaves: Leaves) -> dict[str, Any]:
+def _check_subsets(name: str, run: Callable[[], tuple[Tensor, ...]], leaves: Leaves) -> dict[str, object]:
     """Checks that each gradient is the same if it alone is wanted; returns all of them."""
     everything = _results(run, leaves)
     for wanted in _subsets(leaves):
@@ -169,11 +164,11 @@ def _check_subsets(name: str, run: Callable[[], tuple[Tensor, ...]], leaves: Lea
     return {key: everything[key] for key in leaves}
 
 
-def _check_fires(name: str, container: Sequential, x: Tensor, keywords: dict[str, Any]) -> None:
+def _check_fires(name: str, container: Sequential, x: Tensor, keywords: dict[str, object]) -> None:
     fusions = {fusion.name: fusion for fusion in registry}
     if name not in fusions:
         raise KeyError(f"no fusion is named {name!r}; there are {', '.join(fusions)}")
-    explanation = container.explain(x, **keywords)
+    explanation = container.explain(x, op_kwargs=None, **keywords)
     decisions = [each for each in (*explanation.fusions, *explanation.near_misses) if each.name == name]
     reasons = "; ".join(each.reason for each in decisions) or "its pattern fits nowhere"
     assert any(each.taken for each in decisions), f"{name} does not fire: {reasons}"
@@ -221,37 +216,37 @@ def _numbered(outputs: tuple[Tensor, ...]) -> dict[str, Tensor | None]:
     return {f"output {i}": output.detach() for i, output in enumerate(outputs)}
 
 
-def _compare(subject: str, ours: Mapping[str, Any], truth: Mapping[str, Any], exact: bool = False) -> None:
+def _compare(subject: str, ours: Mapping[str, object], truth: Mapping[str, object], exact: bool = False) -> None:
     """Checks that each of ours equals the truth."""
-    tolerance: dict[str, Any] = {"rtol": 0, "atol": 0} if exact else {}
+    tolerance = 0.0 if exact else None
     for name, tensor in ours.items():
         right = truth[name]
         if tensor is None or right is None:
             assert tensor is right, f"{subject} {name} has {'no' if tensor is None else 'a'} gradient, unlike expected"
             continue
         try:
-            torch.testing.assert_close(tensor, right, equal_nan=True, **tolerance)
+            torch.testing.assert_close(tensor, right, equal_nan=True, rtol=tolerance, atol=tolerance)
         except AssertionError as error:
             raise AssertionError(f"{subject} {name} differs: {error}") from None
 
 
-def _floats(outputs: Any) -> tuple[Tensor, ...]:
+def _floats(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The floating-point outputs, which can have a gradient."""
     several = outputs if isinstance(outputs, tuple) else (outputs,)
     return tuple([output for output in several if output.is_floating_point()])
 
 
-def _leaf(value: Any, dtype: torch.dtype | None) -> Any:
-    """A copy of a tensor, which requires a gradient if it can."""
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        return value
-    return value.detach().to(dtype or value.dtype, copy=True).requires_grad_()
+def _leaf(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A copy of a tensor, which requires a gradient; the tensor itself if it cannot."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.detach().to(dtype or tensor.dtype, copy=True).requires_grad_()
 
 
-def _leaves(values: Mapping[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    return {name: _leaf(value, dtype) for name, value in values.items() if value is not None}
+def _leaves(values: Mapping[str, object], dtype: torch.dtype | None) -> dict[str, object]:
+    return {k: _leaf(v, dtype) if isinstance(v, Tensor) else v for k, v in values.items() if v is not None}
 
 
-def _named(x: Tensor, keywords: Mapping[str, Any]) -> dict[str, Tensor]:
+def _named(x: Tensor, keywords: Mapping[str, object]) -> dict[str, Tensor]:
     """The arguments whose gradients may be wanted."""
     return {k: t for k, t in {"x": x, **keywords}.items() if isinstance(t, Tensor) and t.requires_grad}

@@ -34,7 +34,7 @@ _TORCHTITAN = r"(?P<layer>(.*\.)?)(?P<name>(w1|w2|w3|w13)(_[A-Z0-9]+)?)$"
 
 def from_hugging_face(
     state: StateDict, names: LinearNames, *, transposed: bool = False, interleaved: bool = False
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Converts transformers' experts: ``gate_up_proj`` (or ``up_proj``), ``down_proj`` and their biases.
 
     Args:
@@ -55,7 +55,7 @@ def from_hugging_face(
 
 def to_hugging_face(
     state: StateDict, names: LinearNames, *, gated: bool = True, transposed: bool = False, interleaved: bool = False
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The inverse of :func:`from_hugging_face`; ``gated`` says how the first matrix is called.
 
     Raises:
@@ -65,7 +65,7 @@ def to_hugging_face(
     return _convert_back(state, names, lambda layer: layouts.to_hugging_face(layer, gated, transposed, interleaved))
 
 
-def from_mxfp4(state: StateDict, names: LinearNames, *, interleaved: bool = True) -> dict[str, Any]:
+def from_mxfp4(state: StateDict, names: LinearNames, *, interleaved: bool = True) -> dict[str, object]:
     """Converts gpt-oss's checkpoints: blocks, scales and biases of ``gate_up_proj`` and ``down_proj``.
 
     Nothing is rounded. A container quantised with ``quantize_(container, MXFP4())`` loads the bytes unchanged; a 16-bit
@@ -96,12 +96,12 @@ def _packed_layers(state: StateDict) -> dict[str, dict[str, Tensor]]:
     return {prefix: part for prefix, part in layers.items() if any(not name.endswith("_bias") for name in part)}
 
 
-def from_torchtitan(state: StateDict, names: LinearNames) -> dict[str, Any]:
+def from_torchtitan(state: StateDict, names: LinearNames) -> dict[str, object]:
     """Converts torchtitan's experts: ``w1``, ``w2``, ``w3`` or ``w13``, ``w2``, with or without shape suffixes."""
     return _convert(state, _TORCHTITAN, names, layouts.from_torchtitan)
 
 
-def to_torchtitan(state: StateDict, names: LinearNames) -> dict[str, Any]:
+def to_torchtitan(state: StateDict, names: LinearNames) -> dict[str, object]:
     """Converts to torchtitan's ``w1``, ``w2``, ``w3``.
 
     Raises:
@@ -112,7 +112,7 @@ def to_torchtitan(state: StateDict, names: LinearNames) -> dict[str, Any]:
 
 def from_transformer_engine(
     state: StateDict, names: LinearNames, *, te_names: LinearNames = ("0", "2"), glu_interleave_size: int | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Converts the grouped linears of a ``transformer_engine.pytorch.ops.Sequential``.
 
     Args:
@@ -133,7 +133,7 @@ def from_transformer_engine(
 
 def to_transformer_engine(
     state: StateDict, names: LinearNames, *, te_names: LinearNames = ("0", "2"), glu_interleave_size: int | None = None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The inverse of :func:`from_transformer_engine`."""
 
     def convert(layer: Layer) -> dict[str, Tensor]:
@@ -144,7 +144,7 @@ def to_transformer_engine(
     return _convert_back(state, names, convert)
 
 
-def with_layout(state: StateDict, name: str, layout: str | Interleaved) -> dict[str, Any]:
+def with_layout(state: StateDict, name: str, layout: str | Interleaved) -> dict[str, object]:
     """Returns the state dict with a note on the order of gate and up rows of the linear before a GLU.
 
     A container reorders rows by this note on loading. Its own ``state_dict()`` and the conversions here write it.
@@ -163,7 +163,7 @@ def with_layout(state: StateDict, name: str, layout: str | Interleaved) -> dict[
 
 def _convert(
     state: StateDict, pattern: str, names: LinearNames, convert: Callable[[Mapping[str, Tensor]], Layer]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     rest, layers = dict(state), dict[str, dict[str, Tensor]]()
     for key in state:
         match = re.match(pattern, key)
@@ -183,7 +183,7 @@ def _converted(prefix: str, part: layouts.Part, conversion: Callable[[], T]) -> 
 
 def _convert_back(
     state: StateDict, names: LinearNames, convert: Callable[[Layer], dict[str, Tensor]]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     rest = dict(state)
     for prefix, (up, down) in _pairs(state, names, numbered=False):
         for name, part in zip(names, (up, down), strict=True):

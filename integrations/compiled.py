@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from ..fuser import Sequential
-from ..fuser.contract.config import constant
+from ..fuser.contract.config import Flags, constant
 from ..fuser.contract.overrides import is_hooked
-from ..fuser.dynamo.frontend import Modules, ModuleState, constant_value, run_form
+from ..fuser.dynamo.frontend import ModuleState, constant_value, run_form
 from ..fuser.dynamo.steps import TracedPlan, traced_plan_or_reason
 from ..ops import Float8Block, GroupedLinear
 from ..ops.formats.copies import BLOCK, SCALES
 from ..ops.formats.float8 import ScaleKind
 from ..ops.modules.quantize import holding
 from .experts import ModuleParameters, layer_of
-from .gates import activation_with, constants_read, values_of
+from .gates import GateValues, ModelExperts, activation_with, constants_read, values_of
 
 
 class QuantizedLinear(NamedTuple):
@@ -48,13 +48,13 @@ class LayerForm(NamedTuple):
     dtypes: tuple[torch.dtype, torch.dtype]
     has_bias: bool
     is_transposed: bool
-    spec: tuple[Any, ...] | None
+    spec: GateValues | None
     has_norm: bool
     scales: ScaleKind | None = None
 
 
 def experts_forward(
-    experts: Any, parameters: ModuleParameters, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    experts: ModelExperts, parameters: ModuleParameters, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """The experts implementation while a compiler traces; see the eager one in :mod:`transformers`."""
     up, down, up_bias, down_bias = parameters
@@ -67,7 +67,12 @@ def experts_forward(
 
 
 def float8_forward(
-    experts: Any, up: QuantizedLinear, down: QuantizedLinear, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    experts: ModelExperts,
+    up: QuantizedLinear,
+    down: QuantizedLinear,
+    x: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
 ) -> Tensor:
     """:func:`experts_forward` for experts whose weights stay quantised in blocks of 128 x 128."""
     linears = (up, down)
@@ -78,8 +83,8 @@ def float8_forward(
 
 
 def _run(
-    experts: Any,
-    form: tuple[Any, ...],
+    experts: ModelExperts,
+    form: tuple[object, ...],
     held: list[dict[str, Tensor]],
     scales: str | None,
     tokens: Tensor,
@@ -89,7 +94,7 @@ def _run(
     """Runs the form, completed by the activation and norm of ``experts``, on the parameters ``held``."""
     spec, attributes = _spec(experts), experts.__dict__
     has_norm = bool(attributes.get("has_post_expert_norm"))
-    modules: Modules = []
+    modules: list[tuple[str, Any]] = []
     if spec is None:
         modules.append(("act", experts._apply_gate if attributes["has_gate"] else experts.act_fn))
     if has_norm:
@@ -103,17 +108,18 @@ def _run(
 
 
 @constant
-def _traced_plan(form: Any, call: Any, arguments: Any, names: Any, flags: Any, version: Any) -> TracedPlan:
+def _traced_plan(form: tuple[Any, ...], version: object, flags: Flags, *call: object) -> TracedPlan:
     """The traced plan of a container of this form; built anew after a fusion has been registered."""
-    return traced_plan_or_reason(_container(LayerForm(*form))._current, flags, call, arguments, names)
+    return traced_plan_or_reason(_container(LayerForm(*form))._current, flags, *call)
 
 
 @cache
 def _container(form: LayerForm) -> Sequential:
     """A container without data."""
     fc1, fc2 = (_linear(form, shape, dtype) for shape, dtype in zip((form.up, form.down), form.dtypes, strict=True))
+    gate = nn.Identity() if form.spec is None else activation_with(form.spec)
     norm: dict[str, nn.Module] = {"norm": nn.Identity()} if form.has_norm else {}
-    return layer_of(fc1, _between(form.spec), fc2, **norm)
+    return layer_of(fc1, gate, fc2, **norm)
 
 
 def _linear(form: LayerForm, shape: tuple[int, ...], dtype: torch.dtype) -> GroupedLinear:
@@ -122,18 +128,12 @@ def _linear(form: LayerForm, shape: tuple[int, ...], dtype: torch.dtype) -> Grou
         blocks = [shape[0], *[-(-side // BLOCK) for side in shape[1:]]]
         return holding(data, torch.empty(blocks, device="meta"), Float8Block(scales=form.scales))
     groups, *sides = shape
-    options: dict[str, Any] = {"bias": form.has_bias, "transposed_weight": form.is_transposed}
-    return GroupedLinear(groups, *(sides if form.is_transposed else sides[::-1]), device="meta", dtype=dtype, **options)
+    turned = form.is_transposed
+    features = sides if turned else sides[::-1]
+    return GroupedLinear(groups, *features, bias=form.has_bias, transposed_weight=turned, device="meta", dtype=dtype)
 
 
-def _between(spec: tuple[Any, ...] | None) -> nn.Module:
-    """The op of a spec, or ``nn.Identity`` as the placeholder of the module's own code."""
-    if spec is None:
-        return nn.Identity()
-    return activation_with(spec)
-
-
-def _spec(experts: Any) -> tuple[Any, ...] | None:
+def _spec(experts: ModelExperts) -> GateValues | None:
     """The op between the linears as plain values; None if it is the model's own code."""
     attributes = experts.__dict__  # a guard on a missing key of the dict is cheap, on a missing attribute it is not
     if "_apply_gate" in attributes:
@@ -152,7 +152,7 @@ def _spec(experts: Any) -> tuple[Any, ...] | None:
     return values_of(kind, gate, attributes["has_gate"], constants, act, act_constants)
 
 
-def _values(attributes: dict[str, Any], names: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
+def _values(attributes: dict[str, object], names: tuple[str, ...]) -> tuple[tuple[str, object], ...]:
     """The attributes among ``names`` that are numbers, text or None, as pairs of name and value."""
     present = [(name, attributes[name]) for name in names if name in attributes]
     return tuple(

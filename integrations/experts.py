@@ -6,7 +6,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,13 @@ from ..fuser.contract.config import constant
 from ..fuser.contract.overrides import is_hooked
 from ..fuser.contract.stored_values import stores_values
 from ..fuser.explain.explanation import StandIn
-from ..ops import Combine, Dispatch, GroupedLinear, Scale
+from ..ops import Combine, Dispatch, GroupedLinear, GroupedLoRA, Scale
 from ..ops.kernels.doors.routing import routed_by
-from .gates import activation_of, names_read
+from .gates import ModelExperts, activation_of, names_read
 
+ExpertsLinear = GroupedLinear | GroupedLoRA
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
-_names_read: Callable[[type, Any], tuple[str, ...]] = cache(names_read)
+_names_read: Callable[[type, object], tuple[str, ...]] = cache(names_read)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -34,7 +35,7 @@ class Names(NamedTuple):
     down_bias: str | None
 
     @classmethod
-    def of(cls, experts: Any) -> Names:
+    def of(cls, experts: ModelExperts) -> Names:
         up, down = "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
         return cls(up, down, f"{up}_bias", f"{down}_bias") if experts.has_bias else cls(up, down, None, None)
 
@@ -48,12 +49,12 @@ class ModuleParameters(NamedTuple):
     down_bias: Tensor | None
 
     @classmethod
-    def of(cls, experts: Any) -> ModuleParameters:
+    def of(cls, experts: ModelExperts) -> ModuleParameters:
         """Reads the parameters of ``experts``; a missing one is None, which :func:`refusal` reports."""
         return cls._make([None if name is None else _parameter(experts, name) for name in Names.of(experts)])
 
 
-def _parameter(experts: Any, name: str) -> Tensor | None:
+def _parameter(experts: ModelExperts, name: str) -> Tensor | None:
     try:  # Dynamo would compute it to find out whether a default is needed
         tensor: Tensor | None = getattr(experts, name)
     except AttributeError:
@@ -88,21 +89,23 @@ class ExpertsContainer:
         last: dtype and device of the ids of the last call, and their shape; None before it.
     """
 
-    def __init__(self, experts: Any, parameters: ModuleParameters, key: tuple[Any, ...]) -> None:
-        self.container, self.key = _build(experts, parameters), key
+    def __init__(self, experts: ModelExperts, parameters: ModuleParameters, key: tuple[object, ...]) -> None:
+        linears = [_linear(experts, *pair) for pair in (parameters[::2], parameters[1::2])]
+        self.container, self.key = layer_around(experts, *linears), key
         self._experts, self.dtype = weakref.ref(experts), parameters.up.dtype
         self.parameters: ModuleParameters | None = None
         self.trained: tuple[bool, ...] = ()
         self.last: tuple[torch.dtype, torch.device, torch.Size] | None = None
-        self._lent: list[tuple[str, Any, torch.dtype, torch.Size]] = []
-        self._facts: tuple[Any, ...] = ()
+        self._lent: list[tuple[str, Tensor, torch.dtype, torch.Size]] = []
+        self._facts: tuple[object, ...] = ()
 
     @property
     def routing(self) -> str:
         """The backend that routed the last call, and why the kernels did not."""
         if self.last is None:
             return ""
-        dispatch: Any = self.container._modules["dispatch"]
+        dispatch = self.container._modules["dispatch"]
+        assert isinstance(dispatch, Dispatch)
         ids, device, shape = self.last
         return routed_by(ids, device, dispatch.num_experts, shape.numel(), self.dtype)
 
@@ -113,11 +116,7 @@ class ExpertsContainer:
         y: Tensor = self.container.forward(tokens, top_k_index=top_k_index, top_k_weights=top_k_weights)
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
-    def was_built_for(self, experts: Any, key: tuple[Any, ...]) -> bool:
-        """Whether the container can run these experts once it holds their parameters."""
-        return self._experts() is experts and self.key == key
-
-    def lend(self, experts: Any, parameters: ModuleParameters) -> None:
+    def lend(self, experts: ModelExperts, parameters: ModuleParameters) -> None:
         """Puts the parameters into the linears, and records the experts and parameters for which this holds."""
         named = zip(Names.of(experts), parameters, strict=True)
         self.parameters = parameters
@@ -125,7 +124,7 @@ class ExpertsContainer:
         self._facts = _facts(experts)
         _put(self.container, parameters)
 
-    def let_go(self, experts: Any) -> None:
+    def let_go(self, experts: ModelExperts) -> None:
         """Drops, after a call, parameters that the module computes or fetches for each call."""
         parameters = experts.__dict__["_parameters"]
         if _is_offloaded(experts) or any(parameters.get(name) is not tensor for name, tensor, *_ in self._lent):
@@ -134,10 +133,8 @@ class ExpertsContainer:
             _put(self.container, ModuleParameters._make(shapes))
             self.parameters, self._lent = None, []
 
-    def holds_for(self, experts: Any) -> bool:
-        """Whether nothing has changed since the container was built; costs a hot call one check per tensor and
-        constant.
-        """
+    def holds_for(self, experts: ModelExperts) -> bool:
+        """Whether nothing has changed since the container was built: one check per tensor and constant."""
         if self.parameters is None or self._experts() is not experts:
             return False
         parameters = experts.__dict__["_parameters"]
@@ -146,14 +143,14 @@ class ExpertsContainer:
                 return False
         return self._facts == _facts(experts)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return (type(None), ())
 
 
 _ATTRIBUTE = "_fusible_built"  # of the module, where neither its children nor its state_dict show it
 
 
-def refusal(experts: Any, parameters: ModuleParameters) -> str | None:
+def refusal(experts: ModelExperts, parameters: ModuleParameters) -> str | None:
     """The reason why the parameters cannot be read directly, or None."""
     for name, tensor in zip(Names.of(experts), parameters, strict=True):
         if name is not None:
@@ -173,20 +170,20 @@ def _unreadable(kind: type, dtype: torch.dtype | None) -> str | None:
     return None if dtype in _DTYPES else str(dtype).removeprefix("torch.")
 
 
-def built_of(experts: Any, parameters: ModuleParameters) -> ExpertsContainer:
+def built_of(experts: ModelExperts, parameters: ModuleParameters) -> ExpertsContainer:
     """Builds the container of the experts; its linears hold the current parameters.
 
     The parameters stay the model's: gradients arrive there, nothing is copied, and no state_dict shows the container.
     """
     key = _key(experts, parameters)
     built: ExpertsContainer | None = experts.__dict__.get(_ATTRIBUTE)
-    if built is None or not built.was_built_for(experts, key):
+    if built is None or built._experts() is not experts or built.key != key:
         built = experts.__dict__[_ATTRIBUTE] = ExpertsContainer(experts, parameters, key)
     built.lend(experts, parameters)
     return built
 
 
-def existing(experts: nn.Module) -> ExpertsContainer | None:
+def existing(experts: ModelExperts) -> ExpertsContainer | None:
     """The container that ran the experts, ready to explain the last call; None before the first call."""
     built: ExpertsContainer | None = experts.__dict__.get(_ATTRIBUTE)
     if built is not None and built.parameters is None:  # until the next call
@@ -196,13 +193,13 @@ def existing(experts: nn.Module) -> ExpertsContainer | None:
     return built
 
 
-def _key(experts: Any, parameters: ModuleParameters) -> tuple[Any, ...]:
+def _key(experts: ModelExperts, parameters: ModuleParameters) -> tuple[object, ...]:
     """The key that the container depends on; everything else is looked up at every call."""
     shapes = parameters.up.shape, parameters.down.shape, parameters.up_bias is None
     return (*shapes, *_facts(experts))
 
 
-def _facts(experts: Any) -> tuple[Any, ...]:
+def _facts(experts: ModelExperts) -> tuple[object, ...]:
     """The part of the key that does not depend on the parameters."""
     attributes, kind = experts.__dict__, type(experts)
     modules = attributes["_modules"]
@@ -214,7 +211,7 @@ def _facts(experts: Any) -> tuple[Any, ...]:
     return (*map(attributes.get, _FLAGS), *constants, gate, act)
 
 
-def _facts_within(act: Any) -> tuple[Any, ...]:
+def _facts_within(act: object) -> tuple[object, ...]:
     """The hooks and constants of an activation module and of its children; empty for a function."""
     if not isinstance(act, nn.Module):
         return ()
@@ -224,7 +221,7 @@ def _facts_within(act: Any) -> tuple[Any, ...]:
     return values
 
 
-def built_before(experts: Any) -> ExpertsContainer | None:
+def built_before(experts: ModelExperts) -> ExpertsContainer | None:
     """The container built for the experts earlier, if it is still valid."""
     built = experts.__dict__.get(_ATTRIBUTE)
     return built if built is not None and built.holds_for(experts) else None
@@ -235,18 +232,13 @@ def autocasts(x: Tensor) -> bool:
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)
 
 
-def _is_offloaded(experts: Any) -> bool:
+def _is_offloaded(experts: ModelExperts) -> bool:
     """Whether accelerate fetches the parameters for a call, and puts them away after it."""
     hook = experts.__dict__.get("_hf_hook")
     return any([getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,))])
 
 
-def _build(experts: Any, parameters: ModuleParameters) -> Sequential:
-    fc1, fc2 = (_linear(experts, *pair) for pair in (parameters[::2], parameters[1::2]))
-    return layer_around(experts, fc1, fc2)
-
-
-def layer_around(experts: Any, fc1: Any, fc2: Any) -> Sequential:
+def layer_around(experts: ModelExperts, fc1: ExpertsLinear, fc2: ExpertsLinear) -> Sequential:
     """The container of an experts module with these linears; reads activation or gate, and norm, off the module."""
     op, reason = activation_of(experts)
     gate = op or ModelStep(experts, "_apply_gate" if experts.has_gate else "act_fn", reason)
@@ -255,27 +247,32 @@ def layer_around(experts: Any, fc1: Any, fc2: Any) -> Sequential:
     return layer_of(fc1, gate, fc2, **norm)
 
 
-def layer_of(fc1: Any, act: nn.Module, fc2: Any, **norm: nn.Module) -> Sequential:
+def layer_of(fc1: ExpertsLinear, act: nn.Module, fc2: ExpertsLinear, **norm: nn.Module) -> Sequential:
     """The container of a layer's experts."""
     steps = OrderedDict(dispatch=Dispatch(fc1.num_groups), fc1=fc1, act=act, fc2=fc2, **norm)
     return Sequential(OrderedDict(**steps, scale=Scale(), combine=Combine()))
 
 
-def _linear(experts: Any, weight: Tensor, bias: Tensor | None) -> GroupedLinear:
+def _linear(experts: ModelExperts, weight: Tensor, bias: Tensor | None) -> GroupedLinear:
     groups, rows, columns = weight.shape
     sizes = (rows, columns) if experts.is_transposed else (columns, rows)
-    options = {"bias": bias is not None, "transposed_weight": experts.is_transposed}
-    return GroupedLinear(groups, *sizes, device="meta", dtype=weight.dtype, **options)
+    transposed = experts.is_transposed
+    return GroupedLinear(
+        groups, *sizes, bias=bias is not None, transposed_weight=transposed, device="meta", dtype=weight.dtype
+    )
+
+
+def parameters_in(container: Sequential, name: str) -> dict[str, Tensor | None]:
+    """The parameters of a child by name, in whose place other tensors can be put."""
+    parameters: dict[str, Tensor | None] = vars(container._modules[name])["_parameters"]
+    return parameters
 
 
 def _put(container: Sequential, parameters: ModuleParameters) -> None:
     """Puts tensors in the place of parameters; results of a parametrization, which are plain tensors, are allowed."""
     for name, weight, bias in zip(("fc1", "fc2"), parameters[:2], parameters[2:], strict=True):
-        linear: Any = container._modules[name]
-        linear._parameters["weight"] = weight
-        if bias is not None:
-            linear._parameters["bias"] = bias
+        parameters_in(container, name).update({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
 
 
-ExpertsForward = Callable[[Any, Tensor, Tensor, Tensor], Tensor]
+ExpertsForward = Callable[[ModelExperts, Tensor, Tensor, Tensor], Tensor]
 """An experts implementation: the module, hidden_states [T, H], top_k_index [T, k], top_k_weights [T, k] -> [T, H]."""

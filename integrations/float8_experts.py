@@ -6,7 +6,7 @@ quantised with the kind of scale that the checkpoint has: powers of two or float
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -17,10 +17,18 @@ from ..ops.formats.copies import BLOCK, SCALES
 from ..ops.modules.quantize import holding
 from . import compiled
 from .experts import autocasts, layer_around
+from .gates import ModelExperts
 
 _ATTRIBUTE = "_fusible_float8"
 _E8M0 = getattr(torch, "float8_e8m0fnu", None)
 _ROWS = (torch.bfloat16, torch.float16)
+
+
+class Float8Experts(ModelExperts):
+    """An experts module of an FP8 checkpoint; as :class:`ModelExperts`, a type alone."""
+
+    activation_scheme: str
+    block_size: tuple[int, int] | None
 
 
 class Weights(NamedTuple):
@@ -32,7 +40,7 @@ class Weights(NamedTuple):
     down_scales: Tensor
 
     @classmethod
-    def of(cls, experts: Any) -> Weights:
+    def of(cls, experts: Float8Experts) -> Weights:
         """Reads the current weights and scales of ``experts``.
 
         Raises:
@@ -59,15 +67,15 @@ class Float8Container(NamedTuple):
     container: Sequential
     tensors: Weights
     addresses: tuple[int, ...]
-    gate: Any
+    gate: object
 
-    def holds_for(self, experts: Any, weights: Weights) -> bool:
+    def holds_for(self, experts: Float8Experts, weights: Weights) -> bool:
         """Whether nothing has changed since it was built."""
         same = all([a is b for a, b in zip(self.tensors, weights, strict=True)])
         return same and self.addresses == _addresses(weights) and self.gate == _gate(experts)
 
 
-def refusal(experts: Any, x: Tensor) -> str | None:
+def refusal(experts: Float8Experts, x: Tensor) -> str | None:
     """Why the experts cannot run here; None: they can."""
     if experts.activation_scheme != "dynamic":
         return f"its activation_scheme is {experts.activation_scheme!r}"
@@ -90,7 +98,7 @@ def _weight_refusal(weight: Tensor, scales: Tensor) -> str | None:
     return None if tuple(scales.shape) == expected else f"its scales have shape {list(scales.shape)}"
 
 
-def run(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def run(experts: Float8Experts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The routed experts of a layer [T, H], in the dtype of ``x``."""
     if torch.compiler.is_dynamo_compiling():
         weights = Weights.of(experts)
@@ -105,7 +113,7 @@ def run(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> 
     return y.to(x.dtype)
 
 
-def built_of(experts: Any) -> Float8Container:
+def built_of(experts: Float8Experts) -> Float8Container:
     """The container of the experts, rebuilt if weights, scales or gate have changed."""
     weights = Weights.of(experts)
     built: Float8Container | None = experts.__dict__.get(_ATTRIBUTE)
@@ -116,12 +124,12 @@ def built_of(experts: Any) -> Float8Container:
     return built
 
 
-def is_float8(experts: Any) -> bool:
+def is_float8(experts: ModelExperts) -> TypeGuard[Float8Experts]:
     """Whether the experts are of an FP8 checkpoint."""
     return hasattr(experts, "activation_scheme") and hasattr(experts, "down_proj_scale_inv")
 
 
-def existing(experts: Any) -> Float8Container | None:
+def existing(experts: Float8Experts) -> Float8Container | None:
     """The container that ran the experts; None before the first call."""
     built: Float8Container | None = experts.__dict__.get(_ATTRIBUTE)
     return built
@@ -136,7 +144,7 @@ def _addresses(weights: Weights) -> tuple[int, ...]:
     return tuple([tensor.data_ptr() for tensor in weights])
 
 
-def _gate(experts: Any) -> tuple[Any, ...]:
+def _gate(experts: Float8Experts) -> tuple[object, ...]:
     """The values that select the op between the linears: the activation and the constants of the gate."""
     numbers = [experts.__dict__.get(name) for name in ("swiglu_alpha", "swiglu_limit", "limit", "gate_softcap")]
     return (experts.act_fn, experts.__dict__.get("up_softcap"), experts.__dict__.get("_apply_gate"), *numbers)

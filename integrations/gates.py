@@ -6,13 +6,13 @@ compiled at its first run. A function that cannot be traced runs as it is, betwe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..fuser.contract.config import constant
 from ..fuser.contract.overrides import is_hooked
@@ -23,16 +23,40 @@ from ..ops.programs.program import parse
 from ..ops.programs.tracing import trace
 from ..ops.values.activation_spec import ActivationSpec, spec_of_program
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 GateValues = tuple[Any, ...]
 """The values of an :class:`ActivationSpec`, in types that compiled code can hold."""
 _UNCHANGING = type(None), int, float, str, FunctionType, BuiltinFunctionType, partial
+
+
+M = TypeVar("M")
+
+
+class ModelExperts(nn.Module):
+    """An experts module of transformers: the attributes that are read here. A type alone, never an object."""
+
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    act_fn: Callable[[Tensor], Tensor]
+    post_expert_norm: nn.Module
+    config: PreTrainedConfig
+    _apply_gate: Callable[[Tensor], Tensor]
+
+
+def is_experts(module: nn.Module) -> TypeGuard[ModelExperts]:
+    """Whether a module has what transformers gives to experts modules, whose forward it wraps."""
+    forward = getattr(type(module), "forward", None)
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(forward, "__wrapped__")
 
 
 class ModelActivation(Activated):
     """The activation or the gate of a model, as it was read."""
 
 
-def activation_of(experts: nn.Module) -> tuple[ModelActivation | None, str]:
+def activation_of(experts: ModelExperts) -> tuple[ModelActivation | None, str]:
     """The op that replaces the code between the two linears, or None and the reason why that code must run as it is."""
     act = getattr(experts, "act_fn", None)
     if "_apply_gate" in vars(experts) or (isinstance(act, nn.Module) and any(map(is_hooked, act.modules()))):
@@ -45,7 +69,7 @@ def activation_of(experts: nn.Module) -> tuple[ModelActivation | None, str]:
         return None, str(error)
 
 
-def names_read(kind: type, method: Any) -> tuple[str, ...]:
+def names_read(kind: type, method: object) -> tuple[str, ...]:
     """All names that a method uses, and the methods of the class that it calls; attributes are among them."""
     names, asked = dict[str, None](), [method]
     while asked:
@@ -56,19 +80,19 @@ def names_read(kind: type, method: Any) -> tuple[str, ...]:
 
 
 @constant
-def constants_read(kind: type, gate: Any, act: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def constants_read(kind: type, gate: object, act: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The attribute names that the gate of experts may read, and those that an activation of class ``act`` may read."""
     return names_read(kind, gate), names_read(act, getattr(act, "forward", None)) if isinstance(act, type) else ()
 
 
 @constant
 def values_of(
-    kind: type[nn.Module],
-    gate: Any,
+    kind: type[ModelExperts],
+    gate: object,
     has_gate: bool,
-    constants: tuple[tuple[str, Any], ...],
-    act: Any,
-    act_constants: tuple[tuple[str, Any], ...],
+    constants: tuple[tuple[str, object], ...],
+    act: object,
+    act_constants: tuple[tuple[str, object], ...],
 ) -> GateValues | None:
     """The spec that :func:`activation_of` finds for experts with these values, or None.
 
@@ -85,10 +109,9 @@ def values_of(
             act = _with(_module(act), act_constants)
         except TypeError:
             return None
-    like: Any = object.__new__(kind)
+    like = object.__new__(kind)
     nn.Module.__init__(like)
-    like.has_gate, like.act_fn = has_gate, act
-    op = activation_of(_with(like, constants))[0]
+    op = activation_of(_with(like, (("has_gate", has_gate), ("act_fn", act), *constants)))[0]
     if op is None:
         return None
     *values, program = [getattr(op.spec, field.name) for field in fields(op.spec)]
@@ -101,7 +124,7 @@ def activation_with(values: GateValues) -> ModelActivation:
     return ModelActivation(ActivationSpec(*[*others, text and parse(text)]))
 
 
-def _module(kind: type) -> Any:
+def _module(kind: type) -> object:
     """An instance of the class, if an activation has no state besides plain values.
 
     Raises:
@@ -112,13 +135,13 @@ def _module(kind: type) -> Any:
     return kind()
 
 
-def _with(module: Any, constants: tuple[tuple[str, Any], ...]) -> Any:
+def _with(module: M, constants: tuple[tuple[str, object], ...]) -> M:
     for name, value in constants:
         setattr(module, name, value)
     return module
 
 
-def _spec(experts: Any) -> ActivationSpec:
+def _spec(experts: ModelExperts) -> ActivationSpec:
     if getattr(experts, "has_gate", True):
         program, block = trace_packed(experts._apply_gate)
     else:
@@ -127,10 +150,8 @@ def _spec(experts: Any) -> ActivationSpec:
     return spec_of_program(program, block) if built_in is None else replace(built_in, block=block)
 
 
-def _unwatched(experts: Any) -> str | None:
-    """An attribute that the gate or activation reads and that may change unnoticed, as it is neither number nor
-    function.
-    """
+def _unwatched(experts: ModelExperts) -> str | None:
+    """An attribute that the gate or activation reads and that may change unnoticed: no number, no function."""
     act, gate = getattr(experts, "act_fn", None), getattr(type(experts), "_apply_gate", None)
     modules = [*act.modules()] if isinstance(act, nn.Module) else []
     reads = [(experts, names_read(type(experts), gate)), *[(m, names_read(type(m), type(m).forward)) for m in modules]]

@@ -7,12 +7,11 @@ gate and up into the order that the container reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..fuser import Composite, Sequential
 from ..fuser.container.sequential import StateFormat, add_state_format
@@ -22,6 +21,7 @@ from ..ops.parameters.grouped import ExpertParameters
 from ..ops.parameters.stored import SETTLED, SUFFIX, note, noted, take_basic_ops
 from . import layouts, row_order
 from .layouts import Layer
+from .row_order import LoadedState
 
 _TITAN = (("w1", "w2", "w3"), ("w1_EFD", "w2_EDF", "w3_EFD"), ("w13", "w2"))
 _HUGGING_FACE = (("gate_up_proj", "down_proj"), ("up_proj", "down_proj"))
@@ -35,7 +35,7 @@ class _ExpertOps(NamedTuple):
     activation: Activated
 
 
-def read(container: Sequential, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> list[str]:
+def read(container: Sequential, state: LoadedState, prefix: str, metadata: LoadedState) -> list[str]:
     """Rewrites ``state`` to our names and layout; returns the errors found."""
     experts = _experts(container)
     wrong = None if experts is None else _read_foreign(experts, state, prefix)
@@ -49,7 +49,7 @@ def read(container: Sequential, state: dict[str, Any], prefix: str, metadata: di
     return errors
 
 
-def _drop_extra_states(container: Sequential, state: dict[str, Any], prefix: str) -> None:
+def _drop_extra_states(container: Sequential, state: LoadedState, prefix: str) -> None:
     """Drops the extra states of TransformerEngine's ops, and notes addressed to modules that do not read them."""
     children = {leaf.path for leaf in row_order.leaves(container) if leaf.parent is container}
     for name, module in container.named_modules():
@@ -60,7 +60,7 @@ def _drop_extra_states(container: Sequential, state: dict[str, Any], prefix: str
             state.pop(key, None)
 
 
-def _read_foreign(experts: _ExpertOps, state: dict[str, Any], prefix: str) -> str | None:
+def _read_foreign(experts: _ExpertOps, state: LoadedState, prefix: str) -> str | None:
     if any(key.startswith(tuple(f"{prefix}{name}.weight" for name in experts.names)) for key in state):
         return None
     for form in (*_TITAN, *_HUGGING_FACE):
@@ -88,7 +88,7 @@ def _from_hugging_face(experts: _ExpertOps, part: dict[str, Tensor]) -> Layer:
         ValueError: the tensors do not fit, or an explicit conversion is needed; the message names it.
     """
     shapes = [tensor.shape for name, tensor in part.items() if not name.endswith("_bias")]
-    expected = [_logical(linear) for linear in experts.linears]
+    expected = [(linear.num_groups, linear.out_features, linear.in_features) for linear in experts.linears]
     straight = shapes == expected
     turned = shapes == [(e, k, n) for e, n, k in expected]
     fix = "convert it with fusible.integrations.checkpoints.from_hugging_face"
@@ -103,11 +103,7 @@ def _from_hugging_face(experts: _ExpertOps, part: dict[str, Tensor]) -> Layer:
     return layouts.from_hugging_face(part, turned, False)
 
 
-def _logical(linear: GroupedLinear) -> tuple[int, int, int]:
-    return linear.num_groups, linear.out_features, linear.in_features
-
-
-def _put(experts: _ExpertOps, layer: Layer, state: dict[str, Any], prefix: str) -> None:
+def _put(experts: _ExpertOps, layer: Layer, state: LoadedState, prefix: str) -> None:
     pairs = ((layer.up, layer.up_bias), (layer.down, layer.down_bias))
     for name, linear, (weight, bias) in zip(experts.names, experts.linears, pairs, strict=True):
         state[f"{prefix}{name}.weight"] = weight.mT.contiguous() if linear.transposed_weight else weight
@@ -118,23 +114,14 @@ def _put(experts: _ExpertOps, layer: Layer, state: dict[str, Any], prefix: str) 
 def _experts(container: Sequential) -> _ExpertOps | None:
     """The container as experts: a grouped linear, an activation, whatever has no parameters, a grouped linear."""
     linears = {name: m for name, m in container.named_children() if isinstance(m, GroupedLinear)}
-    first = next((_first(m) for _, m in _followers(container) if isinstance(_first(m), Activated)), None)
-    if len(linears) != 2 or not isinstance(first, Activated):
+    pairs = pairwise(container.children())
+    behind = [after for module, after in pairs if isinstance(module, GroupedLinear)]
+    behind = [next(after.children(), after) if isinstance(after, Composite) else after for after in behind]
+    first = next((module for module in behind if isinstance(module, Activated)), None)
+    if len(linears) != 2 or first is None:
         return None
     (name1, fc1), (name2, fc2) = linears.items()
     return _ExpertOps((name1, name2), (fc1, fc2), first)
-
-
-def _followers(container: Sequential) -> Iterator[tuple[str, nn.Module]]:
-    """The name of each grouped linear, and the module after it."""
-    children = list(container.named_children())
-    for (name, module), (_, after) in pairwise(children):
-        if isinstance(module, GroupedLinear):
-            yield name, after
-
-
-def _first(module: nn.Module) -> nn.Module:
-    return next(module.children(), module) if isinstance(module, Composite) else module
 
 
 add_state_format(StateFormat(read, row_order.write_notes))

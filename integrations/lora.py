@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from ..ops.formats.copies import AMAX, SCALES
 from ..ops.kernels.doors.routing import routed_by
 from ..ops.modules.quantize import hold
 from .experts import ModuleParameters, Names, _key, autocasts, layer_around, refusal
+from .gates import ModelExperts
 from .stored_experts import Stored, both_stored, float8_blocks, stored_of
 
 ATTRIBUTE = "_fusible_lora"  # of the module, where neither its children nor its state_dict show it
@@ -28,18 +29,14 @@ _ALIGNED = 16  # bytes in a row of a matrix that the CUDA kernels read
 
 
 class Adapter(NamedTuple):
-    """The adapter of one parameter: ``lora_a`` [E, R, in] and ``lora_b`` [E, out, R]; their product is added to the
-    weight.
-    """
+    """The adapter of one parameter, to which ``lora_b`` [E, out, R] times ``lora_a`` [E, R, in] is added."""
 
     a: Tensor
     b: Tensor
 
     @classmethod
     def of(cls, parts: Sequence[Adapter]) -> Adapter:
-        """Joins several adapters into one, whose rank is the sum of theirs, padded with zeros to a rank that kernels
-        read.
-        """
+        """Joins several adapters into one: ranks add up, and are padded with zeros to a rank that kernels read."""
         a, b = torch.cat([part.a for part in parts], 1), torch.cat([part.b for part in parts], 2)
         missing = -a.shape[1] % (_ALIGNED // a.itemsize)
         if missing and a.itemsize == 2:
@@ -55,24 +52,25 @@ class AdaptedExperts:
         routing: the backend that routed the last call.
     """
 
-    def __init__(self, experts: nn.Module) -> None:
+    def __init__(self, experts: ModelExperts) -> None:
         self.adapters: dict[str, Adapter] = {}
         self.routing = ""
         self._experts = weakref.ref(experts)
-        self._container, self._key = Sequential(), ()
+        self._container = Sequential()
+        self._key: tuple[object, ...] = ()
         self._last: _Last | None = None
 
-    def belongs_to(self, experts: nn.Module) -> bool:
+    def belongs_to(self, experts: ModelExperts) -> bool:
         """Whether ``experts`` is the module of these adapters; false if a copied module shares the attribute."""
         return self._experts() is experts
 
-    def run(self, experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    def run(self, experts: ModelExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
         """Runs the experts: [T, H] in the dtype of the weights. The container then drops the tensors of the call."""
         parameters, names = ModuleParameters.of(experts), Names.of(experts)
         adapters = [self.adapters.get(name) for name in (names.up, names.down)]
         ranks = tuple([0 if adapter is None else adapter.a.shape[1] for adapter in adapters])
         stored = _stored(experts)
-        key: Any = _key(experts, parameters), ranks, [None if each is None else each[:2] for each in stored]
+        key = _key(experts, parameters), ranks, [None if each is None else each[:2] for each in stored]
         if key != self._key:
             self._container, self._key = _build(experts, parameters, stored, *ranks), key
         groups = parameters.up.shape[0]
@@ -84,7 +82,7 @@ class AdaptedExperts:
         finally:
             self._let_go(x.device)
 
-    def explained(self, experts: Any) -> LayerContainer | None:
+    def explained(self, experts: ModelExperts) -> LayerContainer | None:
         """The container for ``fusible.explain``, on tensors like those of the last call; None if there was none."""
         if self._last is None:
             return None
@@ -101,27 +99,29 @@ class AdaptedExperts:
         factors: Sequence[Sequence[Tensor | None]],
     ) -> None:
         """Puts tensors in the place of parameters and of the scales of bytes; they need not be ``nn.Parameter``."""
-        for linear, weight, bias, decoding, (lora_a, lora_b) in zip(
+        for (held, buffers), weight, bias, decoding, (lora_a, lora_b) in zip(
             self._linears(), parameters[:2], parameters[2:], decoders, factors, strict=True
         ):
             if decoding:
                 weight = nn.Parameter(weight.detach(), requires_grad=False)  # transformers' own FP8 weights ask for it
             named = {"weight": weight, "bias": bias, "lora_a": lora_a, "lora_b": lora_b}
-            linear._parameters.update({name: tensor for name, tensor in named.items() if tensor is not None})
-            linear._buffers.update(zip((SCALES, AMAX), decoding, strict=False))
+            held.update({name: tensor for name, tensor in named.items() if tensor is not None})
+            buffers.update(zip((SCALES, AMAX), decoding, strict=False))
 
     def _let_go(self, device: torch.device) -> None:
         """Drops the tensors; keeps the container's structure and which adapters are trained."""
         for linear in self._linears():
-            for held in (linear._parameters, linear._buffers):
+            for held in linear:
                 held.update({name: _like(tensor, "meta") for name, tensor in held.items()})
         names = "lora_a", "lora_b"
-        self._last = _Last(device, tuple([linear._parameters.get(n) for linear in self._linears() for n in names]))
+        self._last = _Last(device, tuple([held.get(n) for held, _ in self._linears() for n in names]))
 
-    def _linears(self) -> list[Any]:
-        return [self._container._modules[name] for name in ("fc1", "fc2")]
+    def _linears(self) -> list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]:
+        """The parameters of both linears, and their buffers."""
+        linears = [vars(self._container._modules[name]) for name in ("fc1", "fc2")]
+        return [(linear["_parameters"], linear["_buffers"]) for linear in linears]
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         return (type(None), ())
 
 
@@ -132,14 +132,14 @@ class _Last(NamedTuple):
     factors: tuple[Tensor | None, ...]
 
 
-def _like(tensor: Tensor | None, device: torch.device | str) -> Any:
+def _like(tensor: Tensor | None, device: torch.device | str) -> Tensor | None:
     if tensor is None:
         return None
     return torch.empty_like(tensor, device=device, requires_grad=tensor.requires_grad)
 
 
 @contextmanager
-def lent(experts: nn.Module, name: str, adapter: Adapter) -> Iterator[None]:
+def lent(experts: ModelExperts, name: str, adapter: Adapter) -> Iterator[None]:
     """A context in which the forward of the experts adds the adapter to the named parameter."""
     layer: AdaptedExperts | None = experts.__dict__.get(ATTRIBUTE)
     if layer is None or not layer.belongs_to(experts):
@@ -151,14 +151,14 @@ def lent(experts: nn.Module, name: str, adapter: Adapter) -> Iterator[None]:
         del layer.adapters[name]
 
 
-def takes(experts: Any, name: str) -> bool:
+def takes(experts: ModelExperts, name: str) -> bool:
     """Whether this parameter of an experts module can be adapted here without a conversion."""
     if name not in Names.of(experts)[:2]:
         return False
     return both_stored(experts) or refusal(experts, ModuleParameters.of(experts)) is None
 
 
-def experts_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
+def experts_forward(experts: ModelExperts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor | None:
     """Runs the experts with the adapters that are lent now.
 
     Args and result: x [T, H], ids and weights [T, k] to [T, H]; None if no adapter is lent. After a call without
@@ -223,6 +223,7 @@ def _linear(experts: Any, weight: Tensor, bias: Tensor | None, stored: Stored | 
         linear = GroupedLoRA(groups, columns, rows, rank, bias=bias is not None, device="meta", dtype=stored.dtype)
         return hold(linear, stored.recipe)
     groups, rows, columns = weight.shape
-    sizes = (rows, columns) if experts.is_transposed else (columns, rows)
-    options = {"bias": bias is not None, "transposed_weight": experts.is_transposed}
+    transposed = experts.is_transposed
+    sizes = (rows, columns) if transposed else (columns, rows)
+    options = {"bias": bias is not None, "transposed_weight": transposed}
     return GroupedLoRA(groups, *sizes, rank, device="meta", dtype=weight.dtype, **options)

@@ -14,13 +14,18 @@ import sys
 from functools import partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher, MoETokenDispatcher, _DispatchManager
 from torch import Tensor
 
 from . import transformer_engine
 from .shared_exchange import ExchangeOps, ExchangeOptions, exchange_ops
+
+if TYPE_CHECKING:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch.distributed import ProcessGroup
 
 __all__ = ["FusibleDispatchManager", "FusibleFlexTokenDispatcher", "install", "uninstall"]
 
@@ -34,8 +39,8 @@ class FusibleDispatchManager(_DispatchManager):  # type: ignore[misc]
     them there. Slots without a chosen expert, such as those of dropped tokens, get no expert.
     """
 
-    def __init__(self, process_group: Any, router_topk: int, num_experts: int, options: ExchangeOptions) -> None:
-        self._process_group, self._top_k, self._num_experts = process_group, router_topk, num_experts
+    def __init__(self, process_group: ProcessGroup, top_k: int, num_experts: int, options: ExchangeOptions) -> None:
+        self._process_group, self._top_k, self._num_experts = process_group, top_k, num_experts
         self._options = options
         self._ops: ExchangeOps | None = None
         self.token_probs: Tensor | None = None
@@ -106,21 +111,20 @@ class FusibleFlexTokenDispatcher(MoEFlexTokenDispatcher):  # type: ignore[misc]
         self,
         num_local_experts: int,
         local_expert_indices: list[int],
-        config: Any,
-        pg_collection: Any = None,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection | None = None,
         *,
         options: ExchangeOptions | None = None,
     ) -> None:
-        _refuse_padding(config)
+        for name in ("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization"):
+            if getattr(config, name, False):
+                raise ValueError(f"fusible's flex dispatcher pads no expert's tokens: {name} must be off")
         options = _with_capacity(options or ExchangeOptions(), config)
         _refuse_experts_in_blocks(config, options)
         MoETokenDispatcher.__init__(self, config=config, pg_collection=pg_collection)
         self.num_local_experts, self.local_expert_indices = num_local_experts, local_expert_indices
         self._comm_manager = FusibleDispatchManager(
-            self.tp_ep_group,
-            self.tp_size * config.moe_router_topk,
-            self.tp_size * config.num_moe_experts,
-            options,
+            self.tp_ep_group, self.tp_size * config.moe_router_topk, self.tp_size * config.num_moe_experts, options
         )
         self.cudagraph_attrs = ["_comm_manager.token_probs", "_comm_manager.token_indices"]
 
@@ -151,20 +155,14 @@ def uninstall(layer: ModuleType | None = None) -> None:
     module.MoEFlexTokenDispatcher = MoEFlexTokenDispatcher
 
 
-def _refuse_padding(config: Any) -> None:
-    for name in ("moe_pad_expert_input_to_capacity", "moe_router_padding_for_quantization"):
-        if getattr(config, name, False):
-            raise ValueError(f"fusible's flex dispatcher pads no expert's tokens: {name} must be off")
-
-
-def _refuse_experts_in_blocks(config: Any, options: ExchangeOptions) -> None:
+def _refuse_experts_in_blocks(config: TransformerConfig, options: ExchangeOptions) -> None:
     """Raises if TransformerEngine's experts multiply blocks of rows but Megatron does not pad our rows to them.
 
     Megatron splits the rows by their numbers on the host, so there may be no rows after the last expert's. For two of
     its own backends it assumes that the rows are padded.
     """
     needs = [name for name in ("fp8", "fp4", "moe_use_grouped_tensor") if getattr(config, name, None)]
-    experts: Any = sys.modules.get(transformer_engine.EXPERTS)
+    experts = sys.modules.get(transformer_engine.EXPERTS)
     is_ours = transformer_engine.is_installed(experts) and config.use_transformer_engine_op_fuser
     if not needs or is_ours:
         return
@@ -182,7 +180,7 @@ def _refuse_experts_in_blocks(config: Any, options: ExchangeOptions) -> None:
     )
 
 
-def _with_capacity(options: ExchangeOptions, config: Any) -> ExchangeOptions:
+def _with_capacity(options: ExchangeOptions, config: TransformerConfig) -> ExchangeOptions:
     factor = getattr(config, "moe_expert_rank_capacity_factor", None)
     if factor is None or options.capacity != "exact":
         return options

@@ -13,20 +13,24 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora import layer as peft_layer
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import lora
+from .gates import ModelExperts
 from .lora import Adapter
 from .stored_experts import Stored, stored_of
+
+if TYPE_CHECKING:
+    from peft.tuners.lora.layer import ParamWrapper
 
 NAME = "fusible"
 _METHOD = "_activate_lora"  # private; its arguments and effect have not changed since PEFT 0.17
 
-ActivateAdapters = Callable[[Any, list[str]], AbstractContextManager[None]]
+ActivateAdapters = Callable[["ParamWrapper", list[str]], AbstractContextManager[None]]
 
 
 def register() -> None:
@@ -48,7 +52,14 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
     """Checks a parameter while its adapter is made, by ``get_peft_model`` or any other call."""
 
     @wraps(original)
-    def init(self: Any, base_layer: Any, adapter_name: str, parameter_name: str, *args: Any, **kwargs: Any) -> None:
+    def init(
+        self: ParamWrapper,
+        base_layer: nn.Module,
+        adapter_name: str,
+        parameter_name: str,
+        *args: object,
+        **kwargs: object,
+    ) -> None:
         inner = base_layer
         while isinstance(inner, peft_layer.ParamWrapper):
             inner = inner.base_layer
@@ -137,7 +148,7 @@ def check_not_shared(module: Any, name: str) -> None:
 def _activate(original: ActivateAdapters) -> ActivateAdapters:
     @wraps(original)
     @contextmanager
-    def activate(self: Any, active_adapters: list[str]) -> Iterator[None]:
+    def activate(self: ParamWrapper, active_adapters: list[str]) -> Iterator[None]:
         names = [name for name in active_adapters if name in self.lora_A]
         experts = self.get_base_layer()
         if names:  # which may have been made before this module was imported
@@ -153,7 +164,7 @@ def _activate(original: ActivateAdapters) -> ActivateAdapters:
     return activate
 
 
-def _takes(wrapper: Any, experts: Any) -> bool:
+def _takes(wrapper: ParamWrapper, experts: ModelExperts) -> bool:
     """Whether the wrapped parameter belongs to experts that run here. Compiled code uses PEFT's sum instead."""
     if not _runs_here(experts):
         return False
@@ -166,7 +177,7 @@ def _takes(wrapper: Any, experts: Any) -> bool:
     return lora.takes(experts, wrapper.parameter_name) and getattr(experts, wrapper.parameter_name).dim() == 3
 
 
-def adapter_of(wrapper: Any, name: str) -> Adapter:
+def adapter_of(wrapper: ParamWrapper, name: str) -> Adapter:
     """PEFT's matrices by expert; its scaling goes into the second. Differentiable."""
     a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
     experts = wrapper.num_experts

@@ -21,6 +21,9 @@ from ..ops.parameters.grouped import ExpertParameters
 from ..ops.parameters.stored import SETTLED, SUFFIX, note, noted
 from . import layouts
 
+LoadedState = dict[str, Any]
+"""Tensors and extra states, by name."""
+
 METADATA = "interleaved"
 _KEEP_COLUMNS = (nn.Identity, nn.Dropout)  # modules that are not ops but keep columns apart
 
@@ -57,9 +60,7 @@ def gated_modules(container: Sequential) -> Iterator[Gated]:
 
 
 def _with(leaf: Leaf, pending: list[tuple[Leaf, str | None]]) -> list[tuple[Leaf, str | None]]:
-    """The modules with parameters for the columns that ``leaf`` puts out, each with the reason why its order is
-    unknown.
-    """
+    """The modules whose parameters order the columns of ``leaf``, each with the reason why its order is unknown."""
     module = leaf.module
     dims = column_dims(module)
     before = pending if _keeps_columns(module) else []
@@ -69,7 +70,7 @@ def _with(leaf: Leaf, pending: list[tuple[Leaf, str | None]]) -> list[tuple[Leaf
     if _keeps_columns(module):
         return before
     why = f"how {leaf.path} ({type(module).__name__}) orders its columns is not known"
-    if not _has_tensors(module):
+    if not [*module.parameters(), *module.buffers()]:
         return [(of, why) for of, _ in pending]
     return [] if has_extra_state(module) else [(leaf, why)]
 
@@ -80,7 +81,7 @@ def column_dims(module: nn.Module) -> Mapping[str, int | None]:
     return {"weight": -2, "bias": -1} if isinstance(module, nn.Linear) else dims
 
 
-def _of_op(module: nn.Module, name: str, default: Any) -> Any:
+def _of_op(module: nn.Module, name: str, default: object) -> Any:
     """An attribute of an op; the default for other modules, where an attribute of that name means something else."""
     return getattr(module, name, default) if isinstance(module, Op) else default
 
@@ -90,10 +91,6 @@ def _keeps_columns(module: nn.Module) -> bool:
     if isinstance(module, Op):
         return module.promises.passes_x_on or hasattr(type(module), "link")
     return isinstance(module, _KEEP_COLUMNS)
-
-
-def _has_tensors(module: nn.Module) -> bool:
-    return any(True for _ in (*module.parameters(), *module.buffers()))
 
 
 def has_extra_state(module: nn.Module) -> bool:
@@ -122,7 +119,7 @@ def _leaves(module: nn.Module, parent: Sequential, prefix: str) -> Iterator[Leaf
             yield Leaf(f"{prefix}{name}", child, parent)
 
 
-def write_notes(container: Sequential, state: dict[str, Any], prefix: str) -> None:
+def write_notes(container: Sequential, state: LoadedState, prefix: str) -> None:
     """Notes beside each interleaved parameter that it is interleaved, and the order of all in the metadata."""
     blocks = {gated.leaf.path: gated.block for gated in gated_modules(container)}
     for path, block in blocks.items():
@@ -133,7 +130,7 @@ def write_notes(container: Sequential, state: dict[str, Any], prefix: str) -> No
         about[METADATA] = blocks
 
 
-def settle(container: Sequential, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> list[str]:
+def settle(container: Sequential, state: LoadedState, prefix: str, metadata: LoadedState) -> list[str]:
     """Brings loaded rows of gate and up into the order that the container reads; returns the errors."""
     wrong = []
     for gated in gated_modules(container):
@@ -150,7 +147,7 @@ def settle(container: Sequential, state: dict[str, Any], prefix: str, metadata: 
     return wrong
 
 
-def _stored(gated: Gated, state: dict[str, Any], start: str, metadata: dict[str, Any]) -> int | str:
+def _stored(gated: Gated, state: LoadedState, start: str, metadata: LoadedState) -> int | str:
     """The block size of gate and up rows in a state dict, or the reason why it is unknown."""
     value, block = state.get(start + SUFFIX), noted(state.get(start + SUFFIX))
     if block is not None:
@@ -169,7 +166,7 @@ def untold(name: str, order: str) -> str:
     return f"{name} may have rows of gate and up {order}, or gate before up; the state dict does not say"
 
 
-def stated_order(state: Mapping[str, Any], linear: str) -> int | None:
+def stated_order(state: Mapping[str, object], linear: str) -> int | None:
     """The block size that a state dict states for the rows of a linear; None if it states none."""
     block = noted(state.get(f"{linear}.{SUFFIX}"))
     names = linear.split(".")
@@ -184,7 +181,7 @@ def fix(start: str) -> str:
     return f"fusible.integrations.checkpoints.with_layout(state, {start[:-1]!r}, 'concat' or fusible.interleaved(n))"
 
 
-def _reorder(gated: Gated, state: dict[str, Any], start: str, stored: int) -> list[str]:
+def _reorder(gated: Gated, state: LoadedState, start: str, stored: int) -> list[str]:
     """Reorders every tensor with these rows from blocks of ``stored`` to the container's; returns the errors."""
     try:
         if gated.obstacle is not None:
@@ -206,7 +203,7 @@ def _order(block: int) -> str:
     return f"in blocks of {block}" if block else "gate before up"
 
 
-def _rows(module: nn.Module, state: dict[str, Any], start: str) -> Iterable[tuple[str, int]]:
+def _rows(module: nn.Module, state: LoadedState, start: str) -> Iterable[tuple[str, int]]:
     """The keys of tensors that have the columns of a module, and the dimension in which they have them.
 
     Raises:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import spmd_types as spmd
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torchtitan.config import derive, override
@@ -25,6 +25,7 @@ from torchtitan.overrides import fused_swiglu
 from ..fuser import Sequential
 from ..fuser.explain.model import LayerContainer, add_finder
 from ..ops import GroupedLinear, SwiGLU, grouped_gemm, interleaved
+from .experts import parameters_in
 
 DTYPE = torch.bfloat16  # in which torchtitan multiplies, whatever the parameters are
 
@@ -69,14 +70,15 @@ class FusibleGroupedExperts(fused_swiglu.FusedGroupedExperts):  # type: ignore[m
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         """The weights of the local experts, [E, 2F, D] and [E, D, F]."""
-        w13, w2 = (_local(w).to(DTYPE) for w in (self.w13, self.w2_EDF))
+        weights = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w13, self.w2_EDF))
+        w13, w2 = (w.to(DTYPE) for w in weights)
         return w13.flatten(1, 2), w2
 
     def _run(self, rows: Tensor, sizes: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
         (groups, double, dim), hidden = w13.shape, w2.shape[2]
         if not self._container or self._container[0].fc1.weight.shape != w13.shape:  # type: ignore[union-attr]
-            options: dict[str, Any] = {"bias": False, "device": "meta", "dtype": DTYPE}
-            fc1, fc2 = GroupedLinear(groups, dim, double, **options), GroupedLinear(groups, hidden, dim, **options)
+            linear = partial(GroupedLinear, groups, bias=False, device="meta", dtype=DTYPE)
+            fc1, fc2 = linear(dim, double), linear(hidden, dim)
             self._container = (Sequential(OrderedDict(fc1=fc1, act=SwiGLU(layout=interleaved(1)), fc2=fc2)),)
         container = self._container[0]
         _lend(container, w13, w2)
@@ -98,33 +100,28 @@ def grouped_experts(cfg: GroupedExperts.Config) -> GroupedExperts.Config:
     return derive(fused, FusibleGroupedExperts.Config)
 
 
-def _local(weight: Tensor) -> Tensor:
-    """The local shard of a weight; a weight that is not sharded, itself."""
-    local: Tensor = weight.to_local() if isinstance(weight, DTensor) else weight
-    return local
-
-
 def _whole(sizes: Tensor) -> Tensor:
     """Converts the numbers of tokens, which some dispatchers count in floating point, to integers."""
     return sizes.to(torch.int32) if sizes.is_floating_point() else sizes
 
 
 def _lend(container: Sequential, w13: Tensor, w2: Tensor) -> None:
-    for name, weight in (("fc1", w13), ("fc2", w2)):
-        linear: Any = container._modules[name]
-        linear._parameters["weight"] = weight
+    parameters_in(container, "fc1")["weight"] = w13
+    parameters_in(container, "fc2")["weight"] = w2
 
 
 def _traced(rows: Tensor, sizes: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
     """The experts in compiled code; the compiler fuses the ops between the products."""
     sizes = _whole(sizes)
-    pre: Any = grouped_gemm(rows, w13, sizes)
-    gate, up = pre.unflatten(-1, (-1, 2)).unbind(-1)
-    y: Any = grouped_gemm(F.silu(gate) * up, w2, sizes)
-    return y  # type: ignore[no-any-return]
+    pre = grouped_gemm(rows, w13, sizes)
+    assert isinstance(pre, Tensor)
+    gate, up = torch.unflatten(pre, -1, (-1, 2)).unbind(-1)
+    y = grouped_gemm(F.silu(gate) * up, w2, sizes)
+    assert isinstance(y, Tensor)
+    return y
 
 
-def _explained(module: Any) -> LayerContainer | str | None:
+def _explained(module: nn.Module) -> LayerContainer | str | None:
     return module.explained() if isinstance(module, FusibleGroupedExperts) else None
 
 

@@ -56,12 +56,8 @@ class FusibleTokenDispatcher(BaseEPTokenDispatcher):  # type: ignore[misc]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(
-        self,
-        x_TD: Tensor,
-        topk_scores_TK: Tensor,
-        topk_expert_ids_TK: Tensor,
-        num_local_tokens_per_expert_E: Tensor,
-    ) -> tuple[Tensor, Tensor, Any]:
+        self, x_TD: Tensor, topk_scores_TK: Tensor, topk_expert_ids_TK: Tensor, num_local_tokens_per_expert_E: Tensor
+    ) -> tuple[Tensor, Tensor, object]:
         """Sends tokens [T, D] of this rank to the ranks of their experts.
 
         Returns:

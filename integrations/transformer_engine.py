@@ -16,22 +16,27 @@ from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from .. import fuser
-from ..fuser.compiler.binding import OpKwargs
+from ..fuser.contract.op import OpKwargs
 from ..fuser.contract.torch_private import current_saved_tensors_hooks
 from ..ops import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, ScaledActivation, interleaved
 from ..ops.basic import composites as scaled
 from ..ops.formats.recipe import Recipe
 from ..ops.grouped import grouped_linear
 from ..ops.quantized.linear import refusal
+from ..ops.values.activation_spec import Interleaved
 from ..ops.values.switches import config
 from .transformer_engine_recipes import in_force
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 __all__ = [
     "GRAD_INPUT_BUFFER_KEY",
@@ -56,7 +61,7 @@ class Sequential(fuser.Sequential):
     """
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **shared: Any
+        self, x: Tensor, *extra_inputs: object, op_kwargs: OpKwargs | None = None, **shared: object
     ) -> Any:
         """Runs the container with the recipe that ``autocast`` has switched on.
 
@@ -95,7 +100,7 @@ def _rows_marked(x: Tensor) -> Iterator[None]:
     pack, unpack = hooks
     rows, dtypes = x.numel() // max(1, x.shape[-1]), (x.dtype, torch.float32)
 
-    def marked(tensor: Tensor) -> Any:
+    def marked(tensor: Tensor) -> object:
         is_parameter = isinstance(tensor, nn.Parameter)
         if tensor.dim() in (1, 2) and len(tensor) == rows and tensor.dtype in dtypes and not is_parameter:
             setattr(tensor, STASH_MARK, False)
@@ -126,7 +131,7 @@ class GroupedLinear(grouped_linear.GroupedLinear):
         bias: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        rng_state_tracker_function: Any = None,
+        rng_state_tracker_function: object = None,
         accumulate_into_main_grad: bool = False,
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
@@ -177,9 +182,7 @@ class ScaledSwiGLU(scaled.ScaledSwiGLU):
 
 
 class ScaledClampedQGeGLU(scaled.ScaledClampedSwiGLU):
-    """``gate * sigmoid(alpha gate) * (up + glu_linear_offset) * scales``, clamped at ``limit``; otherwise like
-    :class:`ScaledSwiGLU`.
-    """
+    """``gate * sigmoid(alpha gate) * (up + glu_linear_offset) * scales``, clamped; see :class:`ScaledSwiGLU`."""
 
     def __init__(
         self,
@@ -203,11 +206,11 @@ class ScaledSReLU(ScaledActivation):
 class _Instead:
     """A namespace with some names replaced; all others are looked up in the original on each access."""
 
-    def __init__(self, original: Any, **replaced: Any) -> None:
+    def __init__(self, original: object, **replaced: object) -> None:
         self._original = original
         self.__dict__.update(replaced)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._original, name)
 
 
@@ -245,24 +248,24 @@ def uninstall(experts: ModuleType | None = None) -> None:
         module.TEGroupedMLP._fused_forward = module.TEGroupedMLP._fused_forward.__wrapped__
 
 
-def is_installed(experts: Any) -> bool:
+def is_installed(experts: object) -> bool:
     """Whether the experts of a module are built from the ops here."""
     return isinstance(getattr(experts, "te", None), _Instead)
 
 
-def _skipping(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _skipping(original: Callable[[TransformerConfig], bool]) -> Callable[[TransformerConfig], bool]:
     @wraps(original)
-    def skip_routed_expert_padding(config: Any) -> bool:
+    def skip_routed_expert_padding(config: TransformerConfig) -> bool:
         return config.use_transformer_engine_op_fuser or original(config)
 
     return skip_routed_expert_padding
 
 
-def _building_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+def _building_ours(original: Callable[..., object]) -> Callable[..., object]:
     """Wraps the method to rebuild a container of TransformerEngine's ops, which would get rows without padding."""
 
     @wraps(original)
-    def _fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def _fused_forward(self: TEGroupedMLP, *args: object, **kwargs: object) -> object:
         if self._fused_ops is not None and not isinstance(self._fused_ops[0], Sequential):
             self._fused_ops = None
         return original(self, *args, **kwargs)
@@ -270,7 +273,7 @@ def _building_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     return _fused_forward
 
 
-def _layout(glu_interleave_size: int | None) -> Any:
+def _layout(glu_interleave_size: int | None) -> str | Interleaved:
     return interleaved(glu_interleave_size) if glu_interleave_size else "concat"
 
 

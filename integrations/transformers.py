@@ -10,16 +10,17 @@ or, for a model that is loaded, ``model.set_experts_implementation("fusible")``.
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.integrations import moe
 
 from ..fuser.explain.model import LayerContainer, add_finder
 from . import compiled, float8_experts, lora, modelopt, quantizers
 from .experts import ExpertsForward, ModuleParameters, built_before, built_of, existing, refusal
+from .float8_experts import Float8Experts
+from .gates import ModelExperts, is_experts
 from .stored_experts import is_stored
 
 NAME = "fusible"
@@ -28,7 +29,7 @@ OLDEST = (5, 7)
 _warned: set[tuple[str, str]] = set()
 
 
-def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def experts_forward(self: ModelExperts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Runs the routed experts of a layer: rows sorted by expert, both linears and the op between them, weighted sum.
 
     Args:
@@ -91,7 +92,7 @@ def _register_fp8() -> None:
     except ImportError:
         return
 
-    def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self: Float8Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         tensors = hidden_states, top_k_index, top_k_weights
         layer = self.__dict__.get(lora.ATTRIBUTE)
         if layer is not None and layer.adapters:
@@ -113,7 +114,7 @@ def _register_expert_parallelism() -> None:
     from . import transformers_ep  # noqa: F401
 
 
-def _delegate(experts: Any, why: str, stock: ExpertsForward) -> ExpertsForward:
+def _delegate(experts: ModelExperts, why: str, stock: ExpertsForward) -> ExpertsForward:
     """The stock implementation, after one warning for each class and reason."""
     case = type(experts).__name__, why
     if case not in _warned:
@@ -122,12 +123,9 @@ def _delegate(experts: Any, why: str, stock: ExpertsForward) -> ExpertsForward:
     return stock
 
 
-def _explained(module: Any) -> LayerContainer | str | None:
-    """The container of an experts module for ``fusible.explain(model)``, or a text that says what runs the module
-    instead.
-    """
-    forward = getattr(type(module), "forward", None)
-    if not hasattr(module, "is_transposed") or not hasattr(module, "has_gate") or not hasattr(forward, "__wrapped__"):
+def _explained(module: nn.Module) -> LayerContainer | str | None:
+    """The container of an experts module for ``fusible.explain(model)``, or a text on what runs it instead."""
+    if not is_experts(module):
         return None
     implementation = module.config._experts_implementation
     if implementation != NAME:

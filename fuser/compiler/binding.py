@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..contract.errors import ArgumentError, did_you_mean, shown
+from ..contract.op import Keywords, OpKwargs
 from ..contract.stored_values import check_stores_values
+from ..runtime.buffers import SlotValues
 from .flatten import Addressee, BindRecipe, EntrySlots, FlatContainer, OpEntry
 
-OpKwargs = Mapping[Any, Mapping[str, Any]]
-Assignments = list[dict[str, Any]]  # entry -> keyword -> value
+Assignments = list[dict[str, object]]  # entry -> keyword -> value
 
 
 class BoundArguments(NamedTuple):
@@ -24,12 +25,12 @@ class BoundArguments(NamedTuple):
         reads: entry -> its (keyword, slot) pairs.
     """
 
-    values: list[Any]
+    values: SlotValues
     reads: EntrySlots
 
-    def key(self) -> list[Any]:
+    def key(self) -> list[object]:
         """The part of the plan cache key that depends on the call: reads, and types, dtypes and devices of values."""
-        key: list[Any] = [self.reads]  # itself: the id of one that has gone may come back
+        key: list[object] = [self.reads]  # itself: the id of one that has gone may come back
         for v in self.values:
             key.append(type(v))
             if isinstance(v, Tensor):
@@ -48,7 +49,7 @@ class BoundArguments(NamedTuple):
 
 
 def bind(
-    layout: FlatContainer, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]
+    layout: FlatContainer, x: object, extra: tuple[object, ...], op_kwargs: OpKwargs | None, shared: Keywords
 ) -> BoundArguments:
     """Gives every op its keywords.
 
@@ -70,12 +71,10 @@ def bind(
 
 
 def _form(
-    x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]
-) -> tuple[tuple[Any, ...] | None, list[Any]]:
-    """The form of the arguments, including which ones are the same tensor, or None if not all are tensors; and the list
-    of them.
-    """
-    form: list[Any] = [len(extra) if extra else 0, *shared]
+    x: object, extra: tuple[object, ...], op_kwargs: OpKwargs | None, shared: Keywords
+) -> tuple[tuple[object, ...] | None, list[object]]:
+    """The form of the arguments, with repeated tensors, or None if not all are tensors; and the list of them."""
+    form: list[object] = [len(extra) if extra else 0, *shared]
     arguments = [x, *extra, *shared.values()]
     if op_kwargs is not None:
         if not isinstance(op_kwargs, dict):
@@ -95,7 +94,7 @@ def _form(
 
 
 def _bind(
-    layout: FlatContainer, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]
+    layout: FlatContainer, x: object, extra: tuple[object, ...], op_kwargs: OpKwargs | None, shared: Keywords
 ) -> BoundArguments:
     assignments: Assignments = [{} for _ in layout.entries]
     if op_kwargs is not None:
@@ -111,7 +110,7 @@ def _bind(
 def _bind_addressed(layout: FlatContainer, assignments: Assignments, op_kwargs: OpKwargs) -> None:
     if not isinstance(op_kwargs, Mapping):
         raise ArgumentError(f"op_kwargs must map ops to their keywords, got a {type(op_kwargs).__name__}")
-    keys: dict[str, Any] = {}
+    keys: dict[str, object] = {}
     for key, keywords in op_kwargs.items():
         addressee = layout.resolve(key)
         if addressee.label in keys:
@@ -136,7 +135,7 @@ def _entry_for(layout: FlatContainer, addressee: Addressee, name: str) -> int:
     raise ArgumentError(f"op_kwargs: {addressee} takes no {shown(name)}; its keywords are: {keywords}{hint}")
 
 
-def _give(layout: FlatContainer, assignments: Assignments, entry: int, name: str, value: Any) -> None:
+def _give(layout: FlatContainer, assignments: Assignments, entry: int, name: str, value: object) -> None:
     if value is None:
         return
     if (entry, name) in layout.channels:
@@ -149,7 +148,7 @@ def _give(layout: FlatContainer, assignments: Assignments, entry: int, name: str
     assignments[entry][name] = value
 
 
-def _bind_shared(layout: FlatContainer, assignments: Assignments, name: str, value: Any) -> None:
+def _bind_shared(layout: FlatContainer, assignments: Assignments, name: str, value: object) -> None:
     takers = layout.takers.get(name)
     if not takers:
         raise layout.refuse_keyword(name)
@@ -159,7 +158,7 @@ def _bind_shared(layout: FlatContainer, assignments: Assignments, name: str, val
 
 
 def _bind_positional(
-    layout: FlatContainer, assignments: Assignments, missing: list[tuple[int, str]], extra: tuple[Any, ...]
+    layout: FlatContainer, assignments: Assignments, missing: list[tuple[int, str]], extra: tuple[object, ...]
 ) -> None:
     slots = [(entry, name) for entry, name in missing if layout.entries[entry].op.keywords[name].tensor]  # type: ignore[union-attr]
     if len(extra) != len(slots):
@@ -171,7 +170,7 @@ def _bind_positional(
 
 
 def _misfit(
-    layout: FlatContainer, missing: list[tuple[int, str]], slots: list[tuple[int, str]], extra: tuple[Any, ...]
+    layout: FlatContainer, missing: list[tuple[int, str]], slots: list[tuple[int, str]], extra: tuple[object, ...]
 ) -> str:
     if not extra:
         return "missing: " + "; ".join(f"{layout.entries[entry]} needs {name!r}" for entry, name in missing)
@@ -179,8 +178,8 @@ def _misfit(
     return f"got {len(extra)} extra inputs for {len(slots)} open slots: {named}"
 
 
-def _call(x: Tensor, assignments: Assignments) -> BoundArguments:
-    values: list[Any] = [x]
+def _call(x: object, assignments: Assignments) -> BoundArguments:
+    values: SlotValues = [x]
     slots = {id(x): 0}
     reads = []
     for keywords in assignments:
@@ -195,5 +194,5 @@ def _call(x: Tensor, assignments: Assignments) -> BoundArguments:
     return BoundArguments(values, tuple(reads))
 
 
-def _shown(key: Any) -> str:
+def _shown(key: object) -> str:
     return f"the {type(key).__name__}" if isinstance(key, torch.nn.Module) else shown(key)

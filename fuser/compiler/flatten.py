@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 from weakref import ref
 
 from torch import nn
@@ -24,7 +24,7 @@ class Container(nn.Sequential):
         module.
     """
 
-    container_forward: ClassVar[Callable[..., Any]]
+    container_forward: ClassVar[Callable[..., object]]
 
 
 class OpEntry:
@@ -61,7 +61,7 @@ class OpEntry:
         module = self.module
         return self._kind if module is None else type(module).__name__
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_kind": self.kind, "_module": None}
 
     def __str__(self) -> str:
@@ -110,11 +110,11 @@ class FlatContainer:
         self.channels: dict[tuple[int, str], tuple[int, str]] = {}
         self.takers: dict[str, list[int]] = {}
         self.required: list[tuple[int, str]] = []
-        self.bound: dict[tuple[Any, ...], BindRecipe] = {}
+        self.bound: dict[tuple[object, ...], BindRecipe] = {}
         self._by_index: list[Addressee] = []
         self._by_name: dict[str, Addressee] = {}
         self._by_id: dict[int, list[Addressee]] = {}
-        self._seen: list[tuple[nn.Module, tuple[tuple[str, Any], ...], bool]] = []
+        self._seen: list[tuple[nn.Module, tuple[tuple[str, object], ...], bool]] = []
         self._composites: list[tuple[Chain, int]] = []
         self._children = tuple(container._modules.items())
         if isinstance(container, Op):
@@ -152,7 +152,7 @@ class FlatContainer:
         for module, _, _ in self._seen:
             yield module
 
-    def resolve(self, key: Any) -> Addressee:
+    def resolve(self, key: object) -> Addressee:
         """The module and entries that a key of ``op_kwargs`` addresses.
 
         Raises:
@@ -278,11 +278,7 @@ def refuse_itself(module: nn.Module, label: str, around: tuple[nn.Module, ...]) 
 def opens(module: nn.Module) -> bool:
     """Whether to flatten a module. Hooks and custom code only run if it is called as a whole."""
     if isinstance(module, Composite):
-        return not _overrides_code(module)
+        kind = type(module)
+        overrides = kind.fwd is not Chain.fwd or kind.bwd is not Chain.bwd or kind.check is not Chain.check
+        return not (overrides or overrides_forward(module) or patched_half(module) is not None)
     return isinstance(module, Container) and type(module).forward is type(module).container_forward
-
-
-def _overrides_code(composite: Composite) -> bool:
-    kind = type(composite)
-    overrides = kind.fwd is not Chain.fwd or kind.bwd is not Chain.bwd or kind.check is not Chain.check
-    return overrides or overrides_forward(composite) or patched_half(composite) is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import networkx
 from torch import Tensor
@@ -31,7 +30,9 @@ class OpGraph:
     @classmethod
     def of(cls, layout: FlatContainer, call: BoundArguments) -> OpGraph:
         graph: networkx.DiGraph[str] = networkx.DiGraph()
-        sources = [_add_input(graph, slot, value) for slot, value in enumerate(call.values)]
+        sources = [f".%{slot}" if slot else X for slot in range(len(call.values))]
+        for name, value in zip(sources, call.values, strict=True):
+            graph.add_node(name, spec=TensorSpec.without_shape(value) if isinstance(value, Tensor) else None)
         previous = X
         for i, entry in enumerate(layout.entries):
             graph.add_node(entry.label, entry=entry, position=i)
@@ -82,12 +83,6 @@ class OpGraph:
     def __str__(self) -> str:
         names = {n: f"{n} {entry.kind}" if (entry := self.entry(n)) else n[1:] for n in self.nx}
         return "\n".join(networkx.generate_network_text(networkx.relabel_nodes(self.nx, names)))
-
-
-def _add_input(graph: networkx.DiGraph[str], slot: int, value: Any) -> str:
-    name = f".%{slot}" if slot else X
-    graph.add_node(name, spec=TensorSpec.without_shape(value) if isinstance(value, Tensor) else None)
-    return name
 
 
 def _connect(graph: networkx.DiGraph[str], source: str, reader: str, port: str, output: str) -> None:

@@ -12,10 +12,9 @@ from .pattern import Match
 
 def refusal(match: Match, fused: FusedOp) -> str | None:
     """The reason why the matched ops cannot be replaced by ``fused``, or None."""
-    nodes = set(match.nodes.values())
-    return (
-        _hooks(match) or _entries(match.graph, nodes) or _leaks(match.graph, nodes, fused) or _cycle(match.graph, nodes)
-    )
+    graph, nodes = match.graph, set(match.nodes.values())
+    several = "the ops read more than one x from outside" if len(_outside(graph, nodes)) != 1 else None
+    return _hooks(match) or several or _leaks(graph, nodes, fused) or _cycle(graph, nodes)
 
 
 def last(match: Match) -> str:
@@ -43,14 +42,8 @@ def _hooks(match: Match) -> str | None:
     return None
 
 
-def _entries(graph: OpGraph, nodes: set[str]) -> str | None:
-    return None if len(_outside(graph, nodes)) == 1 else "the ops read more than one x from outside"
-
-
 def _leaks(graph: OpGraph, nodes: set[str], fused: FusedOp) -> str | None:
-    """The reason if a value made inside is read outside, other than the last ``y`` and the fused op's extra outputs; or
-    None.
-    """
+    """The reason if a value made inside is read outside, other than the fused op's outputs; or None."""
     ends = 0
     for node in nodes:
         readers = graph.readers(node)

@@ -96,12 +96,12 @@ class Match:
         op = self.ops()[role]
         return op if op is None else foreseen(op)
 
-    def ops(self) -> dict[str, Any]:
+    def ops(self) -> dict[str, Op | None]:
         """The arguments that the fused op is built with, by role."""
         return self._ops
 
     @cached_property
-    def _ops(self) -> dict[str, Any]:
+    def _ops(self) -> dict[str, Op | None]:
         return {role: self._op(role) for role in self.roles}
 
     def _op(self, role: str) -> Op | None:
@@ -111,10 +111,11 @@ class Match:
         members = {name: node for name, node in members.items() if f"{role}.{name}" in self.nodes}
         return self.runs[role].op(**{name: self.graph.op(node) for name, node in members.items()}) if members else None
 
-    def part(self, name: str) -> Any:
+    def part(self, name: str) -> Op:
         """The op of a name in ``nodes``, a role or a member of a run; its computed parameters are foreseen."""
         op = self.graph.op(self.nodes[name])
-        return op if op is None else foreseen(op)
+        assert op is not None
+        return foreseen(op)
 
     def reads(self, role: str, port: str) -> bool:
         """Whether the op of a role reads anything at ``port``."""
@@ -125,9 +126,7 @@ class Match:
         return self.graph.sources(self.nodes[role]).get(port) if role in self.nodes else None
 
     def info(self, role: str, port: str) -> TensorSpec | None:
-        """The spec of the call's argument at ``port`` of a role, without its shape; None if there is none, or an op's
-        output.
-        """
+        """The spec, without its shape, of the call's argument at ``port`` of a role; None if there is none."""
         source = self.source(role, port)
         return None if source is None else self.graph.nx.nodes[source[0]].get("spec")
 
@@ -248,7 +247,11 @@ class Pattern:
 
     def _matches_of(self, shape: nx.DiGraph[str], graph: OpGraph) -> Iterator[Match]:
         ops = self._without_optional_edges(graph.ops_only())
-        matcher = DiGraphMatcher(ops, shape, node_match=_fits, edge_match=_same_ports)
+        matcher = DiGraphMatcher(
+            *(ops, shape),
+            node_match=lambda node, role: isinstance(node["entry"].op, role["types"]),
+            edge_match=lambda edge, wanted: edge["ports"].keys() == wanted["ports"],
+        )
         for mapping in matcher.subgraph_isomorphisms_iter():
             name_of = {role: name for name, role in mapping.items()}
             yield Match(graph, {role: name_of[role] for role in shape.nodes}, tuple(self.roles), self.runs)
@@ -272,7 +275,7 @@ class Pattern:
         )
 
     def _has_role(self, graph: nx.DiGraph[str], node: str, role: str) -> bool:
-        return _fits(graph.nodes[node], {"types": self.roles[role]})
+        return isinstance(graph.nodes[node]["entry"].op, self.roles[role])
 
     def _shapes(self, graph: OpGraph) -> Iterator[nx.DiGraph[str]]:
         """The shape with every choice of optional roles, then with every length of runs, the shortest first."""
@@ -332,11 +335,3 @@ class RunPattern(Pattern):
 def _members(match: Match, role: str) -> list[Op]:
     """The ops of a run."""
     return [match.part(name) for name in match.nodes if name.startswith(f"{role}.")]
-
-
-def _fits(node: dict[str, Any], role: dict[str, Any]) -> bool:
-    return isinstance(node["entry"].op, role["types"])
-
-
-def _same_ports(edge: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    return bool(edge["ports"].keys() == wanted["ports"])

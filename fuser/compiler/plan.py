@@ -18,7 +18,7 @@ from ..contract.spec import TensorSpec, check_layout
 from ..contract.stored_values import check_stores_values
 from ..contract.torch_private import profiler_enabled
 from ..runtime.autograd import Runtime, StepCapture, refuse_transforms
-from ..runtime.buffers import NamedValue, check_overlaps
+from ..runtime.buffers import NamedValue, SlotValues, check_overlaps
 from ..runtime.devices import current_stream
 from . import legality
 from .graph import OpGraph, X
@@ -45,7 +45,7 @@ class Plan:
     passed: dict[tuple[torch.Size, ...], int] | None  # shapes that have been checked; None where they do not say enough
     replay_refusal: str | None
 
-    def __call__(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> Any:
+    def __call__(self, values: SlotValues, runtime: Runtime, session: StepCapture | None = None) -> Any:
         """Checks everything that can be checked beforehand, then runs."""
         passed = self.passed
         checked = self.check(values, runtime) if passed is None else self._checked(passed, values, runtime)
@@ -62,7 +62,7 @@ class Plan:
                 step.run(values, runtime, session)
         return values[self.results[0]] if len(self.results) == 1 else tuple(values[slot] for slot in self.results)
 
-    def _checked(self, passed: dict[tuple[torch.Size, ...], int], values: list[Any], runtime: Runtime) -> int:
+    def _checked(self, passed: dict[tuple[torch.Size, ...], int], values: SlotValues, runtime: Runtime) -> int:
         """The result of :meth:`check`, cached by the shapes of the values."""
         try:
             shapes = tuple([value.shape for value in values])
@@ -76,7 +76,7 @@ class Plan:
             passed[shapes] = checked
         return checked
 
-    def check(self, values: list[Any], runtime: Runtime) -> int:
+    def check(self, values: SlotValues, runtime: Runtime) -> int:
         """Checks everything that can be checked before anything runs; returns the number of steps that are settled."""
         refuse_transforms([step.module for step in self.steps])
         if self.buffers:
@@ -88,7 +88,7 @@ class Plan:
             step.check(None, values, runtime, {})
         return checked
 
-    def _check_run(self, first: int, values: list[Any], runtime: Runtime) -> int:
+    def _check_run(self, first: int, values: SlotValues, runtime: Runtime) -> int:
         """Checks the steps from ``first`` on, as far as specs are known; returns the index of the next step to check.
 
         If an op between other modules refuses its arguments, no op of its run has run yet.
@@ -134,7 +134,7 @@ def compile_plan(graph: OpGraph, registry: Registry, config: Config) -> Plan:
     inputs = tuple(NamedValue(read[slot], slot) for slot in sorted(read))
     buffers = tuple(NamedValue(name, slot) for name, slot, keyword in _keywords(steps) if keyword.buffer)
     by_values = checks_values(graph, config)
-    passed: dict[Any, int] | None = None if buffers or by_values else {}
+    passed: dict[tuple[torch.Size, ...], int] | None = None if buffers or by_values else {}
     why = _replay_refusal(steps, by_values)
     return Plan(_with_lifetimes(steps, results), results, inputs, buffers, decisions, graph, config, passed, why)
 
@@ -180,9 +180,7 @@ def _checks_values_on_host(graph: OpGraph, node: str) -> bool:
 
 
 def _with_lifetimes(steps: tuple[Step, ...], results: tuple[int, ...]) -> tuple[Step, ...]:
-    """Notes the last step that reads each output, so that it is freed there, and the extra outputs alive beside
-    modules.
-    """
+    """Notes the last step that reads each output, which frees it, and the extra outputs alive beside modules."""
     last = {slot: i for i, step in enumerate(steps) for slot in (*step.outputs, step.x, *(s for _, s in step.reads))}
     last |= dict.fromkeys(results, len(steps))
     outputs: list[int] = []
@@ -235,7 +233,7 @@ class _Builder:
 
     def _order(self) -> list[list[str]]:
         """The nodes of each step, in execution order; legality guarantees that a fusion's ops are consecutive."""
-        steps: dict[Any, list[str]] = {}
+        steps: dict[object, list[str]] = {}
         for node in self.graph.entries():
             steps.setdefault(id(self.decision_of[node]) if node in self.decision_of else node, []).append(node)
         return list(steps.values())

@@ -5,27 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..contract import tracing as trace
 from ..contract.errors import ArgumentError
-from ..contract.op import Op
+from ..contract.op import Keywords, Op
 from ..contract.overrides import input_may_change, outputs_of, patched_half
 from ..contract.parametrized import computed
 from ..contract.spec import Specs, TensorSpec
-from ..runtime.autograd import (
-    Runtime,
-    StepCapture,
-    calling,
-    check,
-    check_foreseen,
-    check_without_x,
-    run,
-)
-from ..runtime.buffers import NamedValue
-from ..runtime.in_place import run_beside
+from ..runtime.autograd import Runtime, StepCapture, calling, check, check_foreseen, check_without_x, run
+from ..runtime.buffers import NamedValue, SlotValues, run_beside
 from .flatten import OpEntry
 
 KeywordSlots = tuple[tuple[str, int], ...]  # (keyword, slot)
@@ -56,7 +46,7 @@ class Step:
         return type(self.module).__name__
 
     def check(
-        self, x: TensorSpec | None, values: list[Any], runtime: Runtime, extras: dict[str, TensorSpec]
+        self, x: TensorSpec | None, values: SlotValues, runtime: Runtime, extras: dict[str, TensorSpec]
     ) -> TensorSpec | None:
         """Lets every op of the step check its own arguments; returns the spec of the step's output, if known.
 
@@ -117,7 +107,7 @@ class Step:
         op = computed(self.module)
         return replace(self.with_op(op), has_parametrized_inputs=False, input_names=op.input_names())
 
-    def run(self, values: list[Any], runtime: Runtime, session: StepCapture | None = None) -> None:
+    def run(self, values: SlotValues, runtime: Runtime, session: StepCapture | None = None) -> None:
         """Runs on the values so far, and appends its outputs."""
         module, x, keywords = self.module, values[self.x], {}
         for name, slot in self.reads:  # a comprehension would be a call more
@@ -137,7 +127,7 @@ class Step:
         for slot in self.last_uses:
             values[slot] = None
 
-    def _called(self, op: Op, x: Any, keywords: dict[str, Any]) -> Any:
+    def _called(self, op: Op, x: Tensor, keywords: Keywords) -> tuple[object, ...]:
         try:
             with calling(self.x_is_inner):
                 result = op(x, **keywords)
@@ -156,7 +146,7 @@ def _check_part(
     op: Op,
     x: TensorSpec | None,
     reads: PartSlots,
-    values: list[Any],
+    values: SlotValues,
     runtime: Runtime,
     extras: dict[str, TensorSpec],
 ) -> TensorSpec | None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..compiler.binding import BoundArguments, OpKwargs, bind
+from ..compiler.binding import BoundArguments, bind
 from ..compiler.flatten import FlatContainer
 from ..compiler.graph import OpGraph
 from ..compiler.plan import Plan, compile_plan
@@ -17,6 +16,7 @@ from ..compiler.recent import Recent
 from ..compiler.registry import registry
 from ..contract.config import active_config, keep_for_recomputation
 from ..contract.errors import ArgumentError
+from ..contract.op import Keywords, OpKwargs
 from ..contract.overrides import is_hooked
 from ..contract.parametrized import foreseen
 from ..contract.spec import TensorSpec
@@ -24,7 +24,7 @@ from ..contract.torch_private import top_saved_tensors_hooks
 from ..contract.tracing import has_no_data
 from ..explain.dry_run import explain_plan
 from ..explain.explanation import Explanation
-from ..replay.calls import CaptureSession, call_key
+from ..replay.calls import CapturedCall, CaptureSession, LastCall, call_key
 from ..replay.guards import REPLAYED, GuardedCache, Refusal, described
 from ..runtime.autograd import Runtime
 from ..runtime.devices import current_stream
@@ -42,13 +42,13 @@ class CallCache:
 
     def __init__(self, layout: FlatContainer, last: LastCall | None = None) -> None:
         self.layout, self.last, self.version = layout, last, registry.version
-        self.plans: Recent[tuple[Any, ...], Plan] = Recent(_MANY_PLANS)
+        self.plans: Recent[tuple[object, ...], Plan] = Recent(_MANY_PLANS)
         self.decision_version = 0  # the sum of the ops' when the plans were made
-        self.calls = GuardedCache()
+        self.calls: GuardedCache[CapturedCall] = GuardedCache()
         self.repeated: RepeatedReplay | None = None
         self.replayed: tuple[int, int] | None = None  # which capture was replayed last, for how many rows
 
-    def call(self, x: Tensor, extra: tuple[Any, ...], op_kwargs: OpKwargs | None, shared: dict[str, Any]) -> Any:
+    def call(self, x: Tensor, extra: tuple[object, ...], op_kwargs: OpKwargs | None, shared: Keywords) -> object:
         """Binds the arguments, finds the plan, and runs it; a replay like the last one runs at once."""
         if not torch.is_grad_enabled() or top_saved_tensors_hooks(True):
             keep_for_recomputation()
@@ -68,8 +68,8 @@ class CallCache:
         return plan(call.values, runtime)
 
     def run(
-        self, call: BoundArguments, runtime: Runtime, arguments: Sequence[Any] = (), names: list[str] | None = None
-    ) -> Any:
+        self, call: BoundArguments, runtime: Runtime, arguments: Sequence[object] = (), names: list[str] | None = None
+    ) -> object:
         """Runs a call that is bound, or replays it.
 
         Args:
@@ -133,7 +133,7 @@ class CallCache:
             self.plans, self.decision_version = Recent(_MANY_PLANS), version
         signature, plans = (*key, runtime, config.token), self.plans
         if has_no_data(call.values[0]):
-            signature = _in_numbers(signature)
+            signature = tuple(map(_in_numbers, signature))
         plan = plans.young.get(signature) or plans.from_old(signature)
         if plan is None:
             call.check_store_values(self.layout.entries)  # here alone: their classes stand in the signature
@@ -142,36 +142,11 @@ class CallCache:
         return plan
 
 
-def _in_numbers(value: Any) -> Any:
+def _in_numbers(value: object) -> object:
     """A signature with the sizes of parameters as plain ints, even if a compiler has made them symbolic."""
     if isinstance(value, tuple):
         return tuple(map(_in_numbers, value))
     return int(value) if isinstance(value, torch.SymInt) else value
-
-
-class LastCall(NamedTuple):
-    """The last call, without its tensors.
-
-    Attributes:
-        shapes: the shape of each value, or the value itself if it is not a tensor.
-        replay: a text on whether it replays.
-    """
-
-    plan: Plan
-    shapes: list[Any]
-    runtime: Runtime
-    replay: str
-
-    @classmethod
-    def of(cls, plan: Plan, call: BoundArguments, runtime: Runtime, replay: str) -> LastCall:
-        # a nested tensor, which a module may take, has no shape to keep
-        shapes = [(() if v.is_nested else v.shape) if isinstance(v, Tensor) else v for v in call.values]
-        return cls(plan, shapes, runtime, replay)
-
-    def explain(self) -> Explanation:
-        specs = zip(self.plan.graph.inputs(), self.shapes, strict=True)
-        arguments = [spec._replace(shape=tuple(shape)) if spec else shape for spec, shape in specs]
-        return replace(explain_plan(self.plan, arguments, self.runtime), replay=self.replay)
 
 
 def explain_last(cache: CallCache | None) -> Explanation:
@@ -184,4 +159,7 @@ def explain_last(cache: CallCache | None) -> Explanation:
         raise ArgumentError(
             "explain: there was no call yet; give it what you would give forward (edits forget the last call)"
         )
-    return cache.last.explain()
+    plan, shapes, runtime, replay = cache.last
+    specs = zip(plan.graph.inputs(), shapes, strict=True)
+    arguments = [spec._replace(shape=tuple(shape)) if spec else shape for spec, shape in specs]
+    return replace(explain_plan(plan, arguments, runtime), replay=replay)

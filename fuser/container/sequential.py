@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..compiler.binding import OpKwargs, bind
+from ..compiler.binding import bind
 from ..compiler.flatten import Container, FlatContainer
 from ..compiler.registry import registry
-from ..contract.config import constant
+from ..contract.config import Flags, constant
 from ..contract.edits import children_changed, tell_of_edits
-from ..contract.op import Op
+from ..contract.op import Op, OpKwargs
 from ..explain.explanation import Explanation
 from ..runtime.autograd import Runtime
-from .call_cache import CallCache, LastCall, explain_last
+from .call_cache import CallCache, explain_last
 from .standalone import Standalone
+
+if TYPE_CHECKING:
+    from ..dynamo.steps import TracedPlan
 
 
 class StateFormat(NamedTuple):
     """A foreign format that containers load, and notes that they save."""
 
-    read: Callable[[Sequential, dict[str, Any], str, dict[str, Any]], list[str]]
+    read: Callable[[Sequential, dict[str, object], str, dict[str, object]], list[str]]
     """Given a container, a state dict to rewrite, the container's prefix and metadata in it; returns the errors."""
-    write: Callable[[Sequential, dict[str, Any], str], None]
+    write: Callable[[Sequential, dict[str, object], str], None]
     """Adds notes to a state dict."""
 
 
@@ -38,7 +41,7 @@ def add_state_format(form: StateFormat) -> None:
     _state_formats.append(form)
 
 
-def _no_module(name: str, value: Any) -> str:
+def _no_module(name: str, value: object) -> str:
     if isinstance(value, type):
         came, cure = f"the class {value.__name__}", f"give an object, such as {value.__name__}(...)"
     elif isinstance(value, list | tuple):
@@ -63,7 +66,7 @@ class Sequential(Container):
 
     _compiled: CallCache | None
 
-    def __init__(self, *modules: Any, **named: Any) -> None:
+    def __init__(self, *modules: Any, **named: nn.Module) -> None:
         if modules and named:
             raise TypeError(
                 f"Sequential: all modules have names, or none has; {', '.join(named)} came beside unnamed ones"
@@ -100,7 +103,7 @@ class Sequential(Container):
         self._compiled = None
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **shared: Any
+        self, x: Tensor, *extra_inputs: object, op_kwargs: OpKwargs | None = None, **shared: object
     ) -> Any:
         """Runs the ops.
 
@@ -128,7 +131,7 @@ class Sequential(Container):
     container_forward = forward
 
     def explain(
-        self, x: Any = None, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **shared: Any
+        self, x: object = None, *extra_inputs: object, op_kwargs: OpKwargs | None = None, **shared: object
     ) -> Explanation:
         """Explains what a call with these arguments runs, and why each fusion and kernel was or was not used.
 
@@ -145,16 +148,13 @@ class Sequential(Container):
     @property
     def was_called(self) -> bool:
         """Whether there is a last call for :meth:`explain`."""
-        return self._last_call() is not None
-
-    def _last_call(self) -> LastCall | None:
-        return None if self._compiled is None else self._compiled.last
+        return self._compiled is not None and self._compiled.last is not None
 
     @constant
-    def _traced_plan(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
+    def _traced_plan(self, flags: Flags, constants: object, *call: object) -> TracedPlan:
         from ..dynamo.steps import traced_plan_or_reason
 
-        return traced_plan_or_reason(self._current, flags, call, arguments, names)
+        return traced_plan_or_reason(self._current, flags, *call)
 
     def _current(self) -> CallCache:
         """The state for the current structure and fusions."""
@@ -174,18 +174,18 @@ class Sequential(Container):
             form.write(self, state, kwargs.get("prefix", args[1] if len(args) > 1 else ""))
         return state
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: Any) -> None:
         for form in _state_formats:
             for wrong in form.read(self, state_dict, prefix, args[0]):
                 args[-1].append(f"{prefix.removesuffix('.') or type(self).__name__}: {wrong}")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _replicate_for_data_parallel(self) -> Any:
-        replica = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+    def _replicate_for_data_parallel(self) -> Sequential:
+        replica: Sequential = super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
         replica._compiled = None  # it has ops of its own
         return replica
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_compiled": None}
 
     def __add__(self, other: nn.Sequential) -> Sequential:

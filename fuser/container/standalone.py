@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..compiler.binding import OpKwargs, bind
+from ..compiler.binding import bind
 from ..compiler.flatten import FlatContainer
 from ..compiler.registry import registry
+from ..contract.config import Flags
 from ..contract.edits import tell_of_edits
-from ..contract.op import Op
+from ..contract.op import Keywords, Op, OpKwargs
 from ..contract.overrides import input_may_change
 from ..explain.explanation import Explanation
 from ..runtime.autograd import Runtime, caller
 from .call_cache import CallCache, explain_last
+
+if TYPE_CHECKING:
+    from ..dynamo.steps import TracedPlan
 
 
 class ContainerOfOne:
@@ -50,7 +54,7 @@ class ContainerOfOne:
 class Standalone:
     """The entry points of :class:`Op`."""
 
-    def run(self, op: Op, x: Tensor, keywords: dict[str, Any]) -> Any:
+    def run(self, op: Op, x: Tensor, keywords: Keywords) -> object:
         keywords = {name: value for name, value in keywords.items() if value is not None}
         if torch.compiler.is_dynamo_compiling():
             from ..dynamo.frontend import run_op
@@ -66,24 +70,22 @@ class Standalone:
             return compiled.run(bind(compiled.layout, x, (), None, keywords), runtime)
         return compiled.call(x, (), None, keywords)
 
-    def traced_plan(self, op: Op, call: Any, arguments: Any, names: Any, flags: Any) -> Any:
+    def traced_plan(self, op: Op, flags: Flags, *call: object) -> TracedPlan:
         from ..dynamo.steps import traced_plan_or_reason
 
-        return traced_plan_or_reason(partial(_container_of(op).current, op), flags, call, arguments, names)
+        return traced_plan_or_reason(partial(_container_of(op).current, op), flags, *call)
 
-    def explain(self, op: Op, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Explanation:
-        if not arguments and not keywords:
+    def explain(self, op: Op, args: tuple[object, ...], op_kwargs: OpKwargs | None, keywords: Keywords) -> Explanation:
+        if not args and op_kwargs is None and not keywords:
             return explain_last(_container_of(op).compiled)
-        return _explain(op, *arguments, **keywords)
+        return _explain(op, *args, op_kwargs=op_kwargs, **keywords)
 
 
-def _explain(
-    op: Op, x: Any = None, *extra_inputs: Any, op_kwargs: OpKwargs | None = None, **keywords: Any
-) -> Explanation:
+def _explain(op: Op, x: object = None, *extra: object, op_kwargs: OpKwargs | None, **keywords: object) -> Explanation:
     compiled, runtime = _container_of(op).current(op), Runtime.of(x)
     if isinstance(op_kwargs, Mapping):  # which may address the op itself, not its view
         op_kwargs = {0 if key is op else key: values for key, values in op_kwargs.items()}
-    call = bind(compiled.layout, x, extra_inputs, op_kwargs, keywords)
+    call = bind(compiled.layout, x, extra, op_kwargs, keywords)
     return compiled.explain(call, runtime, checks=not input_may_change(op))
 
 

@@ -18,7 +18,9 @@ import torch
 
 from .torch_private import current_recomputation, mark_constant
 
-F = TypeVar("F", bound=Callable[..., Any])
+Flags = tuple[tuple[str, object], ...]
+"""Switches, by name."""
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def constant(function: F) -> F:
@@ -47,7 +49,7 @@ class Config:
     strict: bool = False
     disable_fusions: frozenset[str] = frozenset()
     debug: bool = False
-    variables: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    variables: ClassVar[Mapping[str, Mapping[str, object]]] = {
         name: {"0": False, "1": True} for name in ("strict", "debug")
     }
 
@@ -62,9 +64,7 @@ class Config:
 
     @cached_property
     def token(self) -> object:
-        """The object that represents the config in cache keys. Unlike an id it is never reused, and it
-        hashes at once.
-        """
+        """Represents the config in cache keys. Unlike an id it is never reused, and it hashes at once."""
         return object()
 
 
@@ -76,7 +76,7 @@ def config_of(**switches: Any) -> Config:
 
 
 _kind: type[Config] = Config
-_in_use: WeakValueDictionary[tuple[Any, ...], Config] = WeakValueDictionary()
+_in_use: WeakValueDictionary[tuple[object, ...], Config] = WeakValueDictionary()
 
 
 def defaults_of(environment: Mapping[str, str]) -> Config:
@@ -88,7 +88,7 @@ def defaults_of(environment: Mapping[str, str]) -> Config:
     Raises:
         ValueError: a variable with another value.
     """
-    switches: dict[str, Any] = {}
+    switches: dict[str, object] = {}
     for name, values in _kind.variables.items():
         variable = f"FUSIBLE_{name.upper()}"
         if value := environment.get(variable, "").strip():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from .config import constant
 
+M = TypeVar("M", bound=nn.Module)
 _COMPARABLE = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout, Enum, type)
 _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {
     "_compiled_call_impl",
@@ -34,14 +35,14 @@ def attributes(module: nn.Module, path: str = "") -> Attributes:
         module = module._modules[name]  # type: ignore[assignment]
     ignored = _INTERNAL | getattr(type(module), "untraced", frozenset())
     children = [id(child) for child in module._modules.values() if child is not None]
-    by_name: dict[str, Any] = {k: v for k, v in vars(module).items() if k not in ignored and id(v) not in children}
+    by_name: dict[str, object] = {k: v for k, v in vars(module).items() if k not in ignored and id(v) not in children}
     by_name |= {**module._parameters, **module._buffers}
     tensors = tuple([name for name, value in by_name.items() if isinstance(value, Tensor)])
     values = tuple([name for name, value in by_name.items() if is_comparable(value)])
     return Attributes(values, tensors, len(values) + len(tensors) < len(by_name))
 
 
-def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], path: str = "") -> Any:
+def with_tensors(module: M, tensors: Mapping[str, Tensor], path: str = "") -> M:
     """A copy of a module that has exactly these tensors, by dotted name."""
     children = module._modules.items()
     copies = {k: m if m is None else with_tensors(m, tensors, f"{path}{k}.") for k, m in children}
@@ -60,7 +61,7 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], path: str = "
     return copy
 
 
-def is_comparable(value: Any) -> bool:
+def is_comparable(value: object) -> bool:
     """Whether two such values can be compared by their contents."""
     if isinstance(value, _COMPARABLE):
         return True
@@ -72,12 +73,12 @@ def is_comparable(value: Any) -> bool:
 
 
 @constant
-def is_record(cls: Any) -> bool:
+def is_record(cls: object) -> bool:
     """Whether it is a frozen dataclass."""
     return dataclasses.is_dataclass(cls) and bool(getattr(cls, "__dataclass_params__").frozen)  # noqa: B009
 
 
 @constant
-def field_names(cls: Any) -> tuple[str, ...]:
+def field_names(cls: type) -> tuple[str, ...]:
     """The field names of a dataclass."""
     return tuple([field.name for field in dataclasses.fields(cls)])

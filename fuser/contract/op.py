@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .config import constant
+from .config import Flags, constant
 from .edits import children_changed
 from .errors import ArgumentError
 from .module_state import Attributes, attributes
@@ -35,6 +35,12 @@ Gradient: TypeAlias = Tensor | None | Callable[[], Tensor | None]
 Grads: TypeAlias = Mapping[str, Gradient]
 """Gradients by the name of the input: ``"x"``, a keyword, or a parameter; thunks for those that cost a kernel.
 None: autograd gets no gradient, as it was accumulated elsewhere or will be later."""
+
+Keywords: TypeAlias = Mapping[str, object]
+"""The keyword arguments of a call, by name."""
+
+OpKwargs: TypeAlias = Mapping[Any, Keywords]
+"""The keywords of ops, by the op itself, its index or its name."""
 
 RESERVED = frozenset({"needs_grad", "autocast_dtype", "x_is_inner"})
 _CHANGE_NOTHING = frozenset(
@@ -61,7 +67,7 @@ class SideEffects(NamedTuple):
     """
 
     tensors: Sequence[Tensor]
-    facts: tuple[Any, ...]
+    facts: tuple[object, ...]
     written: Sequence[Tensor] = ()
     done: Callable[[], None] | None = None
 
@@ -117,7 +123,7 @@ class Promises:
 class _Uninitialised:
     """Stands in the class for an attribute that ``nn.Module.__init__`` sets on the object, which then hides it."""
 
-    def __get__(self, op: Op | None, kind: type[Op]) -> Any:
+    def __get__(self, op: Op | None, kind: type[Op]) -> _Uninitialised:
         if op is None:
             return self
         raise TypeError(f"{kind.__name__}.__init__ must call super().__init__() before it does anything else")
@@ -129,13 +135,13 @@ class StandaloneRunner(Protocol):
     This file knows nothing of what runs ops: :mod:`sequential` sets :attr:`Op._standalone` when it is imported.
     """
 
-    def run(self, op: Op, x: Tensor, keywords: dict[str, Any], /) -> Any:
+    def run(self, op: Op, x: Tensor, keywords: Keywords, /) -> Any:
         """``op(x, **keywords)``."""
 
-    def traced_plan(self, op: Op, call: Any, arguments: Any, names: Any, flags: Any, /) -> Any:
+    def traced_plan(self, op: Op, flags: Flags, /, *call: object) -> Any:
         """The steps that ``torch.compile`` traces for a call of the op."""
 
-    def explain(self, op: Op, arguments: tuple[Any, ...], keywords: dict[str, Any], /) -> Any:
+    def explain(self, op: Op, arguments: tuple[object, ...], op_kwargs: OpKwargs | None, keywords: Keywords, /) -> Any:
         """The explanation of a call of the op."""
 
 
@@ -180,7 +186,7 @@ class Op(nn.Module, ABC):
     _computed: tuple[str, ...] = ()  # of a view: the names of computed parameters
     _outline: Op | None = None  # of a view for a run: one for its backward, without values
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "fwd" in cls.__dict__ and "keywords" not in cls.__dict__:
             cls.keywords = _declared_keywords(cls)
@@ -191,7 +197,7 @@ class Op(nn.Module, ABC):
             cls.reserved = {**cls.reserved, **{name: _declared_reserved(cls, name, f) for name, f in defined.items()}}
 
     @abstractmethod
-    def fwd(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Outputs, Any]:
+    def fwd(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Outputs, object]:
         """Returns the output (or outputs by name), and the residuals for ``bwd``."""
 
     @abstractmethod
@@ -244,7 +250,7 @@ class Op(nn.Module, ABC):
         """The wanted gradients that ``bwd`` does not return; ``role`` precedes the op's names in ``wanted``."""
         return ()
 
-    def decision_key(self) -> tuple[Any, ...]:
+    def decision_key(self) -> tuple[object, ...]:
         """The facts on parameters that fusions may read; part of the key of the plan cache."""
         if not (self._parameters or self._modules):
             return ()
@@ -297,10 +303,10 @@ class Op(nn.Module, ABC):
         return attributes(self, path)
 
     @constant
-    def _traced_plan(self, call: Any, arguments: Any, names: Any, flags: Any, constants: Any) -> Any:
-        return self._standalone.traced_plan(self, call, arguments, names, flags)
+    def _traced_plan(self, flags: Flags, constants: object, *call: object) -> Any:
+        return self._standalone.traced_plan(self, flags, *call)
 
-    def forward(self, x: Tensor, *positional: Any, **keywords: Any) -> Any:
+    def forward(self, x: Tensor, *positional: object, **keywords: object) -> Any:
         """Runs the op alone, as a container of one.
 
         Args:
@@ -335,21 +341,19 @@ def _declared_keywords(cls: type[Op]) -> dict[str, Keyword]:
     return {**passed_on, **{p.name: _keyword(p, hints.get(p.name, Tensor)) for p in named}}
 
 
-def _declared_reserved(cls: type[Op], name: str, function: Callable[..., Any]) -> frozenset[str]:
-    """The reserved names that the function declares; one with ``**keywords`` also takes those of the method it
-    overrides.
-    """
+def _declared_reserved(cls: type[Op], name: str, function: Callable[..., object]) -> frozenset[str]:
+    """The reserved names of the function; with ``**keywords`` also those of the method that it overrides."""
     parameters = inspect.signature(function).parameters
     passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     return (RESERVED & parameters.keys()) | (cls.reserved.get(name, frozenset()) if passes_on else frozenset())
 
 
-def _keyword(parameter: inspect.Parameter, hint: Any) -> Keyword:
+def _keyword(parameter: inspect.Parameter, hint: object) -> Keyword:
     buffer = _mentions(hint, Buffer)
     return Keyword(parameter.default is parameter.empty, not buffer and _mentions(hint, Tensor), buffer)
 
 
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+def _hints(function: Callable[..., object]) -> dict[str, object]:
     try:
         return typing.get_type_hints(function, include_extras=True)
     except NameError:  # a type that is imported for type checkers only: go by the names
@@ -358,5 +362,5 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         return {k: next((t for name, t in types.items() if name in str(v)), object) for k, v in annotations.items()}
 
 
-def _mentions(hint: Any, wanted: Any) -> bool:
+def _mentions(hint: object, wanted: object) -> bool:
     return bool(hint == wanted or any(_mentions(h, wanted) for h in typing.get_args(hint) if hint != Buffer))

@@ -6,7 +6,6 @@ It runs in a container as it runs alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
@@ -35,7 +34,7 @@ def is_called_whole(op: Op) -> bool:
     return is_hooked(op) or overrides_forward(op)
 
 
-def outputs_of(op: Op, label: str, result: Any) -> tuple[Any, ...]:
+def outputs_of(op: Op, label: str, result: object) -> tuple[object, ...]:
     """All outputs of an op, from the result of calling it: a hook or its own ``forward`` may return anything.
 
     Raises:
@@ -58,6 +57,6 @@ def patched_half(op: Op) -> str | None:
     return next((method for method in ("fwd", "bwd") if method in op.__dict__), None)
 
 
-def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, object], ...]:
     """The hooks that run where the module is called, by kind."""
     return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from .op import Op
 from .spec import TensorSpec
@@ -77,7 +78,7 @@ def _spec_like(like: Tensor, sources: Sequence[Tensor | None]) -> TensorSpec:
     return TensorSpec(tuple(like.shape), like.dtype, like.device, requires_grad=trains)
 
 
-def _keeps_form(computing: Any) -> bool:
+def _keeps_form(computing: ParametrizationList) -> bool:
     return computing.is_tensor and not computing.unsafe and not any([hasattr(m, "right_inverse") for m in computing])
 
 
@@ -107,10 +108,11 @@ def _view_class(cls: type[AnyOp], slots: tuple[str, ...]) -> type[AnyOp]:
     return type(cls.__name__, (cls,), {"__slots__": slots, "__module__": cls.__module__, "__doc__": cls.__doc__})
 
 
-def _lists(op: Op) -> dict[str, Any]:
+def _lists(op: Op) -> dict[str, ParametrizationList]:
     """The parametrization of each parameter of the op that has one."""
     lists = op._modules.get("parametrizations")
-    return dict(lists.items()) if isinstance(lists, nn.ModuleDict) else {}
+    named = lists.items() if isinstance(lists, nn.ModuleDict) else ()
+    return {name: each for name, each in named if isinstance(each, ParametrizationList)}
 
 
 def _hooked(op: Op) -> dict[str, list[str]]:

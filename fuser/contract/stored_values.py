@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 from .errors import ArgumentError
@@ -17,7 +15,7 @@ def stores_values(kind: type[Tensor]) -> bool:
     """Whether the memory of such tensors is their values: no subclass that says itself what operations do."""
     if kind in _TENSOR_TYPES or issubclass(kind, WITHOUT_DATA):
         return True
-    function: Any = kind.__torch_function__
+    function: object = kind.__torch_function__
     default = getattr(Tensor.__torch_function__, "__func__", None), disabled_torch_function
     return getattr(function, "__func__", function) in default and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 

@@ -13,11 +13,15 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload as OpOverload
+    from torch.fx import GraphModule
 
 T = TypeVar("T")
 
@@ -31,7 +35,7 @@ except ImportError:
     class FakeTensorMode:  # type: ignore[no-redef]
         """Cannot be made, so ``explain`` says why it cannot run."""
 
-        def __init__(self, **_: Any) -> None:
+        def __init__(self, **_: object) -> None:
             raise RuntimeError(f"explain() needs FakeTensorMode, which torch {torch.__version__} does not have")
 
 
@@ -64,7 +68,7 @@ missing: dict[str, None] = {}
 
 def private(path: str) -> Any:
     """The attribute of torch under a dotted name after ``torch.``, or None. Imports no module."""
-    value: Any = torch
+    value: object = torch
     for name in path.split("."):
         value = getattr(value, name, None)
     return _noted(f"torch.{path}", value)
@@ -79,7 +83,7 @@ def private_of_module(module: str, name: str) -> Any:
     return _noted(f"{module}.{name}", value)
 
 
-def _noted(name: str, value: Any) -> Any:
+def _noted(name: str, value: T) -> T:
     if value is None:
         missing[name] = None
     return value
@@ -88,11 +92,7 @@ def _noted(name: str, value: Any) -> Any:
 # ---- who observes or transforms calls
 
 
-def _always() -> bool:
-    return True
-
-
-def _never(*_: Any) -> bool:
+def _never(*_: object) -> bool:
     return False
 
 
@@ -113,7 +113,7 @@ def _replay_refusal() -> str | None:
 replay_refusal: str | None = _replay_refusal()
 """Why no call is replayed: one cannot ask torch all that a replay depends on. None: one can."""
 
-profiler_enabled: Callable[[], bool] = private("_C._autograd._profiler_enabled") or _always
+profiler_enabled: Callable[[], bool] = private("_C._autograd._profiler_enabled") or (lambda: True)
 """Whether a profiler runs. Else: always, so that profiles keep their ranges, and each call pays for them."""
 
 has_transform_query = private("_C._are_functorch_transforms_active") is not None
@@ -123,7 +123,7 @@ transforms_active: Callable[[], bool] = private("_C._are_functorch_transforms_ac
 dispatch_mode_depth: Callable[[], int] = private("_C._len_torch_dispatch_stack") or int
 """How many dispatch modes see every operation. Else: 0, and nothing is replayed."""
 
-current_dispatch_mode: Callable[[], Any] = private_of_module(
+current_dispatch_mode: Callable[[], object] = private_of_module(
     "torch.utils._python_dispatch", "_get_current_dispatch_mode"
 ) or (lambda: None)
 """The innermost of them. Else: None, and products wait for one another while a call is captured."""
@@ -135,14 +135,16 @@ Else: 0, so that every tensor is asked for its tangent.
 """
 
 
-top_saved_tensors_hooks: Callable[[bool], Any] = private("_C._autograd._top_saved_tensors_default_hooks") or _never
+SavedTensorsHooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
+top_saved_tensors_hooks: Callable[[bool], SavedTensorsHooks | None] = (
+    private("_C._autograd._top_saved_tensors_default_hooks") or _never
+)
 """Like the next, but asked with ``True``, and without a call in Python."""
 
 
-def current_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
+def current_saved_tensors_hooks() -> SavedTensorsHooks | None:
     """The hooks of the innermost ``saved_tensors_hooks``, to pack and to unpack. Else: None, as if there were none."""
-    hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = top_saved_tensors_hooks(True) or None
-    return hooks
+    return top_saved_tensors_hooks(True) or None
 
 
 _CheckpointFrame: type = private_of_module("torch.utils.checkpoint", "_CheckpointFrame") or type(None)
@@ -206,19 +208,19 @@ def _warn_of_left_out_gradients() -> None:
     )
 
 
-def _will_run(node: Any) -> bool:
+def _will_run(node: object) -> bool:
     _warn_of_left_out_gradients()
     return True
 
 
-engine_will_run: Callable[[Any], bool] = private("_C._will_engine_execute_node") or _will_run
+engine_will_run: Callable[[object], bool] = private("_C._will_engine_execute_node") or _will_run
 """Whether the running backward goes on to a node. Else: yes, with a warning; true of ``backward()``."""
 
 
 _FIRST = 2**64 - 1  # the number of the nodes that accumulate gradients
 
 
-def run_when_ready(node: Any) -> bool:
+def run_when_ready(node: object) -> bool:
     """Makes a backward run a node as soon as its gradient is there, before nodes that are younger; whether it does.
 
     So it runs those that accumulate gradients. Else: it does not, and the node is of one forward.
@@ -246,20 +248,17 @@ def is_without_gradients() -> bool:
 # ---- tensors
 
 
-def _no_match(*_: Tensor) -> bool:
-    return False
-
-
+Dims = Sequence[Sequence[int | None]] | None
 _TensorGuards: Any = private("_C._dynamo.guards.TensorGuards")
 
 
-def tensor_guards(tensors: Sequence[Tensor], sizes: Any = None, strides: Any = None) -> Callable[..., bool]:
+def tensor_guards(tensors: Sequence[Tensor], sizes: Dims = None, strides: Dims = None) -> Callable[..., bool]:
     """Checks whether tensors are of the form of these, as torch does before compiled code. None in sizes is any.
 
     Else: none is, so that nothing is kept by form.
     """
     if _TensorGuards is None:
-        return _no_match
+        return _never
     check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
 
@@ -283,7 +282,13 @@ address_function: int = private("_C._dynamo.guards._torchinductor_pyobject_tenso
 class _WithoutTorchFunction:
     """Runs a function on a subclass as on a tensor. It is an object, so that it does not become a method."""
 
-    def __call__(self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __call__(
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
@@ -291,15 +296,15 @@ class _WithoutTorchFunction:
 disabled_torch_function: Any = private("_C._disabled_torch_function_impl") or _WithoutTorchFunction()
 """The ``__torch_function__`` of a subclass that has none. Else: the same in Python."""
 
-dispatch_disabled: Callable[[], AbstractContextManager[Any]] | None = private("_C._DisableTorchDispatch")
+dispatch_disabled: Callable[[], AbstractContextManager[object]] | None = private("_C._DisableTorchDispatch")
 """Runs a body's operations on the memory of subclasses. Else: None, and weights are gathered by FSDP2 in 16 bits."""
 
-without_dispatch_modes: Callable[[], AbstractContextManager[Any]] = (
+without_dispatch_modes: Callable[[], AbstractContextManager[object]] = (
     private_of_module("torch.utils._python_dispatch", "_disable_current_modes") or nullcontext
 )
 """Hides a body from dispatch modes. Else: they see it; a function of packed columns is then one no kernel knows."""
 
-without_fake_tensors: Callable[[], AbstractContextManager[Any]] = (
+without_fake_tensors: Callable[[], AbstractContextManager[object]] = (
     private_of_module("torch._subclasses.fake_tensor", "unset_fake_temporarily") or nullcontext
 )
 """Leaves the tensors of a body their data under :class:`FakeTensorMode`. Else: ``explain`` takes them to be aligned."""
@@ -335,7 +340,7 @@ def symmetric_memory_refusal() -> str | None:
     return f"torch {torch.__version__} does not have {_SYMMETRIC_MEMORY}.{missing[0]}" if missing else None
 
 
-def symmetric_memory(nbytes: int, device: torch.device, group_name: str) -> tuple[Tensor, list[int], Any]:
+def symmetric_memory(nbytes: int, device: torch.device, group_name: str) -> tuple[Tensor, list[int], object]:
     """Memory of this rank, uint8 [nbytes]; the addresses of all ranks' memory; and the handle that keeps those mapped.
 
     Collective over the process group of that name. Else: :func:`symmetric_memory_refusal` says why it cannot be called.
@@ -352,14 +357,10 @@ def symmetric_memory(nbytes: int, device: torch.device, group_name: str) -> tupl
 def graph_break_of_torch() -> Callable[..., None]:
     """``torch._dynamo.graph_break``. Else: nothing; a function that is not compiled ends the graph too."""
     function: Callable[..., None] | None = private_of_module("torch._dynamo", "graph_break")
-    return function or _no_break
+    return function or (lambda msg="": None)
 
 
-def _no_break(msg: str = "") -> None:
-    pass
-
-
-def keep_with_compiled_code(name: str, value: Any) -> None:
+def keep_with_compiled_code(name: str, value: object) -> None:
     """Makes a value a global of the code that is compiled now, so that it lives as long. Else: it lives on."""
     translator = private_of_module("torch._dynamo.symbolic_convert", "InstructionTranslator")
     try:
@@ -368,11 +369,11 @@ def keep_with_compiled_code(name: str, value: Any) -> None:
         _kept.append(value)
 
 
-_kept: list[Any] = []
-_constants: list[Callable[..., Any]] = []
+_kept: list[object] = []
+_constants: list[Callable[..., object]] = []
 
 
-def mark_constant(function: Callable[..., Any]) -> None:
+def mark_constant(function: Callable[..., object]) -> None:
     """Does what ``torch.compiler.assume_constant_result`` does, without importing the compiler.
 
     Else: :func:`mark_constants_again` does it in the public way.
@@ -401,7 +402,7 @@ def serialized_as(name: str) -> Callable[[type[T]], type[T]]:
     return register
 
 
-def symbolic_graph(function: Callable[..., Any], examples: Sequence[Tensor]) -> Any:
+def symbolic_graph(function: Callable[..., object], examples: Sequence[Tensor]) -> GraphModule:
     """The operations of a function as an FX graph module, for tensors of any sizes: equal ones stay equal.
 
     Raises what torch raises where it cannot follow the function. Else: RuntimeError.
@@ -409,10 +410,11 @@ def symbolic_graph(function: Callable[..., Any], examples: Sequence[Tensor]) -> 
     make_fx = private_of_module("torch.fx.experimental.proxy_tensor", "make_fx")
     if make_fx is None:
         raise RuntimeError(f"torch {torch.__version__} does not have torch.fx.experimental.proxy_tensor.make_fx")
-    return make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
+    graph: GraphModule = make_fx(function, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*examples)
+    return graph
 
 
-def core_decompositions() -> dict[Any, Any]:
+def core_decompositions() -> dict[OpOverload, Callable[..., object]]:
     """Torch's decompositions into core operations. Else: none, and kernels know fewer functions."""
     table = private_of_module("torch._decomp", "core_aten_decompositions")
     return {} if table is None else dict(table().items())

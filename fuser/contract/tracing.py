@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import Any, NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -74,11 +74,11 @@ class Outline(Tensor):
         self.why = why
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> NoReturn:  # type: ignore[override]
         raise NoDataError(next(outline.why for outline in _outlines([args, kwargs])))
 
 
-def _outlines(value: Any) -> Iterator[Outline]:
+def _outlines(value: object) -> Iterator[Outline]:
     """The outlines among the arguments of an operation, in order."""
     if isinstance(value, Outline):
         yield value
@@ -87,7 +87,7 @@ def _outlines(value: Any) -> Iterator[Outline]:
             yield from _outlines(each)
 
 
-def contiguous_strides(shape: Sequence[Any]) -> tuple[Any, ...]:
+def contiguous_strides(shape: Sequence[int | torch.SymInt]) -> tuple[int | torch.SymInt, ...]:
     """The strides of a contiguous tensor; symbolic for symbolic sizes."""
     sizes = [torch.sym_max(size, 1) for size in reversed(shape[1:])]  # type: ignore[no-untyped-call]
     return (*accumulate(sizes, mul, initial=1),)[: len(shape)][::-1]

@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ..compiler import registry as fusion
-from ..compiler.flatten import opens, refuse_itself
-from ..contract.config import thread_config
+from ..compiler.flatten import Container, opens, refuse_itself
+from ..contract.config import Flags, thread_config
 from ..contract.errors import ArgumentError
 from ..contract.module_state import field_names, is_record
-from ..contract.op import Op
+from ..contract.op import Keywords, Op, OpKwargs
 from ..contract.overrides import is_hooked, outputs_of
 from ..contract.spec import TensorSpec
 from ..contract.torch_private import graph_break_of_torch, mark_constants_again
-from .steps import TracedPlan, TracedStep, run_step
+from ..runtime.buffers import SlotValues
+from .steps import Addressed, TracedPlan, TracedStep, run_step
 
 graph_break = graph_break_of_torch()
 mark_constants_again()
@@ -40,16 +41,16 @@ class ModuleState(NamedTuple):
 
     names: tuple[str, ...]
     tensors: list[Tensor]
-    constants: tuple[Any, ...]
+    constants: tuple[object, ...]
 
 
 class Values:
     """The arguments of a call, in order of arrival; a tensor that is given twice counts once."""
 
-    def __init__(self, x: Any) -> None:
-        self.all: list[Any] = [x]
+    def __init__(self, x: object) -> None:
+        self.all: SlotValues = [x]
 
-    def slot(self, value: Any) -> int:
+    def slot(self, value: object) -> int:
         if isinstance(value, Tensor):
             for i, other in enumerate(self.all):
                 if other is value:
@@ -57,13 +58,13 @@ class Values:
         self.all.append(value)
         return len(self.all) - 1
 
-    def slots(self, keywords: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+    def slots(self, keywords: Keywords) -> tuple[tuple[str, int], ...]:
         return tuple([(name, self.slot(value)) for name, value in keywords.items()])
 
 
 def run_container(
-    container: Any, x: Any, extra: tuple[Any, ...], op_kwargs: Mapping[Any, Any] | None, shared: Mapping[str, Any]
-) -> Any:
+    container: Container, x: object, extra: tuple[object, ...], op_kwargs: OpKwargs | None, shared: Keywords
+) -> object:
     """:meth:`Sequential.forward` under Dynamo."""
     modules: Modules = []
     for name, module in container._modules.items():
@@ -83,11 +84,11 @@ def run_container(
 
 def run_form(
     find: Callable[..., TracedPlan],
-    form: tuple[Any, ...],
+    form: tuple[object, ...],
     modules: Modules,
     states: Mapping[str, ModuleState],
-    x: Any,
-    keywords: Mapping[str, Any],
+    x: object,
+    keywords: Keywords,
 ) -> Any:
     """Runs a container of which Dynamo sees the form, the non-op modules and the tensors, but no object.
 
@@ -101,13 +102,13 @@ def run_form(
     arguments = tuple([_spec_or_value(value) for value in values.all])
     names = tuple([(label, state.names) for label, state in states.items()])
     version = constant_value(fusion.registry.version)
-    plan: TracedPlan = find(constant_value(form), call, arguments, names, active_flags(), version)
+    plan: TracedPlan = find(constant_value(form), version, active_flags(), call, arguments, names)
     if plan.error is not None:
         raise ArgumentError(plan.error)
     return _run(plan, modules, states, values.all)
 
 
-def run_op(op: Any, x: Any, keywords: Mapping[str, Any]) -> Any:
+def run_op(op: Op, x: object, keywords: Keywords) -> object:
     """:meth:`Op.forward` under Dynamo."""
     values, states = Values(x), {"0": _module_state(op, op, "")}
     plan = _find(op, states, values, ((), None, values.slots(keywords)))
@@ -118,36 +119,34 @@ def run_op(op: Any, x: Any, keywords: Mapping[str, Any]) -> Any:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def run_eagerly(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def run_eagerly(module: nn.Module, *args: object, **kwargs: object) -> object:
     """Runs a call that cannot be compiled, under ``fullgraph=False``."""
     return module.forward(*args, **kwargs)
 
 
-def _find(root: Any, states: Mapping[str, ModuleState], values: Values, call: Any) -> TracedPlan:
+def _find(root: Any, states: Mapping[str, ModuleState], values: Values, call: object) -> TracedPlan:
     arguments = tuple([_spec_or_value(value) for value in values.all])
     names = tuple([(label, state.names) for label, state in states.items()])
     constants = (constant_value(fusion.registry.version), *[state.constants for state in states.values()])
-    plan: TracedPlan = root._traced_plan(call, arguments, names, active_flags(), constants)
+    plan: TracedPlan = root._traced_plan(active_flags(), constants, call, arguments, names)
     if plan.error is not None:
         raise ArgumentError(plan.error)
     return plan
 
 
-def active_flags() -> tuple[tuple[str, Any], ...]:
-    """The switches in force, by name; a record as its type and fields, from which :func:`steps.switches_of` rebuilds
-    it.
-    """
+def active_flags() -> Flags:
+    """The switches in force, by name; a record as its type and fields, as :func:`steps.switches_of` reads it."""
     config = thread_config.config
     return tuple([(name, _in_parts(getattr(config, name))) for name in field_names(type(config))])
 
 
-def _in_parts(value: Any) -> Any:
+def _in_parts(value: object) -> object:
     if isinstance(value, _CONSTANT_TYPES) or not is_record(type(value)):
         return constant_value(value)
     return (type(value), *[_in_parts(getattr(value, name)) for name in field_names(type(value))])
 
 
-def _run(plan: TracedPlan, modules: Modules, states: Mapping[str, ModuleState], arguments: list[Any]) -> Any:
+def _run(plan: TracedPlan, modules: Modules, states: Mapping[str, ModuleState], arguments: SlotValues) -> object:
     values = [arguments[slot] for slot in plan.inputs]
     for step in plan.steps:
         if step.handle is None:
@@ -160,7 +159,7 @@ def _run(plan: TracedPlan, modules: Modules, states: Mapping[str, ModuleState], 
     return values[plan.results[0]] if len(plan.results) == 1 else tuple([values[i] for i in plan.results])
 
 
-def _call_module(step: TracedStep, modules: Modules, values: list[Any]) -> Any:
+def _call_module(step: TracedStep, modules: Modules, values: SlotValues) -> tuple[object, ...]:
     """Calls a module that is not an op, or an op with hooks; Dynamo traces it, hooks included."""
     for label, module in modules:
         if label == step.labels[0]:
@@ -180,14 +179,18 @@ def _walk(module: nn.Module, label: str, modules: Modules, around: tuple[nn.Modu
             _walk(child, f"{label}.{name}", modules, (*around, module))  # type: ignore[arg-type]
 
 
-def _addressed(modules: Modules, op_kwargs: Mapping[Any, Any], values: Values) -> Any:
+def _addressed(modules: Modules, op_kwargs: OpKwargs, values: Values) -> Addressed:
     """``op_kwargs`` with places in place of modules, and slots in place of values."""
     if not isinstance(op_kwargs, Mapping):
         raise ArgumentError(f"op_kwargs must map ops to their keywords, got a {type(op_kwargs).__name__}")
     addressed = []
     for key, keywords in op_kwargs.items():
         if isinstance(key, nn.Module):
-            where: Any = ("module", type(key), tuple([label for label, module in modules if module is key]))
+            where: tuple[object, ...] = (
+                "module",
+                type(key),
+                tuple([label for label, module in modules if module is key]),
+            )
         else:
             where = ("key", constant_value(key))
         if not isinstance(keywords, Mapping):
@@ -196,7 +199,7 @@ def _addressed(modules: Modules, op_kwargs: Mapping[Any, Any], values: Values) -
     return tuple(addressed)
 
 
-def _spec_or_value(value: Any) -> Any:
+def _spec_or_value(value: object) -> object:
     """The part of an argument that a plan may depend on: a tensor without shape and contents, or the value."""
     if isinstance(value, Tensor):
         return TensorSpec((0,), value.dtype, value.device, requires_grad=value.requires_grad)
@@ -210,7 +213,7 @@ def _module_state(root: Op, module: nn.Module, path: str) -> ModuleState:
         [path + name for name in attributes.tensors],
         [getattr(module, name) for name in attributes.tensors],
     )
-    constants: list[Any] = [(name, constant_value(getattr(module, name))) for name in attributes.values]
+    constants: list[object] = [(name, constant_value(getattr(module, name))) for name in attributes.values]
     if attributes.opaque:
         constants.append(id(module))
     for name, child in module._modules.items():
@@ -222,7 +225,7 @@ def _module_state(root: Op, module: nn.Module, path: str) -> ModuleState:
     return ModuleState(tuple(names), tensors, tuple(constants))
 
 
-def constant_value(value: Any) -> Any:
+def constant_value(value: object) -> Any:
     """Reads a value completely: Dynamo then guards on all of it, and makes no number in it dynamic."""
     if value is None or isinstance(value, (bool, str, bytes, torch.dtype, torch.device, torch.layout, Enum, type)):
         return value

@@ -6,16 +6,16 @@ import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ..compiler.binding import bind
+from ..compiler.binding import BoundArguments, bind
 from ..compiler.flatten import FlatContainer
 from ..compiler.plan import Plan
-from ..compiler.step import Step
-from ..contract.config import Config, active_config, config_of, use_config
+from ..compiler.step import KeywordSlots, Step
+from ..contract.config import Config, Flags, active_config, config_of, use_config
 from ..contract.errors import ArgumentError, RefusedError
 from ..contract.module_state import with_tensors
 from ..contract.op import Op
@@ -25,7 +25,10 @@ from ..contract.spec import TensorSpec
 from ..contract.torch_private import keep_with_compiled_code
 from ..contract.tracing import Outline
 from ..runtime.autograd import Runtime, run
-from ..runtime.in_place import works_in_place
+from ..runtime.buffers import SlotValues, works_in_place
+
+Addressed = tuple[tuple[tuple[object, ...], KeywordSlots], ...]
+"""``op_kwargs`` with places instead of modules, and slots instead of values."""
 
 
 class TracedStep(NamedTuple):
@@ -62,6 +65,15 @@ class TracedPlan(NamedTuple):
     error: str | None = None
 
 
+class Compiled(Protocol):
+    """The state of a container between calls."""
+
+    layout: FlatContainer
+
+    def plan(self, call: BoundArguments, runtime: Runtime) -> Plan:
+        """The plan for the signature of a call."""
+
+
 class _Refused(Exception):
     """The reason why a step must run eagerly."""
 
@@ -80,7 +92,7 @@ class LoweredStep:
     step: Step
     slots: tuple[int, ...]
     names: tuple[str, ...]
-    constants: Mapping[int, Any]
+    constants: Mapping[int, object]
     runtime: Runtime
     config: Config
 
@@ -88,8 +100,10 @@ class LoweredStep:
         """Checks and runs the step with these tensors."""
         arguments, module_tensors = tensors[: len(self.slots)], tensors[len(self.slots) :]
         by_slot = {**self.constants, **dict(zip(self.slots, arguments, strict=True))}
-        values: list[Any] = [by_slot.get(slot) for slot in range(max(by_slot) + 1)]
-        step = self.step.with_op(with_tensors(self.step.module, dict(zip(self.names, module_tensors, strict=True))))
+        values: SlotValues = [by_slot.get(slot) for slot in range(max(by_slot) + 1)]
+        op = with_tensors(self.step.module, dict(zip(self.names, module_tensors, strict=True)))
+        assert isinstance(op, Op)
+        step = self.step.with_op(op)
         x = values[step.x]
         with use_config(self.config):
             step = step.computed() if step.has_parametrized_inputs else step
@@ -102,19 +116,13 @@ _lowered: weakref.WeakValueDictionary[str, LoweredStep] = weakref.WeakValueDicti
 _numbers = itertools.count()
 
 
-def _keep(handle: str, lowered: LoweredStep) -> None:
-    """Keeps a step as a global of the code that Dynamo is compiling, so that it lives as long."""
-    _lowered[handle] = lowered
-    keep_with_compiled_code("__fusible_step", lowered)
-
-
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def run_step(handle: str, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The function in Dynamo's graph for a step. AOTAutograd traces through it, down to the kernels' custom ops."""
     return _lowered[handle].run(tensors)
 
 
-def traced_plan_or_reason(current: Callable[[], Any], flags: tuple[Any, ...], *call: Any) -> TracedPlan:
+def traced_plan_or_reason(current: Callable[[], Compiled], flags: Flags, *call: Any) -> TracedPlan:
     """A traced plan, or one with the reason why there is none, as Dynamo would hide an exception."""
     try:
         with use_config(switches_of(flags)):  # as the traced code has them
@@ -125,12 +133,12 @@ def traced_plan_or_reason(current: Callable[[], Any], flags: tuple[Any, ...], *c
         return TracedPlan(error=str(error))
 
 
-def switches_of(flags: tuple[tuple[str, Any], ...]) -> Config:
+def switches_of(flags: Flags) -> Config:
     """The inverse of :func:`frontend.active_flags`."""
     return config_of(**{name: _whole(value) for name, value in flags})
 
 
-def _whole(value: Any) -> Any:
+def _whole(value: object) -> object:
     """A record from its type and its fields."""
     if not isinstance(value, tuple):
         return value
@@ -138,21 +146,26 @@ def _whole(value: Any) -> Any:
     return kind(*map(_whole, fields))
 
 
-def _plan_of_call(compiled: Any, call: Any, arguments: Any, names: Any) -> TracedPlan:
+def _plan_of_call(
+    compiled: Compiled,
+    call: tuple[tuple[int, ...], Addressed | None, KeywordSlots],
+    arguments: tuple[object, ...],
+    names: tuple[tuple[str, tuple[str, ...]], ...],
+) -> TracedPlan:
     """The traced plan for a call with the state ``compiled``; :mod:`frontend` describes the other arguments."""
     (extra, addressed, shared), values = call, [_outline(each) for each in arguments]
     layout, runtime = compiled.layout, Runtime.of(values[0])
     op_kwargs = None if addressed is None else {_key(layout, where): _by_name(kw, values) for where, kw in addressed}
     bound = bind(layout, values[0], tuple([values[slot] for slot in extra]), op_kwargs, _by_name(shared, values))
-    plan: Plan = compiled.plan(bound, runtime)
+    plan = compiled.plan(bound, runtime)
     return _traced_plan(plan.steps, plan.results, bound.values, values, dict(names), runtime)
 
 
 def _traced_plan(
     steps: tuple[Step, ...],
     results: tuple[int, ...],
-    bound: list[Any],
-    values: list[Any],
+    bound: SlotValues,
+    values: SlotValues,
     names: Mapping[str, tuple[str, ...]],
     runtime: Runtime,
 ) -> TracedPlan:
@@ -162,7 +175,7 @@ def _traced_plan(
     return TracedPlan(tuple([positions[id(value)] for value in bound]), tuple(traced), results)
 
 
-def _traced(step: Step, bound: list[Any], names: Mapping[str, tuple[str, ...]], runtime: Runtime) -> TracedStep:
+def _traced(step: Step, bound: SlotValues, names: Mapping[str, tuple[str, ...]], runtime: Runtime) -> TracedStep:
     labels = tuple([entry.label for entry in step.entries])
     if step.input_names is None or not isinstance(step.module, Op):
         return TracedStep(None, labels, (step.x,), step.reads, bool(step.beside) and works_in_place(step.module))
@@ -175,7 +188,8 @@ def _traced(step: Step, bound: list[Any], names: Mapping[str, tuple[str, ...]], 
     dotted = tuple([f"{role}.{name}" if role else name for role, label in by_role for name in names[label]])
     bare = replace(step, module=with_tensors(step.module, {}), ops=(None,) * len(step.ops))
     handle = f"step {next(_numbers)}: {step.name}"
-    _keep(handle, LoweredStep(bare, slots, dotted, constants, runtime, active_config()))
+    lowered = _lowered[handle] = LoweredStep(bare, slots, dotted, constants, runtime, active_config())
+    keep_with_compiled_code("__fusible_step", lowered)
     return TracedStep(handle, labels, slots, ())
 
 
@@ -190,7 +204,7 @@ def _check_traceable(step: Step, runtime: Runtime) -> None:
             raise _Refused(f"{entry}: {why}")
 
 
-def _key(layout: FlatContainer, where: Any) -> Any:
+def _key(layout: FlatContainer, where: tuple[Any, ...]) -> object:
     """The key of ``op_kwargs`` for a place that the traced code found."""
     if where[0] == "key":
         return where[1]
@@ -198,10 +212,10 @@ def _key(layout: FlatContainer, where: Any) -> Any:
     return layout.module_at(labels[0]) if labels else cls.__new__(cls)
 
 
-def _by_name(slots: Any, values: list[Any]) -> dict[str, Any]:
+def _by_name(slots: KeywordSlots, values: SlotValues) -> dict[str, object]:
     return {name: values[slot] for name, slot in slots}
 
 
-def _outline(argument: Any) -> Any:
+def _outline(argument: object) -> object:
     """An argument without data, which suffices for binding and plans."""
     return Outline(argument, "a plan reads no values") if isinstance(argument, TensorSpec) else argument

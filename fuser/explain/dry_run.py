@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +28,13 @@ from ..contract.torch_private import (
     storage_id,
 )
 from ..runtime.autograd import Runtime, differentiable
+from ..runtime.buffers import SlotValues, works_in_place
 from ..runtime.call import call_bwd, call_fwd, evaluate
-from ..runtime.in_place import works_in_place
 from ..runtime.residuals import pack, tensors_of, unpack
 from .explanation import ExplainedFusion, ExplainedStep, Explanation, KernelReport, StandIn
 
 
-def explain_plan(plan: Plan, arguments: list[Any], runtime: Runtime) -> Explanation:
+def explain_plan(plan: Plan, arguments: SlotValues, runtime: Runtime) -> Explanation:
     """Explains a plan for these arguments, with a :class:`TensorSpec` in place of each tensor."""
     steps = tuple(_explain_steps(plan, arguments, runtime))
     fusions = [
@@ -57,16 +56,16 @@ def _explained(graph: OpGraph, name: str, nodes: Iterable[str], taken: bool, rea
     return ExplainedFusion(name, ops, labels, taken, reason)
 
 
-def _explain_steps(plan: Plan, arguments: list[Any], runtime: Runtime) -> Iterator[ExplainedStep]:
+def _explain_steps(plan: Plan, arguments: SlotValues, runtime: Runtime) -> Iterator[ExplainedStep]:
     kept: dict[int, Tensor] = {}
     behind = "its input is not known without data"
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.set_grad_enabled(runtime.grad_enabled):
-        values: list[Any] | None = [each.empty() if isinstance(each, TensorSpec) else each for each in arguments]
+        values: SlotValues | None = [each.empty() if isinstance(each, TensorSpec) else each for each in arguments]
         for step in plan.steps:
             labels, ops = (entry.label for entry in step.entries), dict.fromkeys(entry.index for entry in step.entries)
             row = ExplainedStep(step.name, tuple(ops), tuple(labels), notes=_notes_of_extras(plan.graph, step))
             if values is None:
-                yield replace(row, **_unknown(KernelReport(reason=behind), runtime))
+                yield _unknown(row, KernelReport(reason=behind), runtime)
             elif isinstance(step.module, Op):
                 try:
                     yield _explain_op(row, step, step.module, values, runtime, mode, kept)
@@ -77,22 +76,23 @@ def _explain_steps(plan: Plan, arguments: list[Any], runtime: Runtime) -> Iterat
                     values = None
                     if isinstance(error, DynamicOutputShapeException):
                         behind = f"its shapes depend on data: on what {step.entries[-1]} gives"
-                    yield replace(row, **_unknown(KernelReport("?", why), runtime))
+                    yield _unknown(row, KernelReport("?", why), runtime)
             else:
                 notes = _notes_of_copy(step, values)
                 values = _run_module(step.module, step.x, values, mode)
                 reason = step.module.reason if isinstance(step.module, StandIn) else ""
                 report = KernelReport("module", reason or "not an Op: runs unchanged")
                 if values is None:
-                    yield replace(row, **_unknown(report, runtime), notes=notes)
+                    yield _unknown(replace(row, notes=notes), report, runtime)
                 else:
                     trains, shape = runtime.grad_enabled and values[-1].requires_grad, tuple(values[-1].shape)
                     yield replace(row, forward=report, backward=report if trains else None, shape=shape, notes=notes)
 
 
-def _unknown(report: KernelReport, runtime: Runtime) -> dict[str, Any]:
-    """The reports of both directions for a step that cannot be run; its backward may be needed if gradients are on."""
-    return {"forward": report, "backward": KernelReport("?", report.reason) if runtime.grad_enabled else None}
+def _unknown(row: ExplainedStep, report: KernelReport, runtime: Runtime) -> ExplainedStep:
+    """A step that cannot be run; its backward may be needed if gradients are on."""
+    backward = KernelReport("?", report.reason) if runtime.grad_enabled else None
+    return replace(row, forward=report, backward=backward)
 
 
 class _OverriddenForwardError(Exception):
@@ -114,7 +114,7 @@ def _explain_op(
     row: ExplainedStep,
     step: Step,
     op: Op,
-    values: list[Any],
+    values: SlotValues,
     runtime: Runtime,
     mode: FakeTensorMode,
     kept: dict[int, Tensor],
@@ -146,7 +146,7 @@ def _explain_op(
 
 
 def _explain_backward(
-    op: Op, saved: Any, outputs: Sequence[Tensor], wanted: Sequence[str], runtime: Runtime
+    op: Op, saved: object, outputs: Sequence[Tensor], wanted: Sequence[str], runtime: Runtime
 ) -> tuple[KernelReport | None, list[str]]:
     """The report of an op's backward, and remarks; None if no gradient is wanted, or autograd does not see the op.
 
@@ -168,7 +168,8 @@ def _explain_backward(
     except DataDependentOutputException:
         return KernelReport("?", "its backward reads values, so it cannot run without data"), []
     except Exception as error:  # whatever the code of an op does with tensors that hold no data
-        return KernelReport("?", f"its backward cannot run without data: {_first_line(error)}"), []
+        line = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return KernelReport("?", f"its backward cannot run without data: {line}"), []
     return KernelReport.of(seen.calls), seen.notes
 
 
@@ -180,13 +181,9 @@ def _apart(op: AnyOp) -> AnyOp:
     return copy
 
 
-def _without_autocast(device: torch.device, runtime: Runtime) -> AbstractContextManager[Any]:
+def _without_autocast(device: torch.device, runtime: Runtime) -> AbstractContextManager[object]:
     """A context without autocast, in which a backward runs even if its forward used autocast."""
     return nullcontext() if runtime.autocast_dtype is None else torch.autocast(device.type, enabled=False)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
 def _notes_of_extras(graph: OpGraph, step: Step) -> tuple[str, ...]:
@@ -203,7 +200,7 @@ def _notes_of_extras(graph: OpGraph, step: Step) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _notes_of_copy(step: Step, values: list[Any]) -> tuple[str, ...]:
+def _notes_of_copy(step: Step, values: SlotValues) -> tuple[str, ...]:
     """The note that an in-place module gets a copy of its input, and which extra output requires it."""
     x = values[step.x]
     if not isinstance(x, Tensor) or not works_in_place(step.module):
@@ -212,7 +209,7 @@ def _notes_of_copy(step: Step, values: list[Any]) -> tuple[str, ...]:
     return (f"its input is copied: it works in place, and {' and '.join(shared)} shares that memory",) if shared else ()
 
 
-def _run_module(module: nn.Module, x: int, values: list[Any], mode: FakeTensorMode) -> list[Any] | None:
+def _run_module(module: nn.Module, x: int, values: SlotValues, mode: FakeTensorMode) -> SlotValues | None:
     """The values with the module's output, or None if it cannot run without data."""
     try:
         whole = _WithoutHooks(module)
@@ -233,5 +230,5 @@ class _WithoutHooks(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: object) -> object:
         return self.module.forward(x)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from torch import nn
 
@@ -95,7 +94,7 @@ class ExplainedStep:
         back = self.backward
         return "" if back is None or back.reason == self.reason else back.reason
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The step as plain data: the forward's fields at the top level, the backward's under ``"backward"``."""
         fields = asdict(self)
         return {**fields, **fields.pop("forward")}
@@ -155,7 +154,7 @@ class Explanation:
         """Bytes kept for the backward, per row of ``x``."""
         return sum(step.saved_bytes for step in self.steps) / max(1, self.rows)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Everything but the graph, as plain data."""
         return {
             "steps": [step.to_dict() for step in self.steps],
@@ -238,13 +237,11 @@ class Explanation:
         labels = " ".join(step.labels)
         yield step.name, labels, step.kernel, shape, *_sizes(step.flops, step.bytes), saved, why
         back = step.backward
-        if back is None or not (self._on_cuda() or step.backward_reason or back.kernel not in (step.kernel, "?")):
+        on_cuda = any(spec.device.type == "cuda" for spec in self.graph.inputs() if spec is not None)
+        if back is None or not (on_cuda or step.backward_reason or back.kernel not in (step.kernel, "?")):
             return
         sizes = _sizes(back.flops, back.bytes)
         yield "  backward", labels, back.kernel, "", *sizes, "", step.backward_reason
-
-    def _on_cuda(self) -> bool:
-        return any(spec.device.type == "cuda" for spec in self.graph.inputs() if spec is not None)
 
 
 def _sizes(flops: int, moved: int) -> tuple[str, str]:

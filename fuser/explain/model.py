@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from torch import nn
 
-from ..compiler.binding import OpKwargs
 from ..compiler.flatten import Container
 from ..contract.errors import ArgumentError
-from ..contract.op import Op
+from ..contract.op import Op, OpKwargs
 from . import draw
 from .explanation import Explanation, distinct_clauses
-from .ranges import grouped
 
 
 class Explainable(Protocol):
@@ -24,7 +22,7 @@ class Explainable(Protocol):
     def was_called(self) -> bool:
         """Whether there is a last call to explain."""
 
-    def explain(self, *args: Any, op_kwargs: OpKwargs | None = None, **shared: Any) -> Explanation:
+    def explain(self, *args: object, op_kwargs: OpKwargs | None = None, **shared: object) -> Explanation:
         """Explains a call with these arguments, or the last one."""
 
 
@@ -61,7 +59,7 @@ class ExplainedLayer:
     reason: str
     routing: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The layer as plain data; the call under ``"explanation"``, None if there was none."""
         call = None if self.explanation is None else self.explanation.to_dict()
         about = {"path": self.path, "kind": self.kind, "routing": self.routing, "reason": self.reason}
@@ -88,7 +86,7 @@ class ModelExplanation:
 
     layers: tuple[ExplainedLayer, ...]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Everything but the graphs, as plain data."""
         return {"layers": [layer.to_dict() for layer in self.layers]}
 
@@ -107,7 +105,7 @@ class ModelExplanation:
 
 
 def explain(
-    module: nn.Module, *args: Any, op_kwargs: OpKwargs | None = None, **shared: Any
+    module: nn.Module, *args: object, op_kwargs: OpKwargs | None = None, **shared: object
 ) -> Explanation | ModelExplanation:
     """:meth:`Sequential.explain` of a container, or of an op alone; of a model, the last call of each container in it.
 
@@ -123,8 +121,7 @@ def explain(
             :meth:`Sequential.explain`.
     """
     if isinstance(module, Op):
-        keywords = shared if op_kwargs is None else {"op_kwargs": op_kwargs, **shared}
-        explanation: Explanation = module._standalone.explain(module, args, keywords)
+        explanation: Explanation = module._standalone.explain(module, args, op_kwargs, shared)
         return explanation
     if isinstance(module, Container):
         return cast(Explainable, module).explain(*args, op_kwargs=op_kwargs, **shared)
@@ -168,3 +165,56 @@ def _layer(module: nn.Module, path: str, container: LayerContainer | str) -> Exp
     reasons = [reason for step in explanation.steps for reason in (step.reason, step.backward_reason)]
     reasons += [] if shadowed else refused
     return ExplainedLayer(path, kind, explanation, distinct_clauses(reasons), container.routing)
+
+
+# ---- table rows that differ only in one number of their path share a row, with the numbers as ranges
+
+
+TableRow = tuple[str, ...]
+
+
+class Numbered(NamedTuple):
+    """A row with a number in its path; rows with an equal rest can share a row."""
+
+    before: tuple[str, ...]
+    number: int
+    after: tuple[str, ...]
+    rest: TableRow
+
+    @classmethod
+    def of(cls, row: TableRow) -> Numbered | None:
+        """The row by the first number in its path; None if it has no number."""
+        parts = row[0].split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdecimal()), None)
+        return None if at is None else cls(tuple(parts[:at]), int(parts[at]), tuple(parts[at + 1 :]), row[1:])
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.before, self.after, self.rest
+
+
+def grouped(rows: Sequence[TableRow]) -> list[TableRow]:
+    """Groups rows whose first column is a path; rows that share one take the place of the first."""
+    numbers: dict[object, list[int]] = {}
+    firsts: dict[object, TableRow | Numbered] = {}
+    for row in rows:
+        numbered = Numbered.of(row)
+        key = row if numbered is None else numbered.key
+        firsts.setdefault(key, row if numbered is None else numbered)
+        numbers.setdefault(key, []).extend([] if numbered is None else [numbered.number])
+    return [_joined(first, numbers[key]) for key, first in firsts.items()]
+
+
+def _joined(first: TableRow | Numbered, numbers: Iterable[int]) -> TableRow:
+    if not isinstance(first, Numbered):
+        return first
+    return (".".join([*first.before, ",".join(_ranges(sorted(numbers))), *first.after]), *first.rest)
+
+
+def _ranges(numbers: Sequence[int]) -> Iterator[str]:
+    """Ascending numbers: ``0-2``, ``5``."""
+    start = 0
+    for i, number in enumerate(numbers):
+        if i + 1 == len(numbers) or numbers[i + 1] != number + 1:
+            yield f"{numbers[start]}-{number}" if i > start else f"{number}"
+            start = i + 1

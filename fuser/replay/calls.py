@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ from ..contract.torch_private import (
     transforms_active,
 )
 from ..runtime.autograd import Runtime, apply
-from ..runtime.buffers import check_overlaps
-from ..runtime.call import BackwardContext, BackwardInputs, EagerStep, ForwardResult
+from ..runtime.buffers import SlotValues, check_overlaps
+from ..runtime.call import BackwardContext, BackwardInputs, EagerStep, ForwardResult, Node
 from ..runtime.devices import current_stream, stream_of
 from .capture import TENSOR_TYPES, Capture, Replay
 from .guards import Form, GuardedCache, Refusal
@@ -53,7 +53,7 @@ def observer() -> Refusal | None:
 class CallKey(NamedTuple):
     """Everything that a call depends on, except the contents of tensors."""
 
-    key: tuple[Any, ...]  # all arguments that are not tensors
+    key: tuple[object, ...]  # all arguments that are not tensors
     pool: list[Tensor]  # those that its ops hold, then its values
     rows: int  # of x
 
@@ -87,7 +87,7 @@ class CapturedContext(BackwardContext):
     """The context of a captured forward. Its backward is captured once for each form, then replayed."""
 
     ops: tuple[Op, ...] = ()  # the op and its parts; a capture holds until one of their attributes is assigned
-    cache: GuardedCache = field(default_factory=GuardedCache, compare=False)  # of backwards, by tensors they use
+    cache: GuardedCache[Replay] = field(default_factory=GuardedCache, compare=False)  # of backwards
 
     @classmethod
     def of(cls, context: BackwardContext, op: Op) -> CapturedContext:
@@ -95,7 +95,7 @@ class CapturedContext(BackwardContext):
         return cls(**{each.name: getattr(context, each.name) for each in fields(context)}, ops=ops)
 
     def run(
-        self, inputs: BackwardInputs, wanted: frozenset[str], node: Any, requested: Sequence[Delivery]
+        self, inputs: BackwardInputs, wanted: frozenset[str], node: Node | None, requested: Sequence[Delivery]
     ) -> list[Tensor | None]:
         """Runs the backward, by a replay if one has been captured for such tensors."""
         dy, tensors = inputs.douts[0], [*inputs.tensors, *inputs.lent, *inputs.douts]
@@ -134,16 +134,36 @@ class CapturedStep(NamedTuple):
     outputs: int  # of the results
     saved: int  # of the results, those before buffers of the caller, which autograd does not save
 
-    def run(self, pool: list[Any], rows: int, stream: int) -> None:
+    def run(self, pool: SlotValues, rows: int, stream: int) -> None:
         """Replays the forward on the pool, and appends its outputs."""
         reads, inputs = ([*map(pool.__getitem__, self.reads)], rows, stream), map(pool.__getitem__, self.inputs)
         pool += apply(partial(self._result, reads), *inputs) if self.inputs else self.replay.run(*reads)
 
-    def _result(self, reads: tuple[list[Any], int, int], flags: tuple[bool, ...]) -> ForwardResult:
+    def _result(self, reads: tuple[SlotValues, int, int], flags: tuple[bool, ...]) -> ForwardResult:
         """The outputs, and the state of the backward."""
         results, apart = self.replay.run(*reads), self.context.apart() if self.context.sources else ()
         kept, lent = results[self.outputs : self.saved], results[self.saved :]
         return ForwardResult(tuple(results[: self.outputs]), kept, apart, lent, self.context)
+
+
+class LastCall(NamedTuple):
+    """The last call, without its tensors, for ``explain()``.
+
+    Attributes:
+        shapes: the shape of each value, or the value itself if it is not a tensor.
+        replay: a text on whether it replays.
+    """
+
+    plan: Plan
+    shapes: SlotValues
+    runtime: Runtime
+    replay: str
+
+    @classmethod
+    def of(cls, plan: Plan, call: BoundArguments, runtime: Runtime, replay: str) -> LastCall:
+        # a nested tensor, which a module may take, has no shape to keep
+        shapes = [(() if v.is_nested else v.shape) if isinstance(v, Tensor) else v for v in call.values]
+        return cls(plan, shapes, runtime, replay)
 
 
 class CapturedCall(NamedTuple):
@@ -153,9 +173,9 @@ class CapturedCall(NamedTuple):
     steps: tuple[CapturedStep, ...]
     held: int  # the tensors that stand in the pool before the values of the plan
     is_for_any_rows: bool
-    last: Any  # what ``explain()`` needs of the call; None where that depends on the rows
+    last: LastCall | None  # None where it depends on the rows
 
-    def run(self, pool: list[Any], rows: int) -> Any:
+    def run(self, pool: SlotValues, rows: int) -> object:
         """Replays the call on a pool, to which the steps append their outputs, so it holds all values of the plan."""
         plan, held, stream = self.plan, self.held, stream_of(pool[self.held])
         if plan.buffers:
@@ -171,13 +191,13 @@ class CapturedCall(NamedTuple):
 class CaptureSession:
     """Captures the steps of a call while they run, and files the captured call."""
 
-    def __init__(self, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> None:
+    def __init__(self, form: Form[CapturedCall], plan: Plan, key: CallKey, values: SlotValues) -> None:
         self._form, self._plan, self._rows, self._values = form, plan, key.rows, values
         self._held, self._steps = key.pool[: len(key.pool) - len(values)], list[CapturedStep]()
         self._partners, self._refusal = iter(form.partner.steps if form.partner else ()), Refusal()
 
     @classmethod
-    def of(cls, form: Form, plan: Plan, key: CallKey, values: list[Any]) -> CaptureSession | None:
+    def of(cls, form: Form[CapturedCall], plan: Plan, key: CallKey, values: SlotValues) -> CaptureSession | None:
         """A session for a call, but None for the first of its form, which fills the caches that later ones use."""
         unbuilt = None if Capture.find_library() else "no library is built whose launches can be captured"
         if (reason := plan.replay_refusal or unbuilt) is not None:
@@ -206,7 +226,7 @@ class CaptureSession:
         self._steps.append(CapturedStep(Replay.of(capture, first), context, of_autograd, reads, outputs, saved))
         return result._replace(context=context)
 
-    def finish(self, last: Any) -> None:
+    def finish(self, last: LastCall) -> None:
         """Files the captured call, or the reason why one of its steps cannot be replayed."""
         any_rows, steps = all([step.replay.is_for_any_rows for step in self._steps]), tuple(self._steps)
         captured = CapturedCall(self._plan, steps, len(self._held), any_rows, None if any_rows else last)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..contract.torch_private import address_function, without_dispatch_modes
-from ..runtime.buffers import extent
+from ..runtime.buffers import SlotValues, extent
 from . import counts
+
+if TYPE_CHECKING:
+    from ..contract.torch_private import OpOverload
 
 aten = torch.ops.aten
 _ALLOCATIONS = {aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default}
@@ -35,9 +38,7 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     find_library: Callable[[], Any] = staticmethod(lambda: None)  # set by the library whose launches can be captured
 
     def __init__(self, inputs: Sequence[Tensor], rows: int, owned: int = 0) -> None:
-        """Starts the capture; ``owned``: the number of inputs, the first ones, that have no other owner during a
-        replay.
-        """
+        """Starts the capture; ``owned``: how many of the first inputs have no other owner during a replay."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.rows, self.device, self._inputs = rows, inputs[0].device, inputs
         self._versions = {i: t._version for i, t in enumerate(inputs) if not t.is_inference()}  # these count none
@@ -51,11 +52,13 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recorder.__enter__()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self.recorder.__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         if func in _ALLOCATIONS:
             first, last = extent(result)  # bytes are workspaces, whose sizes may be rounded
@@ -120,7 +123,7 @@ class Replay(NamedTuple):
         scratch = allocator(torch.uint8, capture.device), ()
         return cls(capture, launches, [*capture.memory, scratch], launches.for_any_rows)
 
-    def run(self, tensors: list[Any], rows: int, stream: int) -> list[Any]:
+    def run(self, tensors: SlotValues, rows: int, stream: int) -> SlotValues:
         """Runs the launches for these inputs and returns the results.
 
         Inputs that launches still need are removed from the list.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -18,18 +18,29 @@ _MULTIPLES_FROM = 1024  # rows; of fewer, a size that does not grow with them ma
 REPLAYED = "replayed"
 
 
+class Captured(Protocol):
+    """A captured call or backward."""
+
+    @property
+    def is_for_any_rows(self) -> bool:
+        """Whether it fits any number of rows."""
+
+
+E = TypeVar("E", bound=Captured)
+
+
 class Refusal(str):
     """The reason why a call or a backward is not replayed; empty if no one would expect it."""
 
 
-def described(entry: Any) -> str:
+def described(entry: object) -> str:
     """The text of an explanation on an entry."""
     if isinstance(entry, Refusal):
         return entry and f"not replayed: {entry}"
     return "captured when a call of this form comes again" if entry is None else REPLAYED
 
 
-class Form(dict[int, Any]):
+class Form(dict[int, E | Refusal | None], Generic[E]):
     """Calls that differ only in the number of rows: in the first size of tensors that equals it, or a multiple.
 
     Entries by that number: the replay, or the refusal to replay; None: not known yet.
@@ -46,10 +57,12 @@ class Form(dict[int, Any]):
         self._long = {i: multiple for i, multiple in enumerate(multiples) if 0 < multiple <= most}
         sizes = [[None, *t.shape[1:]] if i in self._long else [*t.shape] for i, t in enumerate(tensors)]
         self._guards = tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
-        self.is_new, self.partner = True, None
-        self._for_any_rows = Refusal("two of its tensors are one") if len({*map(id, tensors)}) < len(tensors) else None
+        self.is_new = True
+        self.partner: E | None = None
+        twice = len({*map(id, tensors)}) < len(tensors)
+        self._for_any_rows: E | Refusal | None = Refusal("two of its tensors are one") if twice else None
 
-    def __missing__(self, rows: int) -> Any:
+    def __missing__(self, rows: int) -> E | Refusal | None:
         is_usual = 0 < rows < _MANY_ROWS
         return self._for_any_rows if is_usual else Refusal("no rows, or so many that other kernels might be needed")
 
@@ -57,7 +70,7 @@ class Form(dict[int, Any]):
         """Whether tensors with this number of rows have the form."""
         return self._guards(*tensors) and all([tensors[i].shape[0] == n * rows for i, n in self._long.items()])
 
-    def file(self, rows: int, entry: Any) -> None:
+    def file(self, rows: int, entry: E | Refusal) -> None:
         """Files a capture or refusal: for this number of rows, or a capture for any number in place of all entries."""
         if isinstance(entry, Refusal):
             counts.unsupported[entry] += 1
@@ -73,10 +86,10 @@ class Form(dict[int, Any]):
         self[rows] = entry
 
 
-class GuardedCache(dict[tuple[Any, ...], list[Form]]):
+class GuardedCache(dict[tuple[object, ...], list[Form[E]]], Generic[E]):
     """Forms by key. If there are too many, all are dropped."""
 
-    def find(self, key: tuple[Any, ...], tensors: Sequence[Tensor], rows: int) -> tuple[Form, Any]:
+    def find(self, key: tuple[object, ...], tensors: Sequence[Tensor], rows: int) -> tuple[Form[E], E | Refusal | None]:
         """The form of these tensors, a new one if there is none, and the entry of this call."""
         for form in self.get(key, ()):
             if form.fits(tensors, rows):

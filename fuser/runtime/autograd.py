@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
 from threading import local
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from ..contract.config import thread_config, use_config
 from ..contract.errors import ArgumentError, DoubleBackwardError
-from ..contract.op import Op
+from ..contract.op import Keywords, Op
 from ..contract.overrides import patched_half
 from ..contract.parametrized import foreseen, is_certain
 from ..contract.spec import Specs, TensorSpec, check_layout
@@ -25,7 +25,7 @@ from ..contract.torch_private import (
     profiler_enabled,
     transforms_active,
 )
-from .call import BackwardContext, EagerStep, ForwardResult, call_fwd, with_reserved
+from .call import BackwardContext, EagerStep, ForwardResult, Node, call_fwd, with_reserved
 
 _NOTHING: frozenset[str] = frozenset()
 
@@ -49,7 +49,7 @@ class Runtime(NamedTuple):
     x_is_inner: bool = False
 
     @classmethod
-    def of(cls, x: Tensor) -> Runtime:
+    def of(cls, x: object) -> Runtime:
         if not isinstance(x, Tensor):
             raise ArgumentError(f"x: expected a tensor, got a {type(x).__name__}")
         kind = x.device.type
@@ -87,7 +87,7 @@ def _autocasts(device_type: str) -> bool:
 def run(
     op: Op,
     x: Tensor,
-    keywords: dict[str, Any],
+    keywords: Keywords,
     runtime: Runtime,
     input_names: tuple[str, ...] | None = None,
     session: StepCapture | None = None,
@@ -128,14 +128,14 @@ def _forward(
     return step.run(tensors[0], wanted) if session is None else session.run(step, tensors, wanted)
 
 
-def check(op: Op, x: TensorSpec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
+def check(op: Op, x: TensorSpec, keywords: Keywords, runtime: Runtime) -> Specs:
     """``op.check`` with the reserved names that it declares, after a check of the layout of ``x``."""
     if x.layout not in op.layouts:
         check_layout("x", x.layout, op.layouts)
     return op.check(x, **with_reserved(op, "check", keywords, _NOTHING, runtime.autocast_dtype))
 
 
-def check_foreseen(op: Op, x: TensorSpec, keywords: Mapping[str, Any], runtime: Runtime) -> Specs:
+def check_foreseen(op: Op, x: TensorSpec, keywords: Keywords, runtime: Runtime) -> Specs:
     """:func:`check` before the parameters are computed; None if only their values can decide."""
     try:
         return check(foreseen(op), x, keywords, runtime)
@@ -145,7 +145,7 @@ def check_foreseen(op: Op, x: TensorSpec, keywords: Mapping[str, Any], runtime: 
         return None  # it is checked again with the values
 
 
-def check_without_x(op: Op, keywords: Mapping[str, Any]) -> None:
+def check_without_x(op: Op, keywords: Keywords) -> None:
     """``op.check_without_x``; checks that need the values of computed parameters are postponed."""
     try:
         foreseen(op).check_without_x(**keywords)
@@ -154,26 +154,26 @@ def check_without_x(op: Op, keywords: Mapping[str, Any]) -> None:
             raise
 
 
-def refuse_transforms(modules: Iterable[Any]) -> None:
+def refuse_transforms(modules: Iterable[object]) -> None:
     """Raises if a transform is active, which no op supports; its tensors have no values to check."""
     if transforms_active():
         for name in [type(module).__name__ for module in modules if isinstance(module, Op)]:
             raise RuntimeError(f"{name}: torch.func transforms and vmap are not supported; use torch.autograd")
 
 
-def _refuse_tangents(op: Op, values: Iterable[Any]) -> None:
+def _refuse_tangents(op: Op, values: Iterable[object]) -> None:
     """Raises if forward-mode AD has given a tensor a tangent, which kernels would drop."""
     if any(forward_ad.unpack_dual(v).tangent is not None for v in values if isinstance(v, Tensor)):  # type: ignore[no-untyped-call]
         raise RuntimeError(f"{type(op).__name__}: forward-mode gradients are not supported; use backward()")
 
 
-def differentiable(op: Op, x: Tensor, keywords: Mapping[str, Any]) -> dict[str, Tensor]:
+def differentiable(op: Op, x: Tensor, keywords: Keywords) -> dict[str, Tensor]:
     """The tensors whose gradients autograd may want, by name."""
     return dict(zip(*_differentiable(op, x, keywords, None), strict=True))
 
 
 def _differentiable(
-    op: Op, x: Tensor, keywords: Mapping[str, Any], input_names: tuple[str, ...] | None
+    op: Op, x: Tensor, keywords: Keywords, input_names: tuple[str, ...] | None
 ) -> tuple[tuple[str, ...], list[Tensor]]:
     names, tensors = ["x"], [x]
     for name, value in keywords.items():
@@ -186,16 +186,25 @@ def _differentiable(
     return (*names, *input_names), tensors + inputs
 
 
+class _OpNode(Node, Protocol):
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[Tensor, ...]
+    lent: Sequence[Tensor]
+    context: BackwardContext
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _OpFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., ForwardResult], *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _OpNode, run: Callable[..., ForwardResult], *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs, kept, apart, ctx.lent, ctx.context = run(ctx.needs_input_grad)
         ctx.save_for_backward(*kept, *apart)
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        context: BackwardContext = ctx.context
+    def backward(ctx: _OpNode, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        context = ctx.context
         differentiated = torch.is_grad_enabled()
         anchors = (*douts, *ctx.saved_tensors) if differentiated else ()
         try:
@@ -212,9 +221,7 @@ class _OpFunction(torch.autograd.Function):
 
 
 def _explain_batched(context: BackwardContext, douts: Sequence[Tensor], error: RuntimeError) -> None:
-    """Explains a failed backward whose gradients are batched; no transform is active there that could be checked
-    before.
-    """
+    """Explains a failed backward of batched gradients; no transform is active there that could be refused."""
     if any(is_batched_gradient(dout) for dout in douts):
         name = type(context.op).__name__
         raise RuntimeError(f"{name}: batched gradients (is_grads_batched, vectorize) are not supported") from error
@@ -225,9 +232,7 @@ apply = apply_of(_OpFunction)
 
 
 def _needs_no_scope(context: BackwardContext, device_type: str) -> bool:
-    """Whether the backward already runs under the needed conditions: no recording or autocast, same switches, no
-    observer.
-    """
+    """Whether the backward runs as it must: no recording or autocast, same switches, no observer."""
     return not (
         torch.is_grad_enabled()
         or _autocasts(device_type)
@@ -254,16 +259,20 @@ def _wanted(names: tuple[str, ...], flags: tuple[bool, ...]) -> frozenset[str]:
     return frozenset([name for name, flag in zip(names, flags, strict=True) if flag])
 
 
+class _NamedNode(Protocol):
+    name: str
+
+
 class _FirstOrderOnly(torch.autograd.Function):
     """Passes gradients on, and raises a named error if they are differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: _NamedNode, name: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.name = name
         return tuple(t.detach() for t in tensors[:count])
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[None, ...]:
+    def backward(ctx: _NamedNode, *_: Tensor) -> tuple[None, ...]:
         raise DoubleBackwardError(f"{ctx.name} has first-order gradients only: its backward cannot be differentiated")
 
     @classmethod

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from ..contract.config import Config, thread_config
-from ..contract.op import Delivery, Gradient, Grads, Op, SideEffects
+from ..contract.op import Delivery, Gradient, Grads, Keywords, Op, SideEffects
 from ..contract.torch_private import engine_will_run
 from .buffers import overlap
 from .residuals import Source, pack, unpack
 
 _NONE: Sequence[Delivery] = ()
+
+
+class Node(Protocol):
+    """The autograd node of an op."""
+
+    @property
+    def next_functions(self) -> tuple[tuple[object, int], ...]:
+        """The nodes that gradients go to, in the order of the inputs."""
+
+    def maybe_clear_saved_tensors(self) -> None:
+        """Lets go of the saved tensors, unless the graph is retained."""
 
 
 class BackwardInputs(NamedTuple):
@@ -50,7 +61,7 @@ class BackwardContext:
     op: Op
     names: tuple[str, ...]
     wanted: frozenset[str]
-    rest: Any
+    rest: object
     config: Config
     order: tuple[int, ...] | None = None
     sources: tuple[Source, ...] = ()
@@ -58,7 +69,7 @@ class BackwardContext:
     shapes: tuple[torch.Size, ...] = ()
 
     def gradients(
-        self, tensors: list[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...], node: Any
+        self, tensors: list[Tensor], lent: Sequence[Tensor], douts: tuple[Tensor, ...], node: Node | None
     ) -> list[Tensor | None]:
         """Runs the backward of an autograd node; returns the gradients in the order of the names.
 
@@ -72,6 +83,7 @@ class BackwardContext:
         wanted, requested = self.wanted, _NONE
         deliveries = self.op.deliveries(wanted)
         if deliveries:
+            assert node is not None, "deliveries are asked for by autograd alone"
             requested, wanted = self.requested(deliveries, node)
             if lent:
                 refuse_overlaps(self.op, requested, [each.side_effects() for each in requested], lent)
@@ -80,7 +92,7 @@ class BackwardContext:
         return self.run(BackwardInputs(tensors, lent, joined, douts), wanted, node, requested)
 
     def run(
-        self, inputs: BackwardInputs, wanted: frozenset[str], node: Any, requested: Sequence[Delivery]
+        self, inputs: BackwardInputs, wanted: frozenset[str], node: Node | None, requested: Sequence[Delivery]
     ) -> list[Tensor | None]:
         """Runs ``bwd``, then the thunks of wanted gradients; each is dropped with its inputs after it ran.
 
@@ -116,7 +128,7 @@ class BackwardContext:
                     f"whose shape is {list(shape)}"
                 )
 
-    def requested(self, deliveries: Sequence[Delivery], node: Any) -> tuple[list[Delivery], frozenset[str]]:
+    def requested(self, deliveries: Sequence[Delivery], node: Node) -> tuple[list[Delivery], frozenset[str]]:
         """The deliveries, and the names of all gradients, that the running backward wants.
 
         A node's flags were set in the forward, but ``torch.autograd.grad`` may leave out some inputs. So the engine is
@@ -127,9 +139,7 @@ class BackwardContext:
             producer = node.next_functions[self.names.index(each.name)][0]
             try:
                 wanted = producer is None or engine_will_run(producer)
-            except (
-                RuntimeError
-            ):  # a leaf whose gradient ``grad`` returns, or no engine, which could leave something out
+            except RuntimeError:  # a leaf whose gradient ``grad`` returns, or no engine that could leave one out
                 wanted = True
             if wanted:
                 requested.append(each)
@@ -152,7 +162,7 @@ class BackwardContext:
             at += source.number
         return values
 
-    def _taken(self, inputs: BackwardInputs) -> Any:
+    def _taken(self, inputs: BackwardInputs) -> object:
         """The ``Saved`` for ``bwd``, which now holds the only references to its tensors."""
         tensors, lent, joined, _ = inputs
         saved = unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order], lent, joined)
@@ -228,11 +238,11 @@ def refuse_overlaps(
 def call_fwd(
     op: Op,
     x: Tensor,
-    keywords: Mapping[str, Any],
+    keywords: Keywords,
     needs_grad: frozenset[str],
     autocast_dtype: torch.dtype | None,
     x_is_inner: bool = False,
-) -> tuple[tuple[Tensor, ...], Any]:
+) -> tuple[tuple[Tensor, ...], object]:
     """``op.fwd`` with the reserved names that it declares; returns the outputs in order, and ``Saved``."""
     arguments = with_reserved(op, "fwd", keywords, needs_grad, autocast_dtype, x_is_inner)
     decision_version = op.decision_version
@@ -249,7 +259,7 @@ def call_fwd(
     return (result,) if isinstance(result, Tensor) else _in_order(op, result), saved
 
 
-def call_bwd(op: Op, saved: Any, douts: tuple[Tensor, ...], needs_grad: frozenset[str]) -> Grads:
+def call_bwd(op: Op, saved: object, douts: tuple[Tensor, ...], needs_grad: frozenset[str]) -> Grads:
     """``op.bwd`` with the gradients of its outputs, and the reserved names that it declares."""
     extras = dict(zip(op.extra_outputs, douts[1:], strict=True)) if op.extra_outputs else {}
     decision_version = op.decision_version
@@ -275,11 +285,11 @@ def evaluate(gradient: Gradient) -> Tensor | None:
 def with_reserved(
     op: Op,
     method: str,
-    keywords: Mapping[str, Any],
+    keywords: Keywords,
     needs_grad: frozenset[str],
     autocast_dtype: torch.dtype | None,
     x_is_inner: bool = False,
-) -> Mapping[str, Any]:
+) -> Mapping[str, object]:
     """The keywords, and the reserved names that ``op.fwd``, ``bwd`` or ``check`` declares."""
     declared = op.reserved[method]
     if not declared:

@@ -14,9 +14,7 @@ current_stream: dict[str, Callable[[int], int]] = {"cuda": current_raw_stream}
 
 
 def stream_of(tensor: Tensor) -> int:
-    """The address of the current stream of a tensor's device, without creating an object; 0 on devices
-    without streams.
-    """
+    """The address of the current stream of a tensor's device; creates no object; 0 on devices without streams."""
     device = tensor.device
     return current_stream[device.type](device.index) if device.type in current_stream else 0
 

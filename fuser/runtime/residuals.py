@@ -44,7 +44,7 @@ _HOLE, _LENT, _APART = _Hole(), _Hole(), _Hole()
 _VALUE_TYPES = frozenset({type(None), bool, int, float, str})
 
 
-def pack(saved: Any) -> tuple[list[Tensor], list[Tensor], list[Apart], Any]:
+def pack(saved: object) -> tuple[list[Tensor], list[Tensor], list[Apart], object]:
     """Separates a ``Saved`` into its tensors, the lent ones, those saved one by one, and the rest."""
     tensors: list[Tensor] = []
     lent: list[Tensor] = []
@@ -52,20 +52,20 @@ def pack(saved: Any) -> tuple[list[Tensor], list[Tensor], list[Apart], Any]:
     return tensors, lent, apart, _take((saved,), tensors, lent, apart)[0]
 
 
-def unpack(rest: Any, tensors: Iterable[Tensor], lent: Iterable[Tensor], joined: Iterable[Any] = ()) -> Any:
+def unpack(rest: object, tensors: Iterable[Tensor], lent: Iterable[Tensor], joined: Iterable[object] = ()) -> object:
     """Puts the tensors back; ``joined``: the values of those that were saved one by one."""
     return _put((rest,), iter(tensors), iter(lent), iter(joined))[0]
 
 
-def tensors_of(saved: Any) -> list[Tensor]:
+def tensors_of(saved: object) -> list[Tensor]:
     """The tensors of a ``Saved``."""
     tensors, _, apart, _ = pack(saved)
     return [*tensors, *[tensor for each in apart for tensor in each.tensors]]
 
 
-def _take(saved: Iterable[Any], tensors: list[Tensor], lent: list[Tensor], apart: list[Apart]) -> list[Any]:
+def _take(saved: Iterable[Any], tensors: list[Tensor], lent: list[Tensor], apart: list[Apart]) -> list[object]:
     """The items without their tensors. A single loop, as calls would cost more than the work."""
-    rest: list[Any] = []
+    rest: list[object] = []
     for item in saved:
         kind = type(item)
         if kind in _VALUE_TYPES:
@@ -88,9 +88,11 @@ def _take(saved: Iterable[Any], tensors: list[Tensor], lent: list[Tensor], apart
     return rest
 
 
-def _put(rest: Iterable[Any], tensors: Iterator[Tensor], lent: Iterator[Tensor], joined: Iterator[Any]) -> list[Any]:
+def _put(
+    rest: Iterable[object], tensors: Iterator[Tensor], lent: Iterator[Tensor], joined: Iterator[object]
+) -> list[object]:
     """The inverse of :func:`_take`."""
-    saved: list[Any] = []
+    saved: list[object] = []
     for item in rest:
         if item is _HOLE:
             saved.append(next(tensors))
@@ -109,6 +111,6 @@ def _put(rest: Iterable[Any], tensors: Iterator[Tensor], lent: Iterator[Tensor],
     return saved
 
 
-def _like(old: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+def _like(old: tuple[object, ...], items: list[object]) -> tuple[object, ...]:
     """The items as the type of the old ones, if that is a named tuple."""
     return tuple.__new__(type(old), items) if hasattr(old, "_fields") else tuple(items)

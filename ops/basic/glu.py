@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -85,7 +85,7 @@ class GLU(Activated):
         super().__init__(gated(activation, limit, alpha, linear_offset, layout))
 
 
-_DEFAULTS: dict[str, Any] = vars(gated("silu", None, 1.0, 0.0, "concat"))
+_DEFAULTS: dict[str, object] = vars(gated("silu", None, 1.0, 0.0, "concat"))
 
 
 class SwiGLU(GLU):

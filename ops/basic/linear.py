@@ -64,7 +64,7 @@ class Linear(WeightGrads):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, object], prefix: str, *args: Any) -> None:
         take_basic_ops(state_dict, prefix)
         drop_note(state_dict, prefix, args[-1])
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -96,7 +96,8 @@ class Linear(WeightGrads):
         if weight is not None:
             grads["x"] = lambda: dy @ weight
         if x is not None and self.accumulate_into_main_grad:
-            grads |= self.weight_grads(rows, x.reshape(-1, self.in_features), _all_rows(rows), needs_grad)
+            sizes = torch.full((1,), rows.shape[0], device=rows.device)
+            grads |= self.weight_grads(rows, x.reshape(-1, self.in_features), sizes, needs_grad)
         elif x is not None:
             grads["weight"] = lambda: (rows.mT @ x.reshape(-1, self.in_features)).to(self.weight.dtype)
         if self.bias is not None:
@@ -106,8 +107,3 @@ class Linear(WeightGrads):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
-
-
-def _all_rows(rows: Tensor) -> Tensor:
-    """The split sizes of a single group."""
-    return torch.full((1,), rows.shape[0], device=rows.device)

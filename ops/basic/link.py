@@ -36,9 +36,7 @@ class Link(NamedTuple):
 
     @property
     def spec(self) -> ActivationSpec | None:
-        """The link as an activation whose scale of a row is the link's number of a row; None if kernels have no such
-        activation.
-        """
+        """The link as an activation that reads its number of a row as the row's scale; None if kernels have none."""
         return None if self.matrices else self.forward_spec
 
     @property

@@ -7,7 +7,7 @@ loss is 0. Gradients flow through probabilities and logits alone, as counts have
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch import Tensor
 from ...fuser import ArgumentError
 from ..routed.choose import probabilities, tokens_per_expert, wide
 from ..values.checks import check_numbers
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +81,7 @@ class GlobalLoss:
     """
 
     alpha: float
-    group: Any = None
+    group: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         check_numbers("GlobalLoss", alpha=self.alpha)
@@ -148,7 +151,7 @@ def _sequence_of_token(sequences: Tensor | int | None, tokens: int, device: torc
     return torch.empty_like(begins).scatter_(0, order, begins.cumsum(0)), tokens
 
 
-def check_sequences(op: str, losses: tuple[Loss, ...], sequences: Any, tokens: int) -> None:
+def check_sequences(op: str, losses: tuple[Loss, ...], sequences: object, tokens: int) -> None:
     """Raises for sequences that are missing, or that do not fit the tokens."""
     if sequences is None and any(isinstance(loss, SequenceLoss) for loss in losses):
         raise ArgumentError(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,11 @@ from .losses import Loss, SwitchLoss
 from .route import Groups, Routes
 from .router import Router
 from .shared_expert import SharedExpert
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+T = TypeVar("T")
 
 
 @serialized_as("fusible.MoEOutput")
@@ -119,17 +125,18 @@ class MoE(nn.Module):
         self.hidden, self.balance_loss, self.bias_update_rate = hidden, balance_loss, bias_update_rate
         balance = balance if bias_update_rate is None else SignBias(bias_update_rate)
         losses = [*([] if balance_loss is None else [SwitchLoss(balance_loss)]), *losses]
-        factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        choice: dict[str, Any] = {"scores": scores, "normalize": normalize, "scale": scale}
-        choice |= {"groups": groups, "top_groups": top_groups, "balance": balance}
-        choice |= {"losses": losses, "bias": router_bias}
         spec = activation_spec(activation, layout)
-        self.router = Router(hidden, experts, top_k, **choice, **factory)
+        router = partial(Router, hidden, experts, top_k, scores=scores, normalize=normalize, scale=scale)
+        router = partial(router, groups=groups, top_groups=top_groups, balance=balance, losses=losses)
+        self.router = router(bias=router_bias, device=device, dtype=dtype)
+        linear = partial(GroupedLinear, experts, bias=bias, device=device, dtype=dtype)
         single = {"single_grouped_weight": single_grouped_weight, "single_grouped_bias": single_grouped_weight}
-        self.experts = _experts(hidden, ffn, experts, spec, {"bias": bias, **single, **factory})
+        self.experts = _experts(partial(linear, **single), hidden, ffn, experts, spec)
         self.shared: SharedExpert | None = None
         if shared_ffn is not None:
-            self.shared = SharedExpert(hidden, shared_ffn, spec, gated=shared_gate, bias=bias, **factory)
+            self.shared = SharedExpert(
+                hidden, shared_ffn, spec, gated=shared_gate, bias=bias, device=device, dtype=dtype
+            )
 
     @property
     def load(self) -> Tensor | None:
@@ -180,7 +187,7 @@ class MoE(nn.Module):
         y = self.router.count(y, routes)
         return MoEOutput(y.view(x.shape), routes.loss, routes.tokens_per_expert)
 
-    def _flat(self, name: str, x: Tensor, value: Any) -> Any:
+    def _flat(self, name: str, x: Tensor, value: T) -> T | Tensor:
         """Reshapes an argument to one row per token, as the router takes it."""
         if not isinstance(value, Tensor):
             return value
@@ -192,7 +199,7 @@ class MoE(nn.Module):
         return value.reshape(-1, *of_token)
 
     @torch.no_grad()
-    def update_bias(self, group: Any = None) -> None:
+    def update_bias(self, group: ProcessGroup | None = None) -> None:
         """Moves the selection bias towards an even load. Call it once per optimiser step.
 
         It looks at ``load``, the tokens since the last update, and resets it. Calls in training mode that record
@@ -213,19 +220,21 @@ class MoE(nn.Module):
         return ", ".join([f"{name}={value}" for name, value in options.items() if value is not None])
 
 
-def _without_none(**options: Any) -> dict[str, Any]:
+def _without_none(**options: object) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _experts(hidden: int, ffn: int, experts: int, spec: ActivationSpec, options: dict[str, Any]) -> Sequential:
-    """The experts of a layer; the options are those of its linears."""
+def _experts(
+    linear: Callable[[int, int], GroupedLinear], hidden: int, ffn: int, experts: int, spec: ActivationSpec
+) -> Sequential:
+    """The experts of a layer; ``linear(in, out)`` makes the linears."""
     columns = 2 * ffn if spec.gated else ffn
     return Sequential(
         OrderedDict(
             dispatch=Dispatch(experts),
-            up=GroupedLinear(experts, hidden, columns, **options),
+            up=linear(hidden, columns),
             activation=activation_op(spec),
-            down=GroupedLinear(experts, ffn, hidden, **options),
+            down=linear(ffn, hidden),
             scale=Scale(),
             combine=Combine(),
         )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .route import Routes
 
 
 class Record:
@@ -55,5 +58,5 @@ class _Noting:
     def __init__(self, ids: list[Tensor]) -> None:
         self._ids = ids
 
-    def __call__(self, router: nn.Module, arguments: Any, routes: Any) -> None:
+    def __call__(self, router: nn.Module, arguments: object, routes: Routes) -> None:
         self._ids.append(routes.top_k_index.to(torch.int16))

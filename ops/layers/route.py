@@ -137,16 +137,16 @@ def _chosen(
     return index, weights, counts
 
 
-def _in_graph(logits: Any, bias: Any, valid: Any, ids: Any, *rule: Any) -> Any:
+def _in_graph(
+    logits: Tensor, bias: Tensor | None, valid: Tensor | None, ids: Tensor | None, *rule: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`_chosen` with arguments that graphs can store."""
     return _chosen(logits, ChoiceRule(*rule), bias, valid, ids)
 
 
 @constant
 def _register_with_dynamo() -> None:
-    """Registers the call with Dynamo as a node of the graph when it is first traced: the decorator imports the
-    compiler.
-    """
+    """Registers the call as a node of the graph when it is first traced: the decorator imports the compiler."""
     torch.compiler.allow_in_graph(_in_graph)  # type: ignore[no-untyped-call]
 
 

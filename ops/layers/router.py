@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from .losses import Loss, Tally, check_sequences
 from .record import Record
 from .route import Groups, Routes, check_choice, check_tensors, rule_of, whole
 from .token_count import TokenCount
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Router(WideBuffers):
@@ -134,11 +137,7 @@ class Router(WideBuffers):
                 nn.init.zeros_(tensor)
 
     def forward(
-        self,
-        x: Tensor,
-        valid: Tensor | None = None,
-        ids: Tensor | None = None,
-        sequences: Tensor | int | None = None,
+        self, x: Tensor, valid: Tensor | None = None, ids: Tensor | None = None, sequences: Tensor | int | None = None
     ) -> Routes:
         """The routes of tokens [T, H].
 
@@ -176,7 +175,7 @@ class Router(WideBuffers):
         return counted
 
     @torch.no_grad()
-    def update_bias(self, group: Any = None) -> None:
+    def update_bias(self, group: ProcessGroup | None = None) -> None:
         """Moves the selection bias towards an even load, from the counts since the last update.
 
         Args:
@@ -195,9 +194,7 @@ class Router(WideBuffers):
 
     @contextmanager
     def record(self) -> Iterator[Record]:
-        """Records the experts of every call within the body: ``record.ids``, int16 [T, k], can be passed again as
-        ``ids``.
-        """
+        """Records the experts of every call in the body: ``record.ids``, int16 [T, k], which ``ids`` takes again."""
         with Record([self]).recording() as record:
             yield record
 
@@ -220,7 +217,7 @@ def record_routes(model: nn.Module) -> Iterator[Record]:
 
 
 @torch.no_grad()
-def update_biases(model: nn.Module, group: Any = None) -> None:
+def update_biases(model: nn.Module, group: ProcessGroup | None = None) -> None:
     """:meth:`Router.update_bias` of every router of the model that has a balance, with one reduction for all.
 
     Args:

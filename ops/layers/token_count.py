@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,7 @@ def _added_when_trained(y: Tensor, counts: Tensor, load: Tensor) -> Tensor:
 
 @constant
 def _register_with_dynamo() -> None:
-    """Registers the call as a node of the graph when it is first traced. Dynamo itself warns of each
-    autograd function.
-    """
+    """Registers the call as a node of the graph when it is first traced. Dynamo warns of autograd functions."""
     torch.compiler.allow_in_graph(_added_when_trained)  # type: ignore[no-untyped-call]
 
 
@@ -81,7 +79,8 @@ class TokenCount(nn.Module):
             self.load = torch.zeros_like(self.load, device=device) if without_data else self.load.to(device)
         return self.load
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Applies ``.to()`` and the like; only changes the device."""
         self.load_on(fn(torch.empty(0, device=self.load.device)).device)
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        applied: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return applied

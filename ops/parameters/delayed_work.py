@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from threading import RLock
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ class DelayedWork(Generic[T]):
         self._waiting: deque[Callable[[T], None]] = deque()
         self._running = RLock()
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return DelayedWork, ()
 
     def __len__(self) -> int:

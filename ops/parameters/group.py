@@ -38,11 +38,6 @@ def _unknown(*tensors: Tensor) -> bool:
     return False
 
 
-def _is_seen_by_torch(cls: Any) -> bool:
-    """Whether tensors of a class have no custom dispatch, whose state torch's guards would not see."""
-    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
 class _Values(NamedTuple):
     addresses: list[int] | bytes
     matrices: Matrices
@@ -65,7 +60,8 @@ class _Form:
         self.is_uniform = all([(t.shape, t.dtype, t.device) == kind for t in tensors])
         self.values: _Values | None = None
         self.matches: Callable[..., bool] = _unknown
-        if all([_is_seen_by_torch(cls) for cls in set(map(type, tensors))]):
+        # torch's guards do not see the state of a class with a dispatch of its own
+        if all([cls.__torch_dispatch__ is Tensor.__torch_dispatch__ for cls in {type(t) for t in tensors}]):
             self.matches = tensor_guards(tensors)
 
 

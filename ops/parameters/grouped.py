@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -150,9 +150,7 @@ class ExpertParameters(Op):
         return (*self.per_group, *[name for name, _ in self._others()])
 
     def input_tensors(self) -> list[Tensor]:
-        """The input tensors: a parameter, or the tensor that represents those of all groups, with their stacked
-        gradient.
-        """
+        """The input tensors: a parameter, or the tensor that stands for those of all groups, which are stacked."""
         tensors: list[Tensor] = []
         for name, split in self.per_group.items():
             tensors.append(self._group(name).whole(self._has_stand_ins(name)) if split else self.one_parameter(name))
@@ -229,24 +227,24 @@ class ExpertParameters(Op):
         of_groups = {n for name in self.per_group for n in self.parameter_names(name)}
         return [(name, p) for name, p in self._named() if name not in of_groups]
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Applies ``.to()`` and the like, then gathers the parameters into one storage again."""
         self._groups.clear()
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        result: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._gather()
         return result
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_groups": {}}
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Copies by the module's state, like any module; a parametrization would copy each attribute separately."""
         copy = memo[id(self)] = object.__new__(type(self))
-        state: Any = type_before_parametrizations(self).__getstate__
-        copy.__setstate__(deepcopy(state(self), memo))
+        kind: type[ExpertParameters] = type_before_parametrizations(self)
+        copy.__setstate__(deepcopy(kind.__getstate__(self), memo))
         return copy
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         """Restores a copy or a pickle, and gathers its parameters into one storage."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._gather()
@@ -328,18 +326,18 @@ def _misfit(name: str, tensors: Sequence[Tensor]) -> str | None:
     )
 
 
-def _unreadable(state_dict: dict[str, Any], keys: Sequence[str]) -> list[str]:
+def _unreadable(state_dict: dict[str, object], keys: Sequence[str]) -> list[str]:
     """Errors for keys of the other form that hold no tensor; torch itself only reports its own keys."""
     values = [(key, state_dict[key]) for key in keys if key in state_dict]
     return [f"{key}: expected a tensor, got a {type(v).__name__}" for key, v in values if not isinstance(v, Tensor)]
 
 
-def _is_stacked(value: Any, groups: int) -> bool:
+def _is_stacked(value: object, groups: int) -> bool:
     """Whether it holds one tensor for each group."""
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == groups
 
 
-def _are_alike(tensors: list[Any]) -> bool:
+def _are_alike(tensors: list[object]) -> bool:
     """Whether all tensors exist and have the same shape."""
     shapes = {tensor.shape if isinstance(tensor, Tensor) else None for tensor in tensors}
     return len(shapes) == 1 and None not in shapes
@@ -351,7 +349,7 @@ def _names(name: str, groups: int) -> tuple[str, ...]:
 
 
 @cache
-def _getter(name: str, groups: int) -> Callable[[Any], tuple[nn.Parameter, ...]]:
+def _getter(name: str, groups: int) -> Callable[[Mapping[str, Any]], tuple[nn.Parameter, ...]]:
     """A function that looks up all of them in a dictionary."""
     names = _names(name, groups)
     return itemgetter(*names) if groups > 1 else lambda parameters: (parameters[names[0]],)

@@ -55,7 +55,7 @@ class _Judged(NamedTuple):
 
     ids: list[int]
     addresses: list[int] | bytes
-    kind: tuple[Any, ...]
+    kind: tuple[object, ...]
     owners: list[weakref.ref[Tensor]]
     group: ExpertGroup
     values: Matrices
@@ -70,7 +70,7 @@ class MainGrads:
     def __init__(self) -> None:
         self._judged: _Judged | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return MainGrads, ()
 
     def forget(self) -> None:
@@ -156,7 +156,7 @@ def _addresses(tensors: Sequence[Tensor]) -> list[int] | bytes:
     return [] if isinstance(tensors[0], WITHOUT_DATA) else addresses_of(tensors)
 
 
-def _judge(op: str, name: str, parameter: nn.Parameter, grad: Any) -> Tensor:
+def _judge(op: str, name: str, parameter: nn.Parameter, grad: object) -> Tensor:
     """An alias of the parameter's ``main_grad`` in the parameter's shape; raises if it does not fit."""
     if not isinstance(grad, Tensor):
         raise RuntimeError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 from ...fuser.contract.tracing import has_no_data
 from ...fuser.runtime.devices import stream_of
 
-_shared: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
+_shared: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
 
 
 class StandIns:
@@ -29,7 +28,7 @@ class StandIns:
         self._memory: Tensor | None = None
         self._stream = -1
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return StandIns, ()
 
     def forget(self) -> None:

@@ -7,13 +7,12 @@ extra state, the size of the blocks in which rows of gate and up alternate; 0 fo
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 from torch import Tensor
 
 SUFFIX = "_extra_state"
-SETTLED: Any = object()
+SETTLED = object()
 """In place of a note: a container has put the rows into the order in which its GLU reads them."""
 
 
@@ -22,17 +21,13 @@ def note(block: int) -> Tensor:
     return torch.tensor(block, device="cpu")
 
 
-def noted(value: Any) -> int | None:
-    """The block size in a note; None if the value is something else, such as the extra state of TransformerEngine's
-    ops.
-    """
+def noted(value: object) -> int | None:
+    """The block size in a note; None for other values, such as the extra state of TransformerEngine's ops."""
     return int(value) if isinstance(value, Tensor) and not value.dim() else None
 
 
-def drop_note(state: dict[str, Any], prefix: str, errors: list[str]) -> None:
-    """Removes the note of a linear from a state dict; adds an error if rows are interleaved but no container reads them
-    so.
-    """
+def drop_note(state: dict[str, object], prefix: str, errors: list[str]) -> None:
+    """Removes the note of a linear from a state dict; adds an error if rows alternate and no container reads them."""
     block = noted(state.pop(f"{prefix}{SUFFIX}", None))
     if block:
         errors.append(
@@ -41,7 +36,7 @@ def drop_note(state: dict[str, Any], prefix: str, errors: list[str]) -> None:
         )
 
 
-def take_basic_ops(state: dict[str, Any], prefix: str) -> None:
+def take_basic_ops(state: dict[str, object], prefix: str) -> None:
     """Renames the parameters of TransformerEngine's ``Linear``, a list of two ops, to ours."""
     if f"{prefix}weight" in state:
         return

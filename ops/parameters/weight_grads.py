@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +131,7 @@ class WeightGrads(ExpertParameters):
         """Adds a function that :meth:`backward_dw` calls after computing the gradients."""
         self._hooks.append(hook)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self._main_grads.forget()
         self._stand_ins.forget()
         return super()._apply(fn, recurse)
@@ -274,9 +274,7 @@ class WeightGrads(ExpertParameters):
             target.add_(part) if adds else target.copy_(part)
 
     def _multiply(self, wgrad: Wgrad, names: tuple[str, ...], targets: ExpertGroup, add: list[bool]) -> Matrices | None:
-        """Computes the gradients in place if one product can, and returns None; else returns the gradients of all
-        weights.
-        """
+        """Computes the gradients in place if one product can, and returns None; else returns all gradients."""
         everything = names == tuple(self.parameter_names("weight"))
         if everything and len(set(add)) == 1 and targets.is_uniform():
             out = targets.values() if self.per_group["weight"] else targets.tensors[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -14,10 +14,10 @@ class WideBuffers(nn.Module):
     wide_buffers: tuple[str, ...] = ()
     """Their names; the module need not have them all."""
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Applies ``.to()`` and the like; only changes the device of these buffers."""
         before = self._wide()
-        result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        result: Self = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
             after = self.get_buffer(name)
             if after.dtype != buffer.dtype:

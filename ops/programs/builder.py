@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import reduce
-from typing import Any
 
 import torch
 
@@ -23,14 +22,14 @@ class Builder:
     """
 
     def __init__(self, inputs: tuple[str, ...]) -> None:
-        self._inputs, self._lines, self._names = inputs, list[Line](), dict[tuple[Any, ...], str]()
+        self._inputs, self._lines, self._names = inputs, list[Line](), dict[tuple[object, ...], str]()
         self._quotients: dict[Value, tuple[Value, float]] = {}  # products that stand for a division by a constant
 
     def __call__(self, operation: str, *arguments: Value) -> Value:
         if operation != "where" and all([isinstance(argument, float) for argument in arguments]):
             return _folded(operation, *arguments)
         if OPERATIONS[operation].commutes:
-            arguments = tuple(sorted(arguments, key=_constants_last))
+            arguments = tuple(sorted(arguments, key=lambda value: (isinstance(value, float), value)))
         simpler = self._simplified(operation, *arguments)
         return self._add(operation, *arguments) if simpler is None else simpler
 
@@ -100,9 +99,7 @@ class Builder:
         return None
 
     def _merged(self, operation: str, x: Value, c: Value, d: float) -> Value | None:
-        """``(x + c) + d`` or ``(x * c) * d`` with one constant, if that changes the result by no more than rounding;
-        else None.
-        """
+        """``(x + c) + d`` or ``(x * c) * d`` with one constant, if they differ by rounding alone; else None."""
         if not isinstance(c, float):
             return None
         if operation == "add":  # with opposite signs, as in (x + 2**23) - 2**23, the user may want the rounding
@@ -141,7 +138,3 @@ def _is_moderate(c: float) -> bool:
 
 def _folded(operation: str, *constants: Value) -> float:
     return float(OPERATIONS[operation].run(*[torch.tensor(c, dtype=torch.float64) for c in constants]))
-
-
-def _constants_last(value: Value) -> tuple[bool, Value]:
-    return isinstance(value, float), value

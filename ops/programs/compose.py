@@ -101,11 +101,7 @@ def _forward(builder: Builder, stage: _Stage, values: Mapping[str, Value]) -> di
 
 
 def _backward(
-    builder: Builder,
-    stage: _Stage,
-    inputs: Mapping[str, Value],
-    grads: Mapping[str, Value],
-    outputs: dict[str, Value],
+    builder: Builder, stage: _Stage, inputs: Mapping[str, Value], grads: Mapping[str, Value], outputs: dict[str, Value]
 ) -> dict[str, Value]:
     """The gradients of a program's inputs from those of its outputs; adds its operands' gradients to ``outputs``."""
     before = dict[str, Value]()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from ...fuser.contract.torch_private import symbolic_graph
 from .tracing import Function, NotPointwiseError, gradients, name_of, outside_of_modes
@@ -89,7 +89,7 @@ def _read(function: Function, inputs: tuple[str, ...], constants: int) -> OnPyTo
         *operands, dy = arguments
         return _gradients(function, operands[:number], operands[number:], dy)
 
-    def graphs(of: Callable[..., Any], *dy: tuple[int, int]) -> dict[torch.dtype, GraphModule]:
+    def graphs(of: Callable[..., object], *dy: tuple[int, int]) -> dict[torch.dtype, GraphModule]:
         shapes = [*[(_SHAPE[0], 1) if name[0] == "r" else _SHAPE for name in inputs], *[()] * constants, *dy]
         return {t: _graph(of, [torch.ones(shape, dtype=t, device="cpu") for shape in shapes]) for t in _DTYPES}
 
@@ -102,7 +102,9 @@ def _read(function: Function, inputs: tuple[str, ...], constants: int) -> OnPyTo
         return KeptFunction(function, why.partition("\n")[0])
 
 
-def _gradients(function: Function, arguments: Sequence[Tensor], constants: Sequence[Any], dy: Tensor) -> list[Tensor]:
+def _gradients(
+    function: Function, arguments: Sequence[Tensor], constants: Sequence[object], dy: Tensor
+) -> list[Tensor]:
     """Gradients by autograd; zeros for arguments that the function does not depend on."""
     leaves = [argument.detach().clone().requires_grad_() for argument in arguments]
     with torch.enable_grad():
@@ -111,7 +113,7 @@ def _gradients(function: Function, arguments: Sequence[Tensor], constants: Seque
     return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, computed, strict=True)]
 
 
-def _graph(function: Callable[..., Any], examples: Sequence[Tensor]) -> GraphModule:
+def _graph(function: Callable[..., object], examples: Sequence[Tensor]) -> GraphModule:
     """Traces a graph that takes a device after its tensors, and is bound to none."""
     module = symbolic_graph(function, examples)
     graph, first = module.graph, next(node for node in module.graph.nodes if node.op != "placeholder")
@@ -128,15 +130,14 @@ def _graph(function: Callable[..., Any], examples: Sequence[Tensor]) -> GraphMod
     return GraphModule(torch.nn.Module(), graph)
 
 
-def _number(graph: Any, tensor: Tensor, device: Any) -> Any:
+def _number(graph: Graph, tensor: Tensor, device: Node) -> Node:
     """The node of a one-element tensor that the function reads from outside, with its current value."""
     if tensor.numel() != 1:
         raise NotPointwiseError(
             f"reads a tensor of shape {list(tensor.shape)} that is not one of its arguments; make it an argument"
         )
     full = torch.ops.aten.full.default
-    options = {"dtype": tensor.dtype, "device": device}
-    return graph.call_function(full, (list(tensor.shape), tensor.item()), options)
+    return graph.call_function(full, ([*tensor.shape], tensor.item()), {"dtype": tensor.dtype, "device": device})
 
 
 def _run(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +61,7 @@ class _GateAndUp(NamedTuple):
     gate: Tensor
     up: Tensor
 
-    def of(self, view: Any) -> Any:
+    def of(self, view: object) -> object:
         """The half that a view shows, or the view itself."""
         if not isinstance(view, Tensor):
             return self.gate.dtype if isinstance(view, torch.dtype) else view
@@ -80,7 +81,13 @@ class _Columns(Tensor):
     gate_and_up: _GateAndUp
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         columns, name = args[0] if args else None, func.__name__
         if not isinstance(columns, cls) or name not in _VIEWS | _OF_ALL_COLUMNS | _SHAPES:
             raise NotPointwiseError(f"calls {name} on gate and up together")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class InOrder:
     def __init__(self, function: Function, first: int, names: tuple[str, ...]) -> None:
         self.__wrapped__, self.__name__, self._first, self._names = function, name_of(function), first, names
 
-    def __call__(self, *arguments: Any) -> Tensor:
+    def __call__(self, *arguments: Tensor) -> Tensor:
         return self.__wrapped__(
             *arguments[: self._first], **dict(zip(self._names, arguments[self._first :], strict=True))
         )
@@ -110,7 +110,7 @@ def _check_positions(
             )
 
 
-def definition_of(function: Any) -> str:
+def definition_of(function: Function) -> str:
     """The line where a function is defined, as an error text; empty if unknown."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return "" if code is None else f", {code.co_filename}:{code.co_firstlineno}"

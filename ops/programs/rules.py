@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from .builder import Builder
 from .program import Value
 
+Bound = Value | None
 Rule = Callable[..., Value]
 
 _ERF_SCALE = 0.7071067811865476  # 1 / sqrt(2)
@@ -32,15 +32,15 @@ def _constant(number: float) -> Rule:
     return lambda e, *_, **__: number
 
 
-def _first(e: Builder, x: Value, *_: Any, **__: Any) -> Value:
+def _first(e: Builder, x: Value, *_: object, **__: object) -> Value:
     return x
 
 
-def _filled(e: Builder, _: Any, fill: Value, *__: Any, **___: Any) -> Value:
+def _filled(e: Builder, _: object, fill: Value, *__: object, **___: object) -> Value:
     return fill
 
 
-def _clamp(e: Builder, x: Value, low: Any = None, high: Any = None, min: Any = None, max: Any = None) -> Value:
+def _clamp(e: Builder, x: Value, low: Bound = None, high: Bound = None, min: Bound = None, max: Bound = None) -> Value:
     low, high = (low if min is None else min), (high if max is None else max)
     x = x if low is None else e("maximum", x, low)
     return x if high is None else e("minimum", x, high)

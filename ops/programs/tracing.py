@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from ...fuser.contract.torch_private import core_decompositions, storage_id
 from .builder import Builder
 from .program import Program, Value, with_constants
 from .rules import RULES
+
+if TYPE_CHECKING:
+    from ...fuser.contract.torch_private import OpOverload
 
 Function = Callable[..., Tensor]
 R = TypeVar("R")
@@ -69,7 +72,7 @@ def check_pointwise(function: Function, inputs: tuple[str, ...], constants: Sequ
     outside_of_modes(_check_pointwise, function, inputs, constants)
 
 
-def outside_of_modes(function: Callable[..., R], *arguments: Any) -> R:
+def outside_of_modes(function: Callable[..., R], *arguments: object) -> R:
     """Calls a function in its own thread, outside of the caller's modes such as inference or another trace."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *arguments).result()
@@ -182,7 +185,7 @@ class _Tracer(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # else the first call imports torch._dynamo, which takes two seconds
 
-    def value(self, argument: Any) -> Any:
+    def value(self, argument: object) -> Any:
         """The program's value for an argument; the argument itself if it is neither tensor nor number."""
         if isinstance(argument, bool | int | float):
             return float(argument)
@@ -197,7 +200,9 @@ class _Tracer(TorchDispatchMode):
             )
         return float(argument)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
         kwargs, name = kwargs or {}, func._schema.name.split("::")[1]
         rule = RULES.get(name) or RULES.get(name.removesuffix("_"))
         if rule is None:
@@ -214,8 +219,8 @@ class _Tracer(TorchDispatchMode):
         self._alive.append(result)  # so that no other tensor gets its memory
         return result
 
-    def _decomposed(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        decomposition = _decompositions().get(func, func.decompose)
+    def _decomposed(self, func: OpOverload, name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+        decomposition: Callable[..., object] = _decompositions().get(func, func.decompose)
         with self:
             result = decomposition(*args, **kwargs)
         if result is NotImplemented:
@@ -240,12 +245,12 @@ class _Tracer(TorchDispatchMode):
 
 
 @cache
-def _decompositions() -> Any:
+def _decompositions() -> dict[OpOverload, Callable[..., object]]:
     """PyTorch's decompositions, for functions without a rule. Loading them takes a second."""
     return core_decompositions()
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     """The name of a function in errors."""
     return str(getattr(function, "__name__", type(function).__name__))
 
@@ -261,7 +266,7 @@ def _depends_on_more(function: Function) -> str:
     return f"{name_of(function)}: an element depends on more than its own inputs: a shape, other elements, or chance"
 
 
-def _line_of(function: Any) -> str:
+def _line_of(function: Function) -> str:
     """The line of the user's function that is running, if there is one."""
     code, frame = getattr(inspect.unwrap(function), "__code__", None), sys._getframe()
     while frame is not None and code is not None:

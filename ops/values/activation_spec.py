@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
-from typing import Any
 
 from ..programs.activations import ACTIVATIONS, Curve, program_of
 from ..programs.compose import is_linear_in_scale, scaled
@@ -117,7 +116,7 @@ def gated(
     return spec
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: float) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ _INDEX_TYPES = (torch.int32, torch.int64)
 _TEXT = (str, bytes, bytearray)  # sequences, the last two of ints
 
 
-def check_sizes(op: str, dtype: torch.dtype | None, **sizes: Any) -> None:
+def check_sizes(op: str, dtype: torch.dtype | None, **sizes: object) -> None:
     """Checks arguments of a constructor: sizes from 1 on, and a floating-point dtype of at least 16 bits or None."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, SupportsIndex):
@@ -31,14 +31,14 @@ def check_sizes(op: str, dtype: torch.dtype | None, **sizes: Any) -> None:
         raise ArgumentError(f"{op}: dtype must be a floating-point dtype of at least 16 bits, got {dtype}")
 
 
-def check_numbers(op: str, **numbers: Any) -> None:
+def check_numbers(op: str, **numbers: object) -> None:
     """Checks factors in a constructor: finite numbers."""
     for name, number in numbers.items():
         if isinstance(number, bool) or not isinstance(number, Real):
             raise ArgumentError(f"{op}: {name} must be a number, got {number!r}")
 
 
-def check_split_sizes(split_sizes: Any, groups: int, x: TensorSpec | None) -> None:
+def check_split_sizes(split_sizes: object, groups: int, x: TensorSpec | None) -> None:
     """Checks sizes: int32 or int64 [groups], on the device of ``x`` or the host; values only if that needs no sync.
 
     Without ``x``, the number of rows is not checked.
@@ -57,7 +57,7 @@ def check_split_sizes(split_sizes: Any, groups: int, x: TensorSpec | None) -> No
         )
 
 
-def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+def check_buffer(name: str, buffer: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
     """Checks a buffer of the caller: exact shape, dtype and device, contiguous, without grad."""
     _check_is_tensor(name, buffer)
     if tuple(buffer.shape) != shape:
@@ -69,7 +69,7 @@ def check_buffer(name: str, buffer: Any, shape: tuple[int, ...], dtype: torch.dt
     _check_is_writable(name, buffer)
 
 
-def check_buffer_columns(name: str, buffer: Any, columns: int) -> None:
+def check_buffer_columns(name: str, buffer: Tensor, columns: int) -> None:
     """:func:`check_buffer` while rows, dtype and device are still unknown."""
     _check_is_tensor(name, buffer)
     if not buffer.dim() or buffer.shape[-1] != columns:
@@ -79,7 +79,7 @@ def check_buffer_columns(name: str, buffer: Any, columns: int) -> None:
     _check_is_writable(name, buffer)
 
 
-def _check_is_tensor(name: str, buffer: Any) -> None:
+def _check_is_tensor(name: str, buffer: Tensor) -> None:
     if not isinstance(buffer, Tensor):
         raise ArgumentError(f"{name}: expected a tensor to write into, got {_kind(buffer)}")
     if not is_dense(buffer):
@@ -98,7 +98,7 @@ def _check_is_writable(name: str, buffer: Tensor) -> None:
         )
 
 
-def check_rows(name: str, column: Any, x: TensorSpec | None) -> None:
+def check_rows(name: str, column: Tensor, x: TensorSpec | None) -> None:
     """Checks for a floating-point number of at least 16 bits for every row of ``x``, as far as its shape is known."""
     is_tensor = isinstance(column, Tensor)
     if is_tensor and not is_dense(column):
@@ -252,11 +252,11 @@ def product_dtype(dtype: torch.dtype, autocast_dtype: torch.dtype | None) -> tor
     return autocast_dtype
 
 
-def _are_ints(sizes: Sequence[Any]) -> bool:
+def _are_ints(sizes: Sequence[object]) -> bool:
     return all(type(size) is int for size in sizes)
 
 
-def _listed(sizes: Any) -> str:
+def _listed(sizes: object) -> str:
     """Describes the argument that came, and the first element of a list that is not an int."""
     if not isinstance(sizes, Sequence) or type(sizes) in _TEXT:
         return _kind(sizes) + ("; give torch.as_tensor(sizes)" if hasattr(sizes, "__array__") else "")
@@ -270,7 +270,7 @@ def _check_split_tensor(split_sizes: Tensor, groups: int, x: TensorSpec | None) 
         raise not_dense("split_sizes", layout_of(split_sizes))
     if split_sizes.dtype not in _INDEX_TYPES:
         raise ArgumentError(f"split_sizes: expected int32 or int64, got {split_sizes.dtype}")
-    shape: tuple[Any, ...] = tuple(split_sizes.shape)
+    shape: tuple[object, ...] = tuple(split_sizes.shape)
     if shape and type(shape[0]) is torch.SymInt:  # only the data will tell: compiled code checks it then
         torch._check(shape[0] == groups, lambda: f"split_sizes: expected one size a group, {groups}")  # type: ignore[no-untyped-call]
         shape = (groups, *shape[1:])
@@ -294,5 +294,5 @@ def _check_values(sizes: Sequence[int], x: TensorSpec | None) -> None:
         raise ArgumentError(f"split_sizes: they sum to {sum(sizes)}, but x has only {rows} rows")
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fusible
-from fusible.fuser.explain.ranges import grouped
+from fusible.fuser.explain.model import grouped
 
 
 class Model(nn.Module):

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> None:
     print(json.dumps(report, indent=1) if args.json else "\n".join(lines(report)))
 
 
-def about() -> dict[str, Any]:
+def about() -> dict[str, object]:
     """The state of the cache as a dict."""
     cache = kernel_cache()
     sizes = cache.sizes()
@@ -52,9 +52,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _compile(path: str, dtype: torch.dtype) -> int:
-    """Compiles the functions in the module ``module:name``, for the recipe of its linears; returns the number of
-    kernels.
-    """
+    """Compiles the functions in ``module:name`` for the recipe of its linears; returns the number of kernels."""
     modules = list(_target(path).modules())
     recipes = [linear.recipe for linear in modules if isinstance(linear, GroupedLinear) and linear.recipe is not None]
     recipe = next(iter(recipes), None)

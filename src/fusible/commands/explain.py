@@ -7,7 +7,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -45,7 +44,7 @@ def shown(explanation: Explanation, args: Namespace) -> str:
 
 def on(device: str, sizes: Sizes) -> Explanation:
     """The explanation of experts on a device, or on the meta device."""
-    return flagship(sizes).to_empty(device=device).explain(**inputs(sizes, device))
+    return flagship(sizes).to_empty(device=device).explain(op_kwargs=None, **inputs(sizes, device))
 
 
 def at_a_desk(sizes: Sizes, capability: Capability) -> Explanation:
@@ -57,10 +56,10 @@ def at_a_desk(sizes: Sizes, capability: Capability) -> Explanation:
                 setattr(module, name, nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="cuda")))
         call = inputs(sizes, "cuda")
     with assume(capability):
-        return replace(model.explain(**call), replay="")  # whether these stand-ins are replayed is of no interest
+        return replace(model.explain(op_kwargs=None, **call), replay="")  # stand-ins are never replayed
 
 
-def inputs(sizes: Sizes, device: str) -> dict[str, Any]:
+def inputs(sizes: Sizes, device: str) -> dict[str, object]:
     """Arguments of a training step, without values."""
     return {
         "x": torch.empty(sizes.rows, sizes.features, device=device, dtype=torch.bfloat16, requires_grad=True),

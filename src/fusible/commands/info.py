@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> None:
     print(json.dumps(facts, indent=1) if args.json else "\n".join(lines(facts)))
 
 
-def about() -> dict[str, Any]:
+def about() -> dict[str, object]:
     """Versions, device, fusions and backends as a dict."""
     cuda = torch.cuda.is_available()
     return {
@@ -61,7 +61,7 @@ def lines(facts: dict[str, Any]) -> Iterator[str]:
         yield f"backend   {name} takes {taken}" if taken else f"backend   {state['refusal']}"
 
 
-def backend(name: str, device: str) -> dict[str, Any]:
+def backend(name: str, device: str) -> dict[str, object]:
     """The dtypes that a grouped-GEMM backend supports on a device, and why it does not support bfloat16."""
     refusals = {dtype: _refusal(name, device, dtype) for dtype in DTYPES}
     taken = [str(dtype).removeprefix("torch.") for dtype, refusal in refusals.items() if refusal is None]

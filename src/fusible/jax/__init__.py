@@ -3,10 +3,10 @@
 Importing this imports neither torch nor the rest of ``fusible``.
 """
 
-from .errors import ArgumentError, RefusedError
+from .checks import ArgumentError, RefusedError
+from .dispatch import info
 from .gemm import grouped_gemm, ragged_dot
 from .mlp import grouped_mlp
-from .report import info
 from .settings import config
 
 __all__ = ["ArgumentError", "RefusedError", "config", "grouped_gemm", "grouped_mlp", "info", "ragged_dot"]

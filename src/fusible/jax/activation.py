@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from .errors import ArgumentError
+from .checks import ArgumentError
 
 CURVES = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "sigmoid")  # in the order of `Curve` in csrc
 _SLOPES = {"quick_gelu": ("silu", 1.702)}

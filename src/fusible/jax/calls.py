@@ -29,7 +29,7 @@ class Layout(IntEnum):
     TN = 2  # [T, M] x [T, N] -> [G, M, N]
 
 
-class Operands(NamedTuple):
+class GemmArrays(NamedTuple):
     """The arrays of ``row_scale * (a b + bias) + into`` for every group; None for absent ones."""
 
     a: Array
@@ -50,7 +50,7 @@ class BackwardOperands(NamedTuple):
     scales: Array | None
 
 
-def grouped_gemm(layout: Layout, dtype: DTypeLike, o: Operands) -> Array:
+def grouped_gemm(layout: Layout, dtype: DTypeLike, o: GemmArrays) -> Array:
     """One product per group, for feature counts divisible by 8.
 
     Supports ``row_scale``, and zeroes the tail of the rows.
@@ -59,14 +59,14 @@ def grouped_gemm(layout: Layout, dtype: DTypeLike, o: Operands) -> Array:
     return _product("grouped_gemm", layout, dtype, o, (_or_empty(o.row_scale, np.float32),), workspace)
 
 
-def ragged_gemm(layout: Layout, dtype: DTypeLike, o: Operands) -> Array:
+def ragged_gemm(layout: Layout, dtype: DTypeLike, o: GemmArrays) -> Array:
     """:func:`grouped_gemm` for any feature counts, without ``row_scale``."""
     workspace = extension.kernels().library.ragged_workspace_bytes(o.sizes.shape[0])
     return _product("ragged_gemm", layout, dtype, o, (), workspace)
 
 
 def _product(
-    name: str, layout: Layout, dtype: DTypeLike, o: Operands, scale: tuple[Array, ...], workspace: int
+    name: str, layout: Layout, dtype: DTypeLike, o: GemmArrays, scale: tuple[Array, ...], workspace: int
 ) -> Array:
     """Calls a product. ``into`` is updated in place if XLA can donate it, and copied first otherwise."""
     result = jax.ShapeDtypeStruct(output_shape(layout, o.a, o.b, o.sizes), dtype)
@@ -81,7 +81,7 @@ def _product(
     return _call(name, (result, _bytes(workspace)), operands, attributes, aliases)[0]
 
 
-def linear_activation(layout: Layout, spec: KernelActivation, keep_preact: bool, o: Operands) -> tuple[Array, Array]:
+def linear_activation(layout: Layout, spec: KernelActivation, keep_preact: bool, o: GemmArrays) -> tuple[Array, Array]:
     """The hidden rows [T, F] times their scales, and the pre-activation [T, C]; without elements if it is not kept."""
     rows, columns = output_shape(layout, o.a, o.b, o.sizes)
     hidden = jax.ShapeDtypeStruct((rows, spec.columns(columns)), o.a.dtype)

@@ -1,4 +1,4 @@
-"""Checks of a call's arguments. They raise while the call is traced, when shapes and dtypes are known."""
+"""Checks of a call's arguments, while it is traced, and the errors: as ``fusible``'s, without importing torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType
 
-from .errors import ArgumentError
+
+class ArgumentError(TypeError, ValueError):
+    """An invalid call: a wrong shape, dtype or keyword. Raised while the call is traced."""
+
+
+class RefusedError(RuntimeError):
+    """Raised under ``config(strict=True)`` if jax would run a call that the kernels refuse; the message says why."""
 
 
 def check_array(function: str, name: str, array: Array, dimensions: int | None = None) -> None:
@@ -73,14 +79,9 @@ def check_sharding(function: str, *arrays: Array | None) -> None:
                 f"{function}: an operand is on a mesh with the explicit axes {', '.join(axes)}, for which there is "
                 "no sharding rule; call it inside jax.shard_map, or in jax.sharding.auto_axes"
             )
-    if any(_is_spread(array) for array in present):
+    concrete = [array for array in present if isinstance(array, Array) and not isinstance(array, jax.core.Tracer)]
+    if not all(array.sharding.is_fully_replicated for array in concrete):
         _warn_of_gathering(function)
-
-
-def _is_spread(array: Array) -> bool:
-    if not isinstance(array, Array) or isinstance(array, jax.core.Tracer):
-        return False
-    return not array.sharding.is_fully_replicated
 
 
 @cache

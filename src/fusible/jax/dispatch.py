@@ -15,8 +15,8 @@ from jax.typing import DTypeLike
 
 from . import calls, extension, fallback
 from .activation import KernelActivation
-from .calls import BackwardOperands, Layout, Operands, output_shape
-from .errors import RefusedError
+from .calls import BackwardOperands, GemmArrays, Layout, output_shape
+from .checks import RefusedError
 from .settings import active
 from .versions import vary_alike
 
@@ -29,13 +29,13 @@ _SIXTEEN_BITS = (np.dtype(jnp.bfloat16), np.dtype(np.float16))
 _FLOATS = (*_SIXTEEN_BITS, np.dtype(np.float32))
 
 
-def product(layout: Layout, dtype: DTypeLike, o: Operands) -> Array:
+def product(layout: Layout, dtype: DTypeLike, o: GemmArrays) -> Array:
     """``out = row_scale * (a b + bias) + into`` for every group, in ``dtype``."""
     kernel, other = partial(_product_kernel, layout, dtype), partial(fallback.product, layout, dtype)
     return _run(operands_refusal(o, dtype), kernel, other, o)
 
 
-def _product_kernel(layout: Layout, dtype: DTypeLike, o: Operands) -> Array:
+def _product_kernel(layout: Layout, dtype: DTypeLike, o: GemmArrays) -> Array:
     """Runs the kernel: tensor maps need feature counts divisible by 8, others take the ragged kernel, without scales.
 
     The ragged kernel skips groups that exceed the rows, so their sizes are clipped first.
@@ -53,7 +53,7 @@ def _product_kernel(layout: Layout, dtype: DTypeLike, o: Operands) -> Array:
     return jnp.where(valid, rows * o.row_scale[:, None].astype(rows.dtype), 0).astype(dtype)
 
 
-def linear_activation(layout: Layout, spec: KernelActivation, keep_preact: bool, o: Operands) -> tuple[Array, Array]:
+def linear_activation(layout: Layout, spec: KernelActivation, keep_preact: bool, o: GemmArrays) -> tuple[Array, Array]:
     """The hidden rows times their scales, and the pre-activation; without elements if it is not kept."""
     rows, columns = output_shape(layout, *o[:3])
     if _is_apart(spec, o.a.shape[1], spec.columns(columns), rows):
@@ -69,7 +69,7 @@ def linear_activation_backward(
     layout: Layout, spec: KernelActivation, bias_dtype: DTypeLike | None, o: BackwardOperands
 ) -> tuple[Array, Array, Array, Array]:
     """The gradients of pre-activation, scales and bias, and the hidden rows again; see :mod:`calls`."""
-    (rows, columns), operands = output_shape(layout, *o[:3]), Operands(*o[:3])
+    (rows, columns), operands = output_shape(layout, *o[:3]), GemmArrays(*o[:3])
     if _is_apart(spec, o.dy.shape[1], columns, rows):
         dpostact = product(layout, jnp.promote_types(o.dy.dtype, jnp.float32), operands)
         return fallback.through_activation(dpostact, spec, bias_dtype, o)
@@ -101,7 +101,7 @@ def _row_dots_kernel(rows: Array, vectors: Array, sizes: Array) -> Array:
     return calls.row_dots(rows, vectors if is_read else vectors.astype(jnp.float32), sizes)
 
 
-def operands_refusal(o: Operands, dtype: DTypeLike) -> str | None:
+def operands_refusal(o: GemmArrays, dtype: DTypeLike) -> str | None:
     """The reason why no kernel multiplies these operands on any device, or None."""
     if o.a.dtype not in _SIXTEEN_BITS or o.b.dtype != o.a.dtype:
         return f"needs bfloat16 or float16 operands, got {o.a.dtype} and {o.b.dtype}"
@@ -141,7 +141,7 @@ def _run(
     why: str | None,
     kernel: Callable[..., R],
     other: Callable[..., R],
-    *operands: Operands | BackwardOperands | Array | None,
+    *operands: GemmArrays | BackwardOperands | Array | None,
 ) -> R:
     """Runs the kernel on GPUs unless it is refused, and jax elsewhere. ``vmap`` runs the calls one after another."""
     arrays, structure = jax.tree.flatten(operands)
@@ -169,3 +169,36 @@ def _warn_once(why: str) -> None:
     warnings.warn(
         f"fusible.jax: jax.lax.ragged_dot runs instead of our kernels: the Hopper backend {why}", stacklevel=2
     )
+
+
+# ---- a report on what runs in this process, and why
+
+VERIFIED = "on an H200 under jax 0.11.2 (2026-11-23, commit 4c1d1b4), and on CPUs by the sources of the kernels"
+"""Where the tests of the custom calls have passed."""
+
+
+def info() -> dict[str, object]:
+    """Reports versions, the devices that jax sees, and the reason if jax's own products run.
+
+    Returns:
+        ``jax``; ``ffi_api``, jaxlib's version of XLA's foreign function interface; ``handlers_api``, the version of our
+        handlers, None if they cannot be used; ``targets``, their names in compiled programs; ``devices``;
+        ``fallback``, the reason why ``jax.lax.ragged_dot`` runs, or None where kernels do; ``verified``, where the
+        custom calls have been tested.
+    """
+    usable = extension.unavailable() is None
+    return {
+        "jax": jax.__version__,
+        "ffi_api": str(extension.jaxlib_version()),
+        "handlers_api": str(extension.Version(*extension.kernels().library.XLA_FFI_API)) if usable else None,
+        "targets": targets() if usable else [],
+        "devices": [str(device.device_kind) for device in jax.devices()],
+        "fallback": device_refusal(),
+        "verified": VERIFIED,
+    }
+
+
+def targets() -> list[str]:
+    """The names of our custom calls in compiled programs; ``jax.export`` asks for them."""
+    kernels = extension.kernels()
+    return [kernels.target(name) for name in kernels.library.xla_handlers()]

@@ -8,14 +8,14 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from .activation import KernelActivation, activate
-from .calls import BackwardOperands, Layout, Operands, output_shape
+from .calls import BackwardOperands, GemmArrays, Layout, output_shape
 
 _WGRAD = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=()
 )
 
 
-def product(layout: Layout, dtype: DTypeLike, o: Operands) -> Array:
+def product(layout: Layout, dtype: DTypeLike, o: GemmArrays) -> Array:
     """One product per group. Rows past the last group are zero, or keep the value in ``into``."""
     out = _multiply(layout, *o[:3], jnp.promote_types(dtype, jnp.float32))
     if o.bias is not None:
@@ -35,7 +35,7 @@ def _multiply(layout: Layout, a: Array, b: Array, sizes: Array, dtype: DTypeLike
     return jax.lax.ragged_dot(a, weights, sizes, preferred_element_type=dtype)
 
 
-def linear_activation(layout: Layout, spec: KernelActivation, keep_preact: bool, o: Operands) -> tuple[Array, Array]:
+def linear_activation(layout: Layout, spec: KernelActivation, keep_preact: bool, o: GemmArrays) -> tuple[Array, Array]:
     """See :func:`calls.linear_activation`."""
     preact = product(layout, o.a.dtype, o._replace(row_scale=None))
     return postact(preact, spec, o.row_scale), preact if keep_preact else preact[:0]
@@ -51,7 +51,7 @@ def linear_activation_backward(
     layout: Layout, spec: KernelActivation, bias_dtype: DTypeLike | None, o: BackwardOperands
 ) -> tuple[Array, Array, Array, Array]:
     """See :func:`calls.linear_activation_backward`."""
-    dpostact = product(layout, jnp.promote_types(o.dy.dtype, jnp.float32), Operands(*o[:3]))
+    dpostact = product(layout, jnp.promote_types(o.dy.dtype, jnp.float32), GemmArrays(*o[:3]))
     return through_activation(dpostact, spec, bias_dtype, o)
 
 

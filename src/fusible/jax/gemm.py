@@ -12,9 +12,8 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from . import dispatch
-from .calls import Layout, Operands
-from .checks import check_array, check_depths, check_one_dtype, check_shape, check_sharding, check_sizes
-from .errors import ArgumentError
+from .calls import GemmArrays, Layout
+from .checks import ArgumentError, check_array, check_depths, check_one_dtype, check_shape, check_sharding, check_sizes
 from .versions import vary_alike
 
 
@@ -56,7 +55,11 @@ def grouped_gemm(
     Raises:
         ArgumentError: operands do not fit; raised while tracing.
     """
-    ragged_depth = _is_depth_ragged(first_dims, last_dims, transpose_rhs, bias)
+    ragged_depth = last_dims is not None
+    if (first_dims is not None) == ragged_depth:
+        raise ArgumentError("grouped_gemm: give first_dims or last_dims, and not both")
+    if ragged_depth and (transpose_rhs or bias is not None):
+        raise ArgumentError("grouped_gemm: transpose_rhs and bias are for first_dims")
     sizes = last_dims if ragged_depth else first_dims
     assert sizes is not None
     _check_operands(lhs, rhs, sizes, ragged_depth, transpose_rhs)
@@ -108,16 +111,6 @@ def ragged_dot(
 _NAME = "grouped_gemm"
 
 
-def _is_depth_ragged(
-    first_dims: Array | None, last_dims: Array | None, transpose_rhs: bool, bias: Array | None
-) -> bool:
-    if (first_dims is None) == (last_dims is None):
-        raise ArgumentError("grouped_gemm: give first_dims or last_dims, and not both")
-    if last_dims is not None and (transpose_rhs or bias is not None):
-        raise ArgumentError("grouped_gemm: transpose_rhs and bias are for first_dims")
-    return last_dims is not None
-
-
 def _check_operands(lhs: Array, rhs: Array, sizes: Array, ragged_depth: bool, transpose_rhs: bool) -> None:
     for name, array in (("lhs", lhs), ("rhs", rhs)):
         check_array(_NAME, name, array)
@@ -149,7 +142,7 @@ def _result_dtype(
 def _multiply(
     layout: Layout, dtype: DTypeLike, a: Array, b: Array, sizes: Array, bias: Array | None, into: Array | None
 ) -> Array:
-    return dispatch.product(layout, dtype, Operands(a, b, sizes, bias, None, into))
+    return dispatch.product(layout, dtype, GemmArrays(a, b, sizes, bias, None, into))
 
 
 class Saved(NamedTuple):

@@ -17,9 +17,8 @@ from jax.typing import DTypeLike
 from . import dispatch
 from .activation import KernelActivation
 from .activation import activation as activation_of
-from .calls import BackwardOperands, Layout, Operands
-from .checks import check_array, check_depths, check_one_dtype, check_shape, check_sharding, check_sizes
-from .errors import ArgumentError
+from .calls import BackwardOperands, GemmArrays, Layout
+from .checks import ArgumentError, check_array, check_depths, check_one_dtype, check_shape, check_sharding, check_sizes
 from .gemm import as_rows, no_gradient
 from .versions import vary_alike
 
@@ -53,7 +52,7 @@ class StaticArguments(NamedTuple):
     def wgrad(self, inputs: Array, grads: Array, sizes: Array, dtype: DTypeLike) -> Array:
         """The gradient of a weight, in the weight's own layout."""
         a, b = (inputs, grads) if self.kn else (grads, inputs)
-        return dispatch.product(Layout.TN, dtype, Operands(a, b, sizes))
+        return dispatch.product(Layout.TN, dtype, GemmArrays(a, b, sizes))
 
 
 def grouped_mlp(
@@ -176,9 +175,9 @@ class Saved(NamedTuple):
 def _forward(static: StaticArguments, keep_preact: bool, o: Arrays) -> tuple[Array, Array]:
     before, after = (None, o.probs) if static.probs_at_output else (o.probs, None)
     spec = static.activation
-    first = Operands(o.x, o.w13, o.sizes, o.b13, before)
+    first = GemmArrays(o.x, o.w13, o.sizes, o.b13, before)
     hidden, preact = dispatch.linear_activation(static.forward, spec, keep_preact, first)
-    return dispatch.product(static.forward, o.x.dtype, Operands(hidden, o.w2, o.sizes, o.b2, after)), preact
+    return dispatch.product(static.forward, o.x.dtype, GemmArrays(hidden, o.w2, o.sizes, o.b2, after)), preact
 
 
 def _primal(static: StaticArguments, operands: Arrays) -> Array:
@@ -207,7 +206,7 @@ def _backward(static: StaticArguments, saved: Saved, dy: Array) -> Arrays:
         dots = dispatch.row_dots(dy, o.b2, o.sizes)
         dprobs = (dprobs.astype(dots.dtype) + dots).astype(at_output.dtype)
     return Arrays(
-        x=dispatch.product(static.backward, o.x.dtype, Operands(dpreact, o.w13, o.sizes)),
+        x=dispatch.product(static.backward, o.x.dtype, GemmArrays(dpreact, o.w13, o.sizes)),
         w13=static.wgrad(o.x, dpreact, o.sizes, o.w13.dtype),
         w2=static.wgrad(hidden, dy, o.sizes, o.w2.dtype),
         sizes=None,
