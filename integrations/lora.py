@@ -175,7 +175,7 @@ def experts_forward(experts: ModelExperts, x: Tensor, top_k_index: Tensor, top_k
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def stored_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def stored_forward(experts: ModelExperts, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """:func:`experts_forward` of experts that are bytes, with the adapters that are lent now or without any.
 
     Compiled code breaks its graph for it: else a compiler would see the adapters as they are lent, and keep them.
@@ -186,38 +186,40 @@ def stored_forward(experts: Any, x: Tensor, top_k_index: Tensor, top_k_weights: 
     return _run_stored(layer, experts, x, top_k_index, top_k_weights)
 
 
-def _run_stored(layer: AdaptedExperts, experts: Any, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+def _run_stored(layer: AdaptedExperts, experts: ModelExperts, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """In the dtype of the rows if products with the bytes read it, else in bfloat16."""
     read = (torch.bfloat16, torch.float16) if float8_blocks(experts) else (torch.bfloat16, torch.float32, torch.float64)
     rows = x if x.dtype in read or autocasts(x) else x.bfloat16()
     return layer.run(experts, rows, index, weights).to(x.dtype)
 
 
-def explained(experts: Any) -> LayerContainer | None:
+def explained(experts: ModelExperts) -> LayerContainer | None:
     """The container for ``fusible.explain`` if the last call had adapters, else None."""
     layer: AdaptedExperts | None = experts.__dict__.get(ATTRIBUTE)
     return None if layer is None else layer.explained(experts)
 
 
-def _stored(experts: Any) -> list[Stored | None]:
+def _stored(experts: ModelExperts) -> list[Stored | None]:
     """The meaning of the bytes of both weights; None for a weight in 16 bits."""
     return [stored_of(experts, name) for name in Names.of(experts)[:2]]
 
 
-def _decoders(experts: Any, stored: Sequence[Stored | None]) -> list[tuple[Tensor, ...]]:
+def _decoders(experts: ModelExperts, stored: Sequence[Stored | None]) -> list[tuple[Tensor, ...]]:
     """The scales of both weights, and what is beside them."""
     return [() if each is None else each.weight(experts).decoders for each in stored]
 
 
 def _build(
-    experts: Any, parameters: ModuleParameters, stored: Sequence[Stored | None], up_rank: int, down_rank: int
+    experts: ModelExperts, parameters: ModuleParameters, stored: Sequence[Stored | None], up_rank: int, down_rank: int
 ) -> Sequential:
     fc1 = _linear(experts, parameters.up, parameters.up_bias, stored[0], up_rank)
     fc2 = _linear(experts, parameters.down, parameters.down_bias, stored[1], down_rank)
     return layer_around(experts, fc1, fc2)
 
 
-def _linear(experts: Any, weight: Tensor, bias: Tensor | None, stored: Stored | None, rank: int) -> GroupedLoRA:
+def _linear(
+    experts: ModelExperts, weight: Tensor, bias: Tensor | None, stored: Stored | None, rank: int
+) -> GroupedLoRA:
     if stored is not None:
         groups, rows, columns = stored.shape
         linear = GroupedLoRA(groups, columns, rows, rank, bias=bias is not None, device="meta", dtype=stored.dtype)

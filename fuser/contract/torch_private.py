@@ -136,15 +136,15 @@ Else: 0, so that every tensor is asked for its tangent.
 
 
 SavedTensorsHooks = tuple[Callable[[Tensor], object], Callable[[object], Tensor]]
-top_saved_tensors_hooks: Callable[[bool], SavedTensorsHooks | None] = (
-    private("_C._autograd._top_saved_tensors_default_hooks") or _never
-)
+top_saved_tensors_hooks: Callable[[bool], SavedTensorsHooks | None] = private(
+    "_C._autograd._top_saved_tensors_default_hooks"
+) or (lambda _: None)
 """Like the next, but asked with ``True``, and without a call in Python."""
 
 
 def current_saved_tensors_hooks() -> SavedTensorsHooks | None:
     """The hooks of the innermost ``saved_tensors_hooks``, to pack and to unpack. Else: None, as if there were none."""
-    return top_saved_tensors_hooks(True) or None
+    return top_saved_tensors_hooks(True)
 
 
 _CheckpointFrame: type = private_of_module("torch.utils.checkpoint", "_CheckpointFrame") or type(None)

@@ -9,6 +9,7 @@ same: gradients of sums are gathered, gradients of tokens and of routing weights
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from torch import distributed as dist
 
 from ...fuser.contract import tracing as trace
 from ..kernels.problems.gemm import RowSlots
+from ..routed.call import RoutedCall
 from . import memory, messages
 from .collective import peers_of
 from .errors import CapacityError, PeerError
@@ -154,25 +156,17 @@ class RailsTransport:
         self.device = self.inside.device
         self._seen = [_Headers(hosts, self.device) for _ in range(settings.lanes)]
 
-    def dispatch(
-        self,
-        exchange: Exchange,
-        tokens: Tensor,
-        top_k_index: Tensor,
-        top_k_weights: Tensor,
-        wanted: frozenset[str],
-        fill: bool,
-        beside: bool,
-    ) -> DispatchedRows:
+    def dispatch(self, exchange: Exchange, call: RoutedCall, fill: bool, beside: bool) -> DispatchedRows:
         named, first = exchange.named("dispatch"), self._hosts.host * self._settings.max_tokens
-        headers = torch.tensor([exchange.number, messages.flags_of(wanted)], device=tokens.device)
+        headers = torch.tensor([exchange.number, messages.flags_of(call.needs_grad)], device=call.x.device)
         wrong = self._seen[exchange.lane].differ(self._rail.gathered(headers, named).view(-1, 2))
-        ids = self._of_this_host(self._rail.gathered(self._padded(top_k_index, -1), named))
-        numbers = top_k_weights.to(torch.promote_types(top_k_weights.dtype, torch.float32))
+        ids = self._of_this_host(self._rail.gathered(self._padded(call.top_k_index, -1), named))
+        numbers = call.top_k_weights.to(torch.promote_types(call.top_k_weights.dtype, torch.float32))
         numbers = self._rail.gathered(self._padded(numbers), named).masked_fill_(wrong, torch.nan)
-        everyone = self._rail.gathered(self._padded(tokens), named)
-        came = self.inside.dispatch(exchange, everyone, ids, numbers, wanted, fill, beside)
-        return came._replace(table=RailsTable(came.table, came.table.row_of_slot[first : first + tokens.shape[0]]))
+        everyone = self._rail.gathered(self._padded(call.x), named)
+        of_this_host = replace(call, x=everyone, top_k_index=ids, top_k_weights=numbers)
+        came = self.inside.dispatch(exchange, of_this_host, fill, beside)
+        return came._replace(table=RailsTable(came.table, came.table.row_of_slot[first : first + call.x.shape[0]]))
 
     def _padded(self, x: Tensor, value: float = 0.0) -> Tensor:
         """[max_tokens, ...] of [T, ...]."""
