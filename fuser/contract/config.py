@@ -152,11 +152,11 @@ def keep_for_recomputation() -> None:
 
     To be called where switches are read or changed: the first call in a checkpoint finds those that it began with.
     """
-    if (found := current_recomputation()) is None:
+    if (kept := current_recomputation()) is None:
         return
-    function = getattr(*found)
+    function = getattr(*kept)
     if not isinstance(function, _Again):
-        setattr(*found, _Again(active_config(), function))
+        setattr(*kept, _Again(active_config(), function))
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def test_what_was_found_goes_before_the_table() -> None:
     found = {("nt", True): FAST, ("tn", False): FAST}
 
     def chosen(kind: str, rows: float, itemsize: int = 2) -> ProgramTile:
-        return tiles.choose("sm_80", kind, rows, itemsize, found=found)
+        return tiles.choose("sm_80", kind, rows, itemsize, of_card=found)
 
     assert chosen("nt", 300) == chosen("tn", 2000) == FAST
     for kind, rows in (("nt", 20), ("nt", 2000), ("nn", 300), ("tn", 300)):
@@ -105,19 +105,18 @@ def test_the_fastest_is_found(interpreter: Any, monkeypatch: pytest.MonkeyPatch,
         tiles, "candidates", lambda *form: [FAST._replace(k=64), DOES_NOT_FIT, FAST, FAST._replace(m=32)]
     )
     monkeypatch.setattr(tune, "_clock", lambda device: time_of)
-    report = tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
+    fastest, why = tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
 
-    assert len(report["products"]) == 10
-    for each in report["products"]:
-        assert ProgramTile(**each["tile"]) == FAST
-        assert (each["seconds"], each["of_table"], each["tried"]) == (1.0, 2.0, 3)
-    assert "a card" in "\n".join(tune.lines(report))
+    assert why is None
+    assert len(fastest) == 10
+    for each in fastest:
+        assert each.tile == FAST
+        assert (each.seconds, each.of_table, each.tried) == (1.0, 2.0, 3)
     monkeypatch.setattr(tiles, "candidates", lambda *form: [WRONG])
     with pytest.raises(RuntimeError, match="no tile of activate gives the results of PyTorch on this card"):
         tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
-    assert "activate_backward few rows   64 x 128 x 32, 4 warps, 3 stages: 2.00 x the table's, of 3" in [
-        *tune.lines(report)
-    ]
+    printed = "activate_backward few rows   64 x 128 x 32, 4 warps, 3 stages: 2.00 x the table's, of 3"
+    assert printed in map(tune.line, fastest)
 
 
 def test_a_tile_that_does_not_fit_an_epilogue_is_replaced(interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ ARROWS = {  # package -> its parts, and which parts each may import; nothing sta
         "jit": ("problems", "extension"),
         "hopper": ("architecture", "problems", "extension", "jit"),
         "pytorch": ("architecture", "problems", "operators"),
-        "triton": ("architecture", "problems", "pytorch"),
+        "triton": ("architecture", "jit", "problems", "pytorch"),
         "dispatch": ("problems",),
         "backends": ("hopper", "pytorch", "triton", "dispatch"),
         "products": ("problems", "operators", "hopper", "dispatch"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..architecture import assumed
 from ..extension import TYPE_CODES, address, compiled, device_refusal, workspace_bytes
-from ..problems.gemm import Activate, GroupedGemm, Layout, Matrices, RowSlots, addresses, first
+from ..problems.gemm import Activate, GroupedGemm, Layout, Matrices, RowSlots, addresses, factor_refusal, first
 from . import epilogue
 from .operands import (
     LAYOUTS,
@@ -194,13 +194,8 @@ def _workspace(p: GroupedGemm, out: Tensor, variant: int) -> Workspace:
 
 def _factor_refusal(p: GroupedGemm) -> str | None:
     """Factors and biases that the kernels do not take."""
-    for name, factor in (("an alpha", p.alpha), ("a beta", p.beta)):
-        if isinstance(factor, Tensor) and factor.shape not in ((p.groups,), ()):
-            return f"needs {name} for each group or one for all, got shape {list(factor.shape)}"
-        if isinstance(factor, Tensor) and factor.dim() and factor.device != p.a.device:
-            return f"needs {name} on {p.a.device}, got {factor.device}"
-    if p.layout is Layout.TN and (p.row_scale is not None or p.bias_scale is not None):
-        return "has no rows to scale in a weight gradient"
+    if (why := factor_refusal(p)) is not None:
+        return why
     if p.bias is not None and first(p.bias).dtype not in TYPE_CODES:
         return f"needs a bias of 16 or 32 bits, got {first(p.bias).dtype}"
     return None

@@ -66,7 +66,7 @@ class KernelCache:
         return [] if self.refusal is not None else sorted(self.folder.glob("*.cubin"))
 
     def read(self, key: str) -> bytes | None:
-        """What is stored under a key; None if nothing is, or it may not be trusted."""
+        """The bytes that are stored under a key; None if there are none, or they may not be trusted."""
         if self.refusal is not None:
             return None
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

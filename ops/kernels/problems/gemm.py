@@ -254,6 +254,18 @@ class GroupedGemm:
         return moved
 
 
+def factor_refusal(p: GroupedGemm) -> str | None:
+    """Why no kernel of ours takes the factors of a problem; None: some do."""
+    for name, factor in (("an alpha", p.alpha), ("a beta", p.beta)):
+        if isinstance(factor, Tensor) and factor.shape not in ((p.groups,), ()):
+            return f"needs {name} for each group or one for all, got shape {list(factor.shape)}"
+        if isinstance(factor, Tensor) and factor.dim() and factor.device != p.a.device:
+            return f"needs {name} on {p.a.device}, got {factor.device}"
+    if p.layout is Layout.TN and (p.row_scale is not None or p.bias_scale is not None):
+        return "has no rows to scale in a weight gradient"
+    return None
+
+
 def addresses(matrices: Matrices) -> list[int]:
     """The addresses of matrices, or of the one tensor; without data, offsets from the start of aligned storages."""
     tensors = [matrices] if isinstance(matrices, Tensor) else matrices

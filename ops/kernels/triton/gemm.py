@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....fuser.replay.capture import refuse
-from ..problems.gemm import Activate, GroupedGemm, Layout, first
+from ..problems.gemm import Activate, GroupedGemm, factor_refusal, first
 from ..pytorch import wrong_sizes
 from .installed import DTYPES, NAME, groups_refusal, on_device_of, triton_refusal
 
@@ -29,13 +29,8 @@ def refusal(problem: GroupedGemm) -> str | None:
 
 def _factor_refusal(p: GroupedGemm) -> str | None:
     """Factors and biases that the kernels do not take."""
-    for name, factor in (("an alpha", p.alpha), ("a beta", p.beta)):
-        if isinstance(factor, Tensor) and factor.shape not in ((p.groups,), ()):
-            return f"needs {name} for each group or one for all, got shape {list(factor.shape)}"
-        if isinstance(factor, Tensor) and factor.dim() and factor.device != p.a.device:
-            return f"needs {name} on {p.a.device}, got {factor.device}"
-    if p.layout is Layout.TN and (p.row_scale is not None or p.bias_scale is not None):
-        return "has no rows to scale in a weight gradient"
+    if (why := factor_refusal(p)) is not None:
+        return why
     for name, vectors in (("bias", p.bias), ("bias_scale", p.bias_scale), ("row_scale", p.row_scale)):
         if vectors is not None and (first(vectors).dtype not in DTYPES or first(vectors).device != p.a.device):
             return f"needs a {name} of 16 or 32 bits on {p.a.device}, got {first(vectors).dtype}"

@@ -78,9 +78,9 @@ def nearest(architecture: str) -> str:
     return _LIKE.get(int(architecture[3:]) // 10, "sm_120") if architecture.startswith("sm_") else "gfx942"
 
 
-Found = Mapping[tuple[str, bool], ProgramTile]
+CardTiles = Mapping[tuple[str, bool], ProgramTile]
 """Tiles that were measured on a card, for 16 bits: by kind, and whether groups have at most ``FEW_ROWS`` rows."""
-_NOTHING: Found = MappingProxyType({})
+_NOTHING: CardTiles = MappingProxyType({})
 
 
 def choose(
@@ -89,7 +89,7 @@ def choose(
     rows_per_group: float,
     itemsize: int,
     strict: bool = False,
-    found: Found = _NOTHING,
+    of_card: CardTiles = _NOTHING,
 ) -> ProgramTile:
     """The tile of a product.
 
@@ -97,9 +97,9 @@ def choose(
         kind: a key of the table.
         itemsize: bytes of an operand's element; a step of 4 has half the depth.
         strict: operands of float32 that are multiplied as such, without tensor cores.
-        found: goes before the table.
+        of_card: those that were measured, which go before the table.
     """
-    measured = found.get((kind, rows_per_group <= FEW_ROWS)) if itemsize == 2 else None
+    measured = of_card.get((kind, rows_per_group <= FEW_ROWS)) if itemsize == 2 else None
     if measured is not None and (kind == "tn" or rows_per_group > _SHORT_ROWS):
         return measured
     architecture = nearest(architecture)

@@ -1,4 +1,4 @@
-"""The tiles that ``fusible tune`` has found on a card, kept on disk as compiled kernels are."""
+"""The tiles that ``fusible tune`` has measured on a card, kept on disk as compiled kernels are."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import torch
 
 from ..jit.cache import kernel_cache, key_of
 from .shape import ProgramTile
-from .tiles import Found
+from .tiles import CardTiles
 
 
 @cache
-def tiles_of(device: torch.device) -> Found:
-    """Those of a card; none where nothing has been measured, or by another version of Triton."""
+def tiles_of(device: torch.device) -> CardTiles:
+    """The tiles of a card; none where nothing has been measured, or by another version of Triton."""
     content = kernel_cache().read(_key(device)) if device.type == "cuda" else None
     if content is None:
         return {}
     return {(kind, few): ProgramTile(*fields) for kind, few, fields in json.loads(content)}
 
 
-def keep(device: torch.device, found: Found) -> str | None:
+def keep(device: torch.device, tiles: CardTiles) -> str | None:
     """Keeps them for this process and for later ones; returns the reason why they are not on disk, or None."""
-    content = json.dumps([(kind, few, list(tile)) for (kind, few), tile in found.items()])
+    content = json.dumps([(kind, few, list(tile)) for (kind, few), tile in tiles.items()])
     kernel_cache().write(_key(device), content.encode())
     tiles_of.cache_clear()
     return kernel_cache().refusal

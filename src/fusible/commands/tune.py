@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +12,9 @@ from ..benchmarks import timing
 from ..benchmarks.arguments import command, duration, positive
 from ..ops.kernels.triton import tuned
 from ..ops.kernels.triton.installed import triton_refusal
+
+if TYPE_CHECKING:
+    from ..ops.kernels.triton.device import tune
 
 
 def main(argv: Sequence[str]) -> None:
@@ -25,31 +28,30 @@ def main(argv: Sequence[str]) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if (why := triton_refusal(torch.empty(0, device=device))) is not None:
         parser.error(f"triton {why}")
-    report = run(device, (args.experts, args.hidden, args.features), args.seconds)
-    print(json.dumps(report, indent=1) if args.json else "\n".join(lines(report)))
+    fastest, why = run(device, (args.experts, args.hidden, args.features), args.seconds)
+    if args.json:
+        products = [{**each._asdict(), "tile": each.tile._asdict()} for each in fastest]
+        print(json.dumps({"device": torch.cuda.get_device_name(device), "not_kept": why, "products": products}))
+    else:
+        kept = [] if why is None else [f"not kept: it {why}"]
+        print("\n".join([torch.cuda.get_device_name(device), *map(line, fastest), *kept]))
 
 
-def run(device: torch.device, layer: tuple[int, int, int], seconds: float) -> dict[str, Any]:
-    """Measures and keeps; returns what was found as a dict."""
+def run(device: torch.device, sizes: tuple[int, int, int], seconds: float) -> tuple[list[tune.TunedTile], str | None]:
+    """Measures and keeps the fastest tiles; returns them, and why they are not kept, if they are not."""
     from ..ops.kernels.triton.device import tune
 
-    found = list(tune.measure(tune.Layer(*layer), device, seconds, _clock(device)))
-    why = tuned.keep(device, {(each.kind, each.few): each.tile for each in found})
-    rows = [{**each._asdict(), "tile": each.tile._asdict()} for each in found]
-    return {"device": torch.cuda.get_device_name(device), "not_kept": why, "products": rows}
+    fastest = list(tune.measure(tune.ExpertSizes(*sizes), device, seconds, _clock(device)))
+    return fastest, tuned.keep(device, {(each.kind, each.few): each.tile for each in fastest})
 
 
-def lines(report: dict[str, Any]) -> Iterator[str]:
-    """What was found as lines of text."""
-    yield report["device"]
-    for each in report["products"]:
-        tile, rows = each["tile"], "few rows" if each["few"] else "many rows"
-        yield (
-            f"{each['kind']:18}{rows:10} {tile['m']} x {tile['n']} x {tile['k']}, {tile['warps']} warps, "
-            f"{tile['stages']} stages: {each['of_table'] / each['seconds']:.2f} x the table's, of {each['tried']}"
-        )
-    if report["not_kept"]:
-        yield f"not kept: {report['not_kept']}"
+def line(product: tune.TunedTile) -> str:
+    """The tile of a product as a line of text."""
+    p, rows = product, "few rows" if product.few else "many rows"
+    return (
+        f"{p.kind:18}{rows:10} {p.tile.m} x {p.tile.n} x {p.tile.k}, {p.tile.warps} warps, "
+        f"{p.tile.stages} stages: {p.of_table / p.seconds:.2f} x the table's, of {p.tried}"
+    )
 
 
 def _clock(device: torch.device) -> Callable[[Callable[[], None]], float]:

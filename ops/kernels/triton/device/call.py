@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 
-def call(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: object) -> None:
+def call(kernel, grid, *arguments, **constants):
     """Launches a kernel on the current device and stream.
 
     Raises:
@@ -18,6 +16,6 @@ def call(kernel: Any, grid: tuple[int, ...], *arguments: object, **constants: ob
     kernel[grid](*arguments, **constants)
 
 
-def _refuse_unloaded(compiled: Any) -> None:
+def _refuse_unloaded(compiled):
     if compiled is None or compiled.module is None:
         raise RuntimeError("a kernel of Triton is loaded at its first call; call it once before the capture")

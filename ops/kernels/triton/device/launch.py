@@ -60,10 +60,10 @@ def tile_of(problem: GroupedGemm, measured: bool = True) -> ProgramTile:
     p, dtype = problem, problem.a.dtype
     kind = _KINDS.get(type(p.epilogue), p.layout.value.lower())
     strict = dtype == torch.float32 and precision_of(dtype) == "ieee"
-    architecture, found = architecture_of(p.a.device), tuned.tiles_of(p.a.device) if measured else {}
+    architecture, of_card = architecture_of(p.a.device), tuned.tiles_of(p.a.device) if measured else {}
     if not (isinstance(p.b, Tensor) and is_aligned(p.a) and is_aligned(p.b)):
-        architecture, found = tiles.WITHOUT_BULK_COPIES.get(architecture, architecture), {}
-    return tiles.choose(architecture, kind, p.rows / p.groups, dtype.itemsize, strict, found)
+        architecture, of_card = tiles.WITHOUT_BULK_COPIES.get(architecture, architecture), {}
+    return tiles.choose(architecture, kind, p.rows / p.groups, dtype.itemsize, strict, of_card)
 
 
 @lru_cache(maxsize=64)

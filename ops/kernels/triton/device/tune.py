@@ -22,7 +22,7 @@ _DOES_NOT_RUN = CompilationError, OutOfResources, PTXASError
 _SWIGLU = gated("silu", None, 1.0, 0.0, "concat")
 
 
-class Layer(NamedTuple):
+class ExpertSizes(NamedTuple):
     """The sizes of experts to tune for."""
 
     groups: int
@@ -30,7 +30,7 @@ class Layer(NamedTuple):
     features: int
 
 
-class Measured(NamedTuple):
+class TunedTile(NamedTuple):
     """The fastest tile of a kind of product, and seconds of a call: of this tile, and of the table's."""
 
     kind: str
@@ -42,8 +42,8 @@ class Measured(NamedTuple):
 
 
 def measure(
-    layer: Layer, device: torch.device, seconds: float, time_of: Callable[[Callable[[], None]], float]
-) -> Iterator[Measured]:
+    sizes: ExpertSizes, device: torch.device, seconds: float, time_of: Callable[[Callable[[], None]], float]
+) -> Iterator[TunedTile]:
     """The fastest tiles on this device, of products in bfloat16, among those whose results are those of PyTorch.
 
     Args:
@@ -53,23 +53,23 @@ def measure(
     Raises:
         RuntimeError: no tile gives the results of PyTorch.
     """
-    kinds = [(few, kind, p) for few in (False, True) for kind, p in problems(layer, device, few).items()]
+    kinds = [(few, kind, p) for few in (False, True) for kind, p in problems(sizes, device, few).items()]
     for few, kind, problem in kinds:
         deadline = time.monotonic() + seconds / len(kinds)
-        found, right = dict[ProgramTile, float](), _Expected(problem)
+        times, right = dict[ProgramTile, float](), _Expected(problem)
         for tile in tiles.candidates(launch.architecture_of(device), kind):
             try:
                 launch.run(problem, tile)
             except _DOES_NOT_RUN:
                 continue
             if right.are_there():
-                found[tile] = time_of(partial(launch.run, problem, tile))
-            if len(found) > 1 and time.monotonic() > deadline:
+                times[tile] = time_of(partial(launch.run, problem, tile))
+            if len(times) > 1 and time.monotonic() > deadline:
                 break
-        if not found:
+        if not times:
             raise RuntimeError(f"no tile of {kind} gives the results of PyTorch on this card; please report it")
-        best = min(found, key=found.__getitem__)
-        yield Measured(kind, few, best, found[best], next(iter(found.values())), len(found))
+        best = min(times, key=times.__getitem__)
+        yield TunedTile(kind, few, best, times[best], next(iter(times.values())), len(times))
 
 
 class _Expected:
@@ -97,11 +97,11 @@ class _Expected:
 _TOLERANCE = 2.0**-6  # of the largest number, in bfloat16
 
 
-def problems(layer: Layer, device: torch.device, few: bool) -> dict[str, GroupedGemm]:
+def problems(sizes: ExpertSizes, device: torch.device, few: bool) -> dict[str, GroupedGemm]:
     """The products of experts with a gate, by kind; ``few``: of 256 rows a group, else of twice what counts as few."""
-    groups, hidden, features = layer
+    groups, hidden, features = sizes
     rows = groups * (256 if few else 2 * tiles.FEW_ROWS)
-    sizes = torch.full((groups,), rows // groups, device=device)
+    split_sizes = torch.full((groups,), rows // groups, device=device)
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device, dtype=torch.bfloat16)
@@ -112,9 +112,9 @@ def problems(layer: Layer, device: torch.device, few: bool) -> dict[str, Grouped
     grads = ActivationGrads(torch.empty_like(h), torch.empty_like(scales), torch.empty_like(a))
     forward, backward = Activate(_SWIGLU, scales, h), ActivateBackward(_SWIGLU, scales, h, grads)
     return {
-        "activate": GroupedGemm(Layout.NT, x, up, sizes, a, fresh=True, epilogue=forward),
-        "nt": GroupedGemm(Layout.NT, a, down, sizes, torch.empty_like(x), fresh=True),
-        "activate_backward": GroupedGemm(Layout.NN, x, down, sizes, grads.preact, fresh=True, epilogue=backward),
-        "nn": GroupedGemm(Layout.NN, h, up, sizes, torch.empty_like(x), fresh=True),
-        "tn": GroupedGemm(Layout.TN, h, x, sizes, torch.empty_like(up), fresh=True),
+        "activate": GroupedGemm(Layout.NT, x, up, split_sizes, a, fresh=True, epilogue=forward),
+        "nt": GroupedGemm(Layout.NT, a, down, split_sizes, torch.empty_like(x), fresh=True),
+        "activate_backward": GroupedGemm(Layout.NN, x, down, split_sizes, grads.preact, fresh=True, epilogue=backward),
+        "nn": GroupedGemm(Layout.NN, h, up, split_sizes, torch.empty_like(x), fresh=True),
+        "tn": GroupedGemm(Layout.TN, h, x, split_sizes, torch.empty_like(up), fresh=True),
     }
