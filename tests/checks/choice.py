@@ -92,7 +92,7 @@ def is_decided(p: Choosing) -> Tensor:
         gap = sums[:, rule.keep - 1] - sums[:, rule.keep] if rule.keep < rule.groups else torch.inf
         decided = gap > 2 * rule.best * (bounds.amax(-1) + 2.0**-24 * sums.abs().amax(-1))
         keys = reference._within_groups(keys, rule)
-    highest = keys.sort(-1, descending=True).values[:, : rule.top_k + 1]
+    highest = keys.topk(min(rule.top_k + 1, keys.shape[1])).values
     return decided & (-highest.diff(dim=-1) > 2 * bounds.amax(-1, keepdim=True)).all(-1)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import choice
+from checks import choice, gate
 from checks.choice import Case
 from checks.device import needs_hopper
 
@@ -92,6 +92,15 @@ def test_a_graph_chooses_for_other_logits() -> None:
 
     for mine, theirs in zip(out, choice.chosen(p), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("sizes", [*gate.SIZES, (2051, 2048, 128), (64, 7168, 256)], ids=str)
+def test_the_gate_is_near_float64(sizes: tuple[int, int, int]) -> None:
+    gate.check("cuda", sizes)
+
+
+def test_the_logits_of_a_token_depend_on_no_other() -> None:
+    gate.check_alone("cuda")
 
 
 H, E, K, T = 64, 128, 8, 200
