@@ -127,6 +127,13 @@ def test_a_router_gives_what_pytorch_gives(dtype: torch.dtype) -> None:
     assert "fusible (choose)" in str(part.choice.explain())
 
 
+@pytest.mark.parametrize("how", [{"scores": "sigmoid", "bias_update_rate": 0.1}, {"losses": (ZLoss(0.1),)}], ids=str)
+@pytest.mark.parametrize("shared", [None, 32])
+def test_calls_of_a_layer_give_the_same_bits(how: dict[str, Any], shared: int | None) -> None:
+    """A call that differs is named with its tensors. A shared expert shows whether the order of a sum does it."""
+    choice.check_calls_of_a_layer("cuda", how, shared)
+
+
 def test_routers_wait_for_nothing() -> None:
     part, x = router(), torch.randn(T, H, device="cuda")
     part(x).loss.backward()
