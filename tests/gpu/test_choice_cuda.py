@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checks import choice
+from checks import choice, gate
 from checks.choice import Case
 from checks.device import needs_hopper
 
@@ -94,6 +94,15 @@ def test_a_graph_chooses_for_other_logits() -> None:
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.parametrize("sizes", [*gate.SIZES, (2051, 2048, 128), (64, 7168, 256)], ids=str)
+def test_the_gate_is_near_float64(sizes: tuple[int, int, int]) -> None:
+    gate.check("cuda", sizes)
+
+
+def test_the_logits_of_a_token_depend_on_no_other() -> None:
+    gate.check_alone("cuda")
+
+
 H, E, K, T = 64, 128, 8, 200
 
 
@@ -116,6 +125,13 @@ def test_a_router_gives_what_pytorch_gives(dtype: torch.dtype) -> None:
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs)
     assert "fusible (choose)" in str(part.choice.explain())
+
+
+@pytest.mark.parametrize("how", [{"scores": "sigmoid", "bias_update_rate": 0.1}, {"losses": (ZLoss(0.1),)}], ids=str)
+@pytest.mark.parametrize("shared", [None, 32])
+def test_calls_of_a_layer_give_the_same_bits(how: dict[str, Any], shared: int | None) -> None:
+    """A call that differs is named with its tensors. A shared expert shows whether the order of a sum does it."""
+    choice.check_calls_of_a_layer("cuda", how, shared)
 
 
 def test_routers_wait_for_nothing() -> None:

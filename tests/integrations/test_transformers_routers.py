@@ -182,6 +182,20 @@ def test_models_give_what_they_gave(name: str, masked: bool) -> None:
     assert len(ids) == len(reasons)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3", "gpt-oss"])
+def test_router_logits_and_the_loss_of_them_are_the_same(name: str) -> None:
+    model, found = model_of(name), []
+    for _ in range(2):
+        out = model(IDS, attention_mask=MASK, labels=IDS, output_router_logits=True)
+        found.append([out.aux_loss.detach(), *out.router_logits])
+        routers.route(model)
+
+    assert len(found[0]) == 3
+    for row, (ours, own) in enumerate(zip(found[1], found[0], strict=True)):
+        real = MASK.bool().reshape(-1) if row else torch.ones((), dtype=torch.bool)
+        torch.testing.assert_close(ours[real], own[real])
+
+
 def test_a_router_of_another_form_is_named_with_the_reason() -> None:
     reasons = routers.route(model_of("gemma-4"))
 

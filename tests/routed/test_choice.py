@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fusible import MoE, RefusedError, Router, SignBias, SwitchLoss, ZLoss, config
+from fusible import RefusedError, Router, SignBias, SwitchLoss, ZLoss, config
 from fusible.fuser import replay
 from fusible.ops.kernels.hopper import choice as kernel
 from fusible.ops.kernels.problems.choice import SCORES, ChoiceRule, Choosing
@@ -240,28 +239,16 @@ def test_replays_give_the_bits_of_the_first_call() -> None:
 def test_replays_of_a_layer_give_the_bits_of_the_first_call(
     emulation: harness.Emulation, how: dict[str, Any], shared: int | None
 ) -> None:
-    """Output, loss and all gradients, that of x among them. The backward runs in a thread of its own, as on a GPU."""
-    torch.manual_seed(3)
-    layer = MoE(64, 32, experts=8, top_k=2, balance_loss=0.1, shared_ffn=shared, dtype=torch.bfloat16, **how)
-    x, before = torch.randn(33, 64).bfloat16().requires_grad_(), replay.stats().replayed
-    first = results(layer, x)
-    for call in range(1, 6):
-        with emulation.shuffled(call) if call > 3 else nullcontext():
-            again = results(layer, x)
-        assert [name for name in first if not torch.equal(first[name], again[name])] == []
-
-    assert replay.stats().replayed == before + 4 * 4  # both containers, forward and backward, from the third call on
-    assert "replayed" in str(layer.router.choice.explain())
-
-
-def results(layer: MoE, x: Tensor) -> dict[str, Tensor]:
-    """The results of a step by name."""
-    y, loss, counts = layer(x)
-    leaves = {"x": x, **dict(layer.named_parameters())}
+    """The backward runs in a thread of its own, as on a GPU; the last calls in other orders of threads."""
+    before = replay.stats().replayed
     with ThreadPoolExecutor(1) as engine:
-        total = y.square().mean() + loss
-        grads = engine.submit(torch.autograd.grad, total, [*leaves.values()]).result()
-    return {"y": y.detach(), "loss": loss.detach(), "counts": counts, **dict(zip(leaves, grads, strict=True))}
+        layer = choice.check_calls_of_a_layer("cpu", how, shared, engine)
+        for seed in (1, 2):
+            with emulation.shuffled(seed):
+                choice.check_calls_of_a_layer("cpu", how, shared, engine, layer)
+
+    assert replay.stats().replayed == before + 5 * 4  # both containers, forward and backward
+    assert "replayed" in str(layer.router.choice.explain())
 
 
 def test_custom_ops_run_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

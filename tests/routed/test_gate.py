@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from checks.gate import BF16, SIZES, check, check_alone, step, tensors
 from emulation import build
-from torch import Tensor
 
 from fusible import Router, config
 from fusible.ops.kernels.hopper import gate as kernel
@@ -19,20 +19,6 @@ emulated = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
     pytest.mark.usefixtures("emulation"),
 ]
-SIZES = [(1, 64, 8), (33, 128, 60), (64, 256, 128), (300, 200, 264), (7, 96, 896)]  # T, H, E
-BF16 = torch.bfloat16
-
-
-def tensors(tokens: int, hidden: int, experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tokens, a weight, a bias, and the gradient of the logits."""
-    torch.manual_seed(tokens)
-    x, weight = torch.randn(tokens, hidden, dtype=BF16), torch.randn(experts, hidden, dtype=BF16)
-    return x.requires_grad_(), weight.requires_grad_(), torch.randn(experts), torch.randn(tokens, experts)
-
-
-def step(x: Tensor, weight: Tensor, bias: Tensor, dy: Tensor) -> list[Tensor]:
-    logits = Gate()(x, weight=weight, logit_bias=bias)
-    return [logits.detach(), *torch.autograd.grad(logits, [x, weight], dy)]
 
 
 @pytest.fixture
@@ -49,26 +35,13 @@ class TestKernels:
 
     @pytest.mark.parametrize("sizes", SIZES, ids=str)
     def test_products_are_those_of_float64(self, sizes: tuple[int, int, int], launched: list[Layout]) -> None:
-        """Logits within the rounding of float32 sums; a gradient of 16 bits within one rounding, after 2^-16."""
-        given = tensors(*sizes)
-        ours = step(*given)
-        true = step(*[t.detach().double().requires_grad_() for t in given])
-        size = [t.detach().double().abs() for t in given]
-        sums = [size[0] @ size[1].T + size[2], size[3] @ size[1], size[3].T @ size[0]]
+        check("cpu", sizes)
         fits = sizes[2] % 8 == 0
 
         assert launched == ([Layout.NT, *[Layout.NN] * 2, *[Layout.TN] * 2] if fits else [])
-        assert [t.dtype for t in ours] == [torch.float32, BF16, BF16]
-        for out, right, most, depth in zip(ours, true, sums, (sizes[1], sizes[2], sizes[0]), strict=True):
-            half = 0.0 if out.dtype == torch.float32 else 2.0**-8
-            bound = most * (depth * 2.0**-24 + 2.0**-16 * (half > 0)) + half * right.abs()
-            assert ((out.double() - right).abs() <= bound * 1.001).all()
 
     def test_the_logits_of_a_token_depend_on_no_other(self, launched: list[Layout]) -> None:
-        x, weight, bias, _ = (t.detach() for t in tensors(300, 128, 128))
-        whole = Gate()(x, weight=weight, logit_bias=bias)
-        for tokens in (1, 7, 64, 129):
-            assert torch.equal(Gate()(x[:tokens], weight=weight, logit_bias=bias), whole[:tokens])
+        check_alone("cpu")
         assert launched == [Layout.NT] * 5
 
     def test_a_router_uses_it(self, launched: list[Layout]) -> None:
@@ -82,7 +55,7 @@ class TestKernels:
         torch.testing.assert_close(routes.logits, expected.logits)
 
     def test_gradients_that_are_not_finite_stay_where_they_are(self, launched: list[Layout]) -> None:
-        x, weight, bias, dy = tensors(5, 64, 8)
+        x, weight, bias, dy = tensors("cpu", 5, 64, 8)
         dy[1, 3], dy[2, 4] = torch.inf, torch.nan
         logits = Gate()(x, weight=weight, logit_bias=bias)
         (dx,) = torch.autograd.grad(logits, [x], dy)
@@ -109,7 +82,7 @@ class TestKernels:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32, torch.float64])
 def test_pytorch_computes_in_float32_at_least(dtype: torch.dtype) -> None:
-    x, weight, bias, dy = (t.detach().to(dtype).requires_grad_() for t in tensors(9, 20, 12))
+    x, weight, bias, dy = (t.detach().to(dtype).requires_grad_() for t in tensors("cpu", 9, 20, 12))
     ours = step(x, weight, bias, dy.detach())
     wide = torch.promote_types(dtype, torch.float32)
     logits = torch.nn.functional.linear(x.to(wide), weight.to(wide), bias.to(wide))
@@ -120,7 +93,7 @@ def test_pytorch_computes_in_float32_at_least(dtype: torch.dtype) -> None:
 
 
 def test_no_tokens() -> None:
-    x, weight, bias, dy = tensors(0, 16, 8)
+    x, weight, bias, dy = tensors("cpu", 0, 16, 8)
 
     assert [tuple(t.shape) for t in step(x, weight, bias, dy)] == [(0, 8), (0, 16), (8, 16)]
     assert not step(x, weight, bias, dy)[2].any()

@@ -16,7 +16,7 @@ def refusal(p: GateProduct) -> str | None:
         return f"needs tokens and a weight of bfloat16, got {p.a.dtype} and {p.b.dtype}"
     if p.a.dtype == torch.float32 and p.layout is Layout.NT:
         return "needs tokens of bfloat16, got torch.float32"
-    a = p.a if p.a.dtype == p.b.dtype else p.b.new_empty(1, p.a.shape[1])  # as halves are
+    a = p.a if p.a.dtype == p.b.dtype else p.b.new_empty(1, p.a.shape[1])  # as the split ones are
     out = p.a.new_empty(1, p.shape[1], dtype=torch.float32)
     return gemm.refusal(_product(p, a, out, p.a.new_empty(1, dtype=torch.int32)))
 
@@ -25,13 +25,13 @@ def run(p: GateProduct) -> None:
     """Fills ``out``. A float32 gradient is the sum of two bfloat16 numbers, within 2^-16 of it: a product of each."""
     assert p.out is not None
     sizes = torch.full((1,), p.a.shape[0], dtype=torch.int32, device=p.a.device)
-    for number, a in enumerate((p.a,) if p.a.dtype == p.b.dtype else halves_of(p.a)):
+    for number, a in enumerate((p.a,) if p.a.dtype == p.b.dtype else split_in_two(p.a)):
         product = _product(p, a, p.out, sizes)
         product.beta, product.fresh = (1.0, False) if number else (None, True)
         gemm.launch(product)
 
 
-def halves_of(x: Tensor) -> tuple[Tensor, Tensor]:
+def split_in_two(x: Tensor) -> tuple[Tensor, Tensor]:
     """Two bfloat16 numbers whose sum is ``x``, within 2^-16 of it; zero beside one that is not finite."""
     high = x.bfloat16()
     return high, torch.where(high.isfinite(), x - high.float(), 0).bfloat16()
