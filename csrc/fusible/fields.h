@@ -28,12 +28,12 @@ struct Field {
   size_t offset;  // in its struct
 
   void* at(void* call) const { return static_cast<char*>(call) + offset; }
-  // Of exactly this type.
+  // The member, whose type is exactly this.
   template <class T>
   T& in(void* call) const {
     return *static_cast<T*>(at(call));
   }
-  // Of any type with these bytes: any pointer is an Address, any enumeration a number.
+  // The value of a member with as many bytes: any pointer is an Address, any enumeration a number.
   template <class T>
   T get(void* call) const {
     T value;
@@ -48,7 +48,7 @@ struct Field {
 
 class Fields {
  public:
-  // Of a struct that tells them: call.fields(Fields&).
+  // The table of a struct that tells its fields: call.fields(Fields&).
   template <class Call>
   static const Fields& of() {
     static const Fields fields = [] {
@@ -69,7 +69,7 @@ class Fields {
     field(name, member);
     all.back().is_rows = true;
   }
-  // What follows may be left out.
+  // Says that the fields told after this may be left out.
   void optional() { required = all.size(); }
 
   std::vector<Field> all;
