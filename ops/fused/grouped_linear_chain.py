@@ -33,7 +33,7 @@ from ..basic.link import Link
 from ..basic.residual import AddExtraInput
 from ..grouped import link_rows
 from ..grouped.grouped_linear import GroupedLinear, LinearCall, flat, with_rows_of
-from ..quantized.activation import Activating
+from ..quantized.activation import ActivatedProduct
 from ..quantized.linear import in_force
 from .activation_role import PREFIX, is_chain, shares_groups
 from .parts import FC1, filed, names_of
@@ -131,7 +131,7 @@ class GroupedLinearChain(FusedOp):
         assert spec is not None
         sizes = kernels.as_split_sizes(split_sizes, x.device)
         call = LinearCall(sizes, names_of(FC1, needs_grad), fc1_bias_scale, grad_input, x.shape, x_is_inner)
-        activating = Activating(
+        activating = ActivatedProduct(
             *(spec, flat(next(iter(operands.numbers()), None)), link_rows.vectors_of(link, columns), keep_preact),
             matrices=operands.matrices(),
         )

@@ -13,7 +13,7 @@ from ..basic.glu import Activated
 from ..basic.scale import Scale
 from ..grouped.grouped_linear import GroupedLinear, LinearCall, as_rows, flat, with_rows_of
 from ..grouped.pointwise import Pointwise
-from ..quantized.activation import Activating
+from ..quantized.activation import ActivatedProduct
 from .activation_role import (
     ACTIVATION_OR_CHAIN,
     keyword_of,
@@ -68,7 +68,7 @@ class GroupedLinearGLU(FusedOp):
             vectors_of(self.act),
         )
         call = LinearCall(sizes, needs, fc1_bias_scale, grad_input, x.shape, x_is_inner)
-        activating = Activating(spec_of(self.act), flat(scales), vectors, keep_preact=bool(needs_grad))
+        activating = ActivatedProduct(spec_of(self.act), flat(scales), vectors, keep_preact=bool(needs_grad))
         (preact, hidden), fc1 = self.fc1.multiply(self.fc1.reads(x, call, autocast_dtype), call, activating)
         assert hidden.values is not None
         return with_rows_of(x, hidden.values), self.Saved(fc1, preact, scales, vectors)

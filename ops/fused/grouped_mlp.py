@@ -15,7 +15,7 @@ from ..basic.glu import Activated
 from ..basic.scale import Scale
 from ..grouped.grouped_linear import GroupedLinear, LinearCall, as_rows, flat, with_rows_of
 from ..grouped.pointwise import Pointwise
-from ..quantized.activation import Activating, Hidden, Through, Wanted, through_activation
+from ..quantized.activation import ActivatedProduct, Hidden, Through, Wanted, through_activation
 from ..quantized.linear import in_force
 from ..quantized.operands import GatheredTokens, Tokens, tokens_for
 from ..values.switches import active_switches
@@ -109,7 +109,7 @@ class GroupedMLP(FusedOp):
         recompute = keep_preact and active_switches().recompute and self._recomputes()
         of_fc1 = kept_for_fc1(needs, self.fc1.has_bias, recompute)
         first = LinearCall(sizes, of_fc1, call.fc1_bias_scale, call.grad_input, x.shape, call.x_is_inner)
-        activating = Activating(
+        activating = ActivatedProduct(
             *(spec_of(self.act), flat(call.scales), vectors, keep_preact and not recompute),
             tail_unspecified=True,
             reader=self.fc2,
@@ -155,7 +155,7 @@ class GroupedMLP(FusedOp):
     def _recomputed(self, saved: Saved) -> Tensor:
         """The pre-activation, from the rows of x by the forward's kernel, bit-identical."""
         fc1, sizes, bias_scale = saved.fc1, saved.fc1.split_sizes, flat(saved.fc1.bias_scale)
-        activating = Activating(spec_of(self.act), flat(saved.scales), saved.vectors, True, tail_unspecified=True)
+        activating = ActivatedProduct(spec_of(self.act), flat(saved.scales), saved.vectors, True, tail_unspecified=True)
         read = tokens_for(None, None, fc1.x, sizes, rows=True, wgrad=False)  # type: ignore[arg-type]
         preact, _ = activating(read, fc1.weight, sizes, bias=fc1.bias, bias_scale=bias_scale)  # type: ignore[arg-type]
         assert preact is not None

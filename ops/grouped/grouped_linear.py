@@ -42,7 +42,7 @@ GRAD_INPUT_BUFFER_KEY = "grad_input"
 
 @dataclass(slots=True)
 class LinearCall:
-    """What a call gives a grouped linear beside the rows of x.
+    """The arguments of a call of a grouped linear beside the rows of x.
 
     Attributes:
         needs_grad: the wanted gradients, by the names of the linear.

@@ -72,7 +72,7 @@ class Hidden(NamedTuple):
 
 
 @dataclass(slots=True)
-class Activating:
+class ActivatedProduct:
     """A product with an activation behind it, in place of :func:`multiplied`.
 
     It returns the product, if that is kept, and the hidden rows: as the linear ``reader`` reads them, or else as

@@ -76,7 +76,7 @@ def test_calls_of_a_look_up(way):
 
 
 @pytest.mark.parametrize(
-    ("how", "forward", "backward"), [({}, 430, 460), ({"accumulate_into_main_grad": True}, 430, 590)]
+    ("how", "forward", "backward"), [({}, 425, 445), ({"accumulate_into_main_grad": True}, 425, 575)]
 )
 def test_calls_of_fused_experts(how, forward, backward):
     calls = Calls(2, **how).run()
@@ -95,8 +95,8 @@ def test_a_hot_call_does_the_same_work_again():
 def test_a_parameter_for_each_expert_costs_no_calls_for_each(groups):
     forward, backward = Calls(groups, single_grouped_weight=False).run()
 
-    assert forward <= 500  # of them 8 of the extension, where it is built: each asks all parameters at once
-    assert backward <= 475
+    assert forward <= 497  # of them 10 of the extension, where it is built: each asks all parameters at once
+    assert backward <= 465
 
 
 @pytest.mark.parametrize(

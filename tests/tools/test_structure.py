@@ -36,8 +36,8 @@ LARGEST = {  # what must not grow unnoticed
     "arrows with a way back in fuser": 0,
     "arrows with a way back in ops": 0,
     "arrows with a way back in ops.kernels": 0,
-    "functions with 10 parameters or more": 24,
-    "`Any`": 428,
+    "functions with 10 parameters or more": 16,
+    "`Any`": 600,
 }
 
 

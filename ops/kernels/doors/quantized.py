@@ -61,7 +61,7 @@ class RowCopies(NamedTuple):
 
 
 class WantedCopies(NamedTuple):
-    """Which results of a backward through an activation are wanted."""
+    """The results that are wanted of a backward through an activation."""
 
     want_rows: bool
     want_columns: bool

@@ -81,7 +81,7 @@ def new_value(x: Tensor, program: Program) -> Tensor:
 
 
 class WantedGrads(NamedTuple):
-    """Which gradients of a pointwise program are wanted."""
+    """The gradients that are wanted of a pointwise program."""
 
     want_x: bool
     want_numbers: bool
