@@ -9,7 +9,8 @@ import pytest
 import two_hosts
 from emulation import build
 
-pytestmark = pytest.mark.skipif(two_hosts.refusal() is not None, reason=f"no two hosts here: {two_hosts.refusal()}")
+REFUSAL = two_hosts.refusal()
+pytestmark = pytest.mark.skipif(REFUSAL is not None, reason=f"no two hosts here: {REFUSAL}")
 
 
 @pytest.fixture(scope="module")
