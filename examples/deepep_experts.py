@@ -40,12 +40,12 @@ class DeepEPExperts(nn.Module):
 
     def forward(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, H] in bfloat16, from tokens [T, H], ids and float32 weights [T, k]; ids of no expert add nothing."""
-        known = (top_k_index >= 0) & (top_k_index < self.num_experts)
-        ids = torch.where(known, top_k_index, -1).long()
-        dispatched = _Dispatch.apply(x, ids, top_k_weights.float(), self.buffer, self.num_experts)
-        rows, scales, sizes, handle = dispatched
+        ids = torch.where((top_k_index >= 0) & (top_k_index < self.num_experts), top_k_index, -1).long()
+        dispatch: Any = _Dispatch.apply
+        rows, scales, sizes, handle = dispatch(x, ids, top_k_weights.float(), self.buffer, self.num_experts)
         y = self.experts(rows, split_sizes=sizes, scales=scales)
-        summed: Tensor = _Combine.apply(y, self.buffer, handle)
+        combine: Any = _Combine.apply
+        summed: Tensor = combine(y, self.buffer, handle)
         return summed
 
 

@@ -288,7 +288,7 @@ class Group:
             self._mover.check()
 
     def statistics(self) -> Statistics:
-        """The counters so far."""
+        """The counters so far; with transport ``"rails"`` of the ranks of this host."""
         return Statistics(sum(lane.exchanges for lane in self._lanes), **self._mover.statistics())
 
     def reset(self) -> None:

@@ -158,7 +158,7 @@ class RailsTransport:
 
     def dispatch(self, exchange: Exchange, call: RoutedCall, fill: bool, beside: bool) -> DispatchedRows:
         named, first = exchange.named("dispatch"), self._hosts.host * self._settings.max_tokens
-        headers = torch.tensor([exchange.number, messages.flags_of(call.needs_grad)], device=call.x.device)
+        headers = _header(exchange.number, messages.flags_of(call.needs_grad), call.x.device)
         wrong = self._seen[exchange.lane].differ(self._rail.gathered(headers, named).view(-1, 2))
         ids = self._of_this_host(self._rail.gathered(self._padded(call.top_k_index, -1), named))
         numbers = call.top_k_weights.to(torch.promote_types(call.top_k_weights.dtype, torch.float32))
@@ -226,6 +226,11 @@ class RailsTransport:
         moved = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         trace.record(trace.KernelCall(f"all_gather or all_to_all_single on the rail ({kind})", "", 0, moved))
         self.inside.foresee(kind, *tensors)
+
+
+def _header(number: int, flags: int, on: torch.device) -> Tensor:
+    """Two numbers as int64 [2], filled by the device: a copy would wait for it."""
+    return torch.stack([torch.full((), each, dtype=torch.int64, device=on) for each in (number, flags)])
 
 
 class _Headers:

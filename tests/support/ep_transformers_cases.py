@@ -327,6 +327,17 @@ def a_batch_that_all_have_is_not_sent(world: World) -> None:
 
 
 @case
+def decoding_of_such_a_batch_compiles_in_one_graph(world: World) -> None:
+    model, _ = Way(tp=2).models()
+    ids = batches(1)[0]
+    with torch.no_grad():
+        expected = model.eval()(ids).logits
+        for layer in model.model.layers:
+            layer.mlp.compile(backend="eager", fullgraph=True)
+        assert relative(model(ids).logits, expected) < 1e-6
+
+
+@case
 def saved_weights_are_those_of_the_model(world: World) -> None:
     ours = check(world, Way(fsdp=2))
     box = [tempfile.mkdtemp() if world.rank == 0 else None]

@@ -16,14 +16,6 @@ Launcher = Callable[[int], list[str]]
 """The rank of a process -> the words in front of its command."""
 
 
-def refusal() -> str | None:
-    """The reason why there can be no namespaces here, or None."""
-    if shutil.which("ip") is None or shutil.which("unshare") is None:
-        return "no ip or no unshare"
-    tried = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True)
-    return tried.stderr.strip() or None
-
-
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
@@ -50,6 +42,18 @@ def two_hosts(ranks: int) -> Iterator[Launcher]:
     finally:
         for space in spaces:
             subprocess.run(["ip", "netns", "del", space], capture_output=True)
+
+
+def refusal() -> str | None:
+    """The reason why there can be no such hosts here, or None: it makes them."""
+    if shutil.which("ip") is None or shutil.which("unshare") is None:
+        return "no ip or no unshare"
+    try:
+        with two_hosts(2) as launcher:
+            subprocess.run([*launcher(1), "true"], check=True, capture_output=True)
+    except subprocess.CalledProcessError as error:
+        return error.stderr.decode().strip() or str(error)
+    return None
 
 
 def cut() -> None:
