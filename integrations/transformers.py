@@ -126,8 +126,8 @@ def _explained(module: Any) -> Any:
         float8 = float8_experts.existing(module)
         return "no call yet" if float8 is None else LayerContainer(float8.container, "")
     adapted = lora.explained(module)
-    if adapted is not None:
-        return adapted
+    if adapted is not None or is_stored(module):
+        return adapted or "no call yet"
     built = existing(module)
     if built is not None:  # also between the calls of a sharded model, when its parameters are DTensors
         return LayerContainer(built.container, built.routing)
