@@ -111,7 +111,7 @@ def keep(
     names = [f"{name}{suffix}" for suffix, part in zip(_SUFFIXES, weight.tensors, strict=True) if part is not None]
     for part in (name, *[f"{name}{suffix}" for suffix in layout.suffixes]):
         experts._parameters.pop(part, None)
-    for part, tensor in zip(names, filter(lambda t: t is not None, weight.tensors), strict=True):
+    for part, tensor in zip(names, (weight.data, *weight.decoders), strict=True):
         experts.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
         experts._parameters[part]._is_hf_initialized = True
     for suffix in layout.extras:

@@ -43,7 +43,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """
     traced, tensors = torch.compiler.is_dynamo_compiling(), (hidden_states, top_k_index, top_k_weights)
     if is_stored(self):
-        return lora.stored_forward(self, *tensors)
+        y: Tensor = lora.stored_forward(self, *tensors)
+        return y
     if not traced and lora.ATTRIBUTE in self.__dict__ and self.__dict__[lora.ATTRIBUTE] is not None:
         adapted = lora.experts_forward(self, *tensors)
         if adapted is not None:
@@ -94,7 +95,8 @@ def _register_fp8() -> None:
         tensors = hidden_states, top_k_index, top_k_weights
         layer = self.__dict__.get(lora.ATTRIBUTE)
         if layer is not None and layer.adapters:
-            return lora.stored_forward(self, *tensors)
+            y: Tensor = lora.stored_forward(self, *tensors)
+            return y
         why = float8_experts.refusal(self, hidden_states)
         if why is None:
             return float8_experts.run(self, *tensors)
