@@ -115,7 +115,10 @@ def check_adaptable(module: Any, name: str) -> None:
         hardly changes.
     """
     parameter = getattr(module, name, None)
-    if not isinstance(parameter, Tensor) or parameter.dtype.itemsize != 1:
+    if not isinstance(parameter, Tensor):
+        return
+    if parameter.dtype.itemsize != 1:
+        _tell_of_16_bits(module, name, parameter)
         return
     stored = stored_of(module, name)
     if stored is not None and _runs_here(module):
@@ -143,6 +146,20 @@ def check_not_shared(module: Any, name: str) -> None:
             "whole, and the parameter is the part of one rank. Load the model without ep_size, or leave "
             f"{name!r} out of target_parameters"
         )
+
+
+def _tell_of_16_bits(module: Any, name: str, parameter: Tensor) -> None:
+    """Warns of a parameter that a quantised model has in 16 bits or more, as transformers leaves experts silently."""
+    settings = getattr(getattr(module, "config", None), "quantization_config", None)
+    if settings is None or parameter.dim() != 3:
+        return
+    method = getattr(settings, "quant_method", settings)
+    warnings.warn(
+        f"fusible: {type(module).__name__}.{name} is {parameter.dtype}, {parameter.nbytes / 1e9:.3g} GB, although the "
+        f"model is quantised by {getattr(method, 'value', method)}, which leaves these experts as they are. Load with "
+        'experts_implementation="fusible" if that reads the format (docs/gpt_oss.md)',
+        stacklevel=2,
+    )
 
 
 def _activate(original: ActivateAdapters) -> ActivateAdapters:

@@ -8,7 +8,6 @@ of the experts gives way to parameters of the publisher's names; afterwards thes
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -29,7 +28,6 @@ _HOOKS = {
     "get_new_dtype": ("converter", "param", "dtype"),
     "update_attn_implementation": ("config",),
 }
-LayoutOf = Callable[[Any, str, tuple[int, int, int]], Layout | None]
 
 
 def experts_of(model: nn.Module) -> list[Any]:

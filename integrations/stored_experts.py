@@ -18,6 +18,7 @@ from ..ops.formats.recipe import Recipe
 from .experts import Names
 from .stored_layouts import Layout
 
+NAME = "fusible"
 ATTRIBUTE = "_fusible_stored"  # of the module: name of a weight -> Stored
 _SUFFIXES = ("", "_scale", "_factor")
 
@@ -110,7 +111,7 @@ def keep(
     names = [f"{name}{suffix}" for suffix, part in zip(_SUFFIXES, weight.tensors, strict=True) if part is not None]
     for part in (name, *[f"{name}{suffix}" for suffix in layout.suffixes]):
         experts._parameters.pop(part, None)
-    for part, tensor in zip(names, filter(lambda t: t is not None, weight.tensors), strict=True):
+    for part, tensor in zip(names, (weight.data, *weight.decoders), strict=True):
         experts.register_parameter(part, nn.Parameter(tensor, requires_grad=False))
         experts._parameters[part]._is_hf_initialized = True
     for suffix in layout.extras:
@@ -120,9 +121,21 @@ def keep(
         experts.__dict__[ATTRIBUTE] = {}
         experts.register_state_dict_post_hook(_publish)
         experts.register_load_state_dict_pre_hook(_take_back)
+        experts.register_forward_pre_hook(_check_reader)
     stored = Stored(layout.recipe, layout.shape, tuple(names), dtype, layout, was_transposed)
     experts.__dict__[ATTRIBUTE][name] = stored
     experts._is_hf_initialized = True  # the model's initialiser looks for the parameters that it knows
+
+
+def _check_reader(experts: Any, arguments: Any) -> None:
+    """Raises :class:`ValueError` in a call of another implementation, which would multiply bytes."""
+    implementation = getattr(experts.config, "_experts_implementation", None)
+    if implementation != NAME:
+        stored: Stored = next(iter(experts.__dict__[ATTRIBUTE].values()))
+        raise ValueError(
+            f"fusible: the experts are stored as {stored.recipe.name}; experts_implementation={implementation!r} reads "
+            f"16 bits. Keep {NAME!r}, or write the model in 16 bits with fusible.integrations.export.export_merged"
+        )
 
 
 def _publish(experts: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -77,8 +77,8 @@ class Layout(NamedTuple):
 
     def write(self, weight: Weight) -> dict[str, Tensor]:
         """The inverse of :meth:`read`."""
-        named = zip(self.parts, filter(lambda t: t is not None, weight.tensors), strict=True)
-        return {p.suffix: _viewed(t, p.dtype or t.dtype).reshape(p.shape) for p, t in named}  # type: ignore[union-attr]
+        named = zip(self.parts, (weight.data, *weight.decoders), strict=True)
+        return {p.suffix: _viewed(t, p.dtype or t.dtype).reshape(p.shape) for p, t in named}
 
 
 def _misfit(part: Piece, tensor: Any) -> str | None:
@@ -141,7 +141,10 @@ def _int4(scheme: Any, shape: tuple[int, int, int], sections: int) -> Layout | N
     group = weights.group_size or k
     if weights.num_bits != 4 or weights.actorder is not None or group % 8:
         return None
-    parts = (Piece("_packed", (e, n, k // 8), torch.int32), Piece("_scale", (e, n, -(-k // group)), None))
+    parts: tuple[Piece, ...] = (
+        Piece("_packed", (e, n, k // 8), torch.int32),
+        Piece("_scale", (e, n, -(-k // group)), None),
+    )
     if not weights.symmetric:
         parts = (*parts, Piece("_zero_point", (e, -(-n // 8), -(-k // group)), torch.int32))
     recipe = Int4(group, zero_points=not weights.symmetric)

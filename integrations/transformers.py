@@ -44,7 +44,8 @@ def experts_forward(self: ModelExperts, hidden_states: Tensor, top_k_index: Tens
     """
     traced, tensors = torch.compiler.is_dynamo_compiling(), (hidden_states, top_k_index, top_k_weights)
     if is_stored(self):
-        return lora.stored_forward(self, *tensors)
+        y: Tensor = lora.stored_forward(self, *tensors)
+        return y
     if not traced and lora.ATTRIBUTE in self.__dict__ and self.__dict__[lora.ATTRIBUTE] is not None:
         adapted = lora.experts_forward(self, *tensors)
         if adapted is not None:
@@ -96,7 +97,8 @@ def _register_fp8() -> None:
         tensors = hidden_states, top_k_index, top_k_weights
         layer = self.__dict__.get(lora.ATTRIBUTE)
         if layer is not None and layer.adapters:
-            return lora.stored_forward(self, *tensors)
+            y: Tensor = lora.stored_forward(self, *tensors)
+            return y
         why = float8_experts.refusal(self, hidden_states)
         if why is None:
             return float8_experts.run(self, *tensors)
@@ -134,8 +136,8 @@ def _explained(module: nn.Module) -> LayerContainer | str | None:
         float8 = float8_experts.existing(module)
         return "no call yet" if float8 is None else LayerContainer(float8.container, "")
     adapted = lora.explained(module)
-    if adapted is not None:
-        return adapted
+    if adapted is not None or is_stored(module):
+        return adapted or "no call yet"
     built = existing(module)
     if built is not None:  # also between the calls of a sharded model, when its parameters are DTensors
         return LayerContainer(built.container, built.routing)

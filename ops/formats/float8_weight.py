@@ -12,7 +12,7 @@ from .copies import BLOCK, Weight
 from .formats import E4M3, cast, from_e8m0
 from .nvfp4_weight import factors_by_row, sections_refusal
 from .recipe import check_choice, register
-from .reference import quantize_weight
+from .reference import quantize_weight, split
 from .weight_only import SCALE_DTYPES, WeightOnly
 
 Scales = Literal["blocks", "rows", "tensor"]
@@ -49,7 +49,7 @@ class Float8Weight(WeightOnly):
     def quantize(self, weight: Tensor) -> Weight:
         if self.scales == "blocks":
             return quantize_weight(weight, 1, False)
-        by_section = weight.float().unflatten(1, (self.sections, -1))
+        by_section = split(weight.float(), 1, weight.shape[1] // self.sections)
         amax = weight.float().abs().amax(2) if self.scales == "rows" else by_section.abs().amax((2, 3))
         scales = torch.where(amax > 0, amax, 1.0) / E4M3.max
         return Weight(cast(weight.float() / self._of_rows(scales, weight.shape[1]), E4M3), scales)

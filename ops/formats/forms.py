@@ -37,9 +37,10 @@ def misfit(recipe: Recipe, shape: tuple[int, int, int], copy: Weight) -> str | N
     return None
 
 
-def check_decoders(recipe: Recipe, shape: tuple[int, int, int], decoders: Sequence[Tensor]) -> None:
+def check_decoders(recipe: Recipe, shape: tuple[int, int, int], decoders: Sequence[Tensor | None]) -> None:
     """Raises :class:`ArgumentError` where the scales of a weight that stays quantised do not fit."""
-    if (why := misfit(recipe, shape, Weight(form_of(recipe, shape).data, *decoders))) is not None:
+    scales, amax = (*decoders, None, None)[:2]
+    if (why := misfit(recipe, shape, Weight(form_of(recipe, shape).data, scales, amax))) is not None:
         raise ArgumentError(f"{why}; what casts a module casts them too, so quantise it after that")
 
 

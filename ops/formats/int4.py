@@ -15,6 +15,7 @@ from torch import Tensor
 from .copies import Weight
 from .nibbles import looked_up, scaled_by_block, table_of_bytes
 from .recipe import check_flag, register
+from .reference import split
 from .weight_only import SCALE_DTYPES, WeightOnly
 
 _OFFSET = 8
@@ -53,7 +54,7 @@ class Int4(WeightOnly):
         return 4 + (16 + 4 * self.zero_points) / self.group
 
     def quantize(self, weight: Tensor) -> Weight:
-        groups = weight.float().unflatten(-1, (-1, self.group))
+        groups = split(weight.float(), -1, self.group)
         if not self.zero_points:
             scales = _positive(groups.abs().amax(-1) / 7.5).bfloat16()
             return Weight(_packed((groups / scales.float().unsqueeze(-1)).flatten(-2)), scales)
@@ -86,9 +87,8 @@ def _packed(integers: Tensor) -> Tensor:
 
 def packed_along_rows(zeros: Tensor) -> Tensor:
     """int32 [E, ceil(N / 8), groups] of integers [E, N, groups] from -8 to 7; the first row is in the low bits."""
-    padded = torch.nn.functional.pad(zeros + _OFFSET, (0, 0, 0, -zeros.shape[-2] % _CODES_IN_WORD))
-    codes = padded.to(torch.int32).unflatten(-2, (-1, _CODES_IN_WORD))
-    return (codes << _shifts(zeros.device)).sum(-2).to(torch.int32)
+    codes = split((zeros + _OFFSET).to(torch.int32), -2, _CODES_IN_WORD)
+    return torch.sum(codes << _shifts(zeros.device), -2, dtype=torch.int32)
 
 
 def unpacked_along_rows(packed: Tensor, rows: int) -> Tensor:

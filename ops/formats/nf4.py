@@ -16,6 +16,7 @@ from torch import Tensor
 from .copies import Weight
 from .nibbles import looked_up, scaled_by_block, table_of_bytes
 from .recipe import check_flag, register
+from .reference import split
 from .weight_only import WeightOnly
 
 NF4_BLOCK = 64
@@ -39,7 +40,7 @@ class Nested(NamedTuple):
     @classmethod
     def of(cls, joined: Tensor) -> Nested:
         """Views of the three, which are stored one after the other."""
-        return cls(*joined.split((joined.shape[1] - _MAP_AND_OFFSET, 256, 1), 1))
+        return cls(joined[:, :-_MAP_AND_OFFSET], joined[:, -_MAP_AND_OFFSET:-1], joined[:, -1:])
 
     def joined(self) -> Tensor:
         """The inverse of :meth:`of`."""
@@ -73,7 +74,7 @@ class NF4(WeightOnly):
         return 4 + (8 + 32 / NESTED_BLOCK if self.nested else 32) / NF4_BLOCK
 
     def quantize(self, weight: Tensor) -> Weight:
-        blocks = weight.float().unflatten(-1, (-1, NF4_BLOCK))
+        blocks = split(weight.float(), -1, NF4_BLOCK)
         absmax = blocks.abs().amax(-1)
         scaled = blocks / torch.where(absmax == 0, 1.0, absmax).unsqueeze(-1)
         table = torch.tensor(TABLE, device=weight.device)
@@ -99,7 +100,7 @@ def _nested(absmax: Tensor) -> tuple[Tensor, Tensor]:
     """Codes of scales [E, N, blocks], and what decodes them: the map of bitsandbytes, and the mean as the offset."""
     flat = absmax.flatten(1)
     offset = flat.mean(1, keepdim=True)
-    blocks = torch.nn.functional.pad(flat - offset, (0, -flat.shape[1] % NESTED_BLOCK)).unflatten(1, (-1, NESTED_BLOCK))
+    blocks = split(flat - offset, 1, NESTED_BLOCK)
     largest = blocks.abs().amax(-1)
     map = dynamic_map(absmax.device)
     scaled = blocks / torch.where(largest == 0, 1.0, largest).unsqueeze(-1)

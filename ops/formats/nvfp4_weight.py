@@ -17,6 +17,7 @@ from .formats import E2M1_MAX, E4M3, cast_e2m1, from_e2m1, pack
 from .nibbles import looked_up, scaled_by_block, table_of_bytes
 from .nvfp4 import NV_BLOCK
 from .recipe import check_choice, check_flag, register
+from .reference import split
 from .weight_only import WeightOnly
 
 
@@ -55,8 +56,8 @@ class NVFP4Weight(WeightOnly):
         return 4 + 8 / NV_BLOCK
 
     def quantize(self, weight: Tensor) -> Weight:
-        blocks = weight.float().unflatten(-1, (-1, NV_BLOCK))
-        by_section = weight.float().unflatten(1, (self.sections, -1)).abs().amax((2, 3))
+        blocks = split(weight.float(), -1, NV_BLOCK)
+        by_section = split(weight.float(), 1, weight.shape[1] // self.sections).abs().amax((2, 3))
         factors = torch.where(by_section > 0, by_section, 1.0) / (E2M1_MAX * E4M3.max)
         of_rows = factors_by_row(factors, weight.shape[1])
         amax = blocks.abs().amax(-1) / E2M1_MAX

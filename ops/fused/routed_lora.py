@@ -109,9 +109,9 @@ class RoutedLoRA(RoutedOp):
         rows, low, _ = fc1.project(tokens, sizes, routing)
         assert rows is not None
         if fc1.quantises_rows:
-            preact = fc1.product(rows, low, sizes)
-            postact = kernels.activate(preact, spec_of(self.act), scales, *_of_groups(vectors, sizes))
-            return low, preact if keep_preact else None, postact
+            product = fc1.product(rows, low, sizes)
+            postact = kernels.activate(product, spec_of(self.act), scales, *_of_groups(vectors, sizes))
+            return low, product if keep_preact else None, postact
         preact, postact = kernels.grouped_linear_activation(
             rows,
             fc1.base(rows),
@@ -159,11 +159,15 @@ class RoutedLoRA(RoutedOp):
         if saved.fc2.weight is None:
             of_groups = _of_groups(vectors, saved.routing.split_sizes)
             return ActivationGrads(rows, None, kernels.activate(preact, spec, saved.scales, *of_groups))
-        wanted = {"want_scales": needs.weights, "want_postact": needs.postact, "want_vectors": needs.vectors}
+        wanted: dict[str, Any] = {
+            "want_scales": needs.weights,
+            "want_postact": needs.postact,
+            "want_vectors": needs.vectors,
+        }
         if quantises_rows(saved.fc2):
             dpostact, sizes = input_grad(rows, dlow, saved.fc2), saved.fc2.split_sizes
-            of_groups = dict(zip(("vectors", "split_sizes"), _of_groups(vectors, sizes), strict=True))
-            return kernels.activate_backward(dpostact, preact, spec, saved.scales, **of_groups, **wanted)
+            wanted |= dict(zip(("vectors", "split_sizes"), _of_groups(vectors, sizes), strict=True))
+            return kernels.activate_backward(dpostact, preact, spec, saved.scales, **wanted)
         return kernels.grouped_linear_activation_backward(
             rows,
             values_of(saved.fc2.weight, saved.fc2.recipe, rows),

@@ -152,7 +152,7 @@ class GroupedLoRA(ExpertParameters):
         return values_of(self._stored(), self.recipe, like)
 
     def _stored(self) -> Weight:
-        return Weight(stacked(self.matrices("weight")), *self.quantized_buffers())
+        return Weight(stacked(self.matrices("weight")), *self.quantized_buffers())  # type: ignore[arg-type]
 
     def fwd(
         self,
@@ -214,16 +214,14 @@ class GroupedLoRA(ExpertParameters):
         tail_unspecified: bool = False,
     ) -> Tensor:
         """``rows`` times the weight, plus ``low`` times ``lora_b``, plus the bias times its scale for each row."""
-        bias = {"bias": self.matrices("bias") if self.has_bias else None, "bias_scale": bias_scale}
+        bias: dict[str, Any] = {"bias": self.matrices("bias") if self.has_bias else None, "bias_scale": bias_scale}
         if self.quantises_rows:
             assert self.recipe is not None
             y = quantized_product(self.recipe, self._stored(), rows, sizes, **bias)
             return add_low_rank(y, self.second(low), Layout.NT, sizes)
         second = self.second(low)
-        y = kernels.grouped_gemm(
-            Layout.NT, rows, self.base(rows), sizes, second=second, tail_unspecified=tail_unspecified, **bias
-        )
-        return _tensor(y)
+        options = {"second": second, "tail_unspecified": tail_unspecified, **bias}
+        return _tensor(kernels.grouped_gemm(Layout.NT, rows, self.base(rows), sizes, **options))
 
     @property
     def quantises_rows(self) -> bool:

@@ -164,7 +164,8 @@ def decoded(recipe: Recipe, weight: Weight, like: Tensor) -> Tensor:
         like: a tensor of the product; the values have its dtype.
     """
     assert isinstance(recipe, WeightOnly)
-    values = decode_weight(*weight.tensors, like, recipe)  # type: ignore[arg-type]
+    assert weight.scales is not None
+    values = decode_weight(weight.data, weight.scales, weight.amax, like, recipe)
     return values if weight.turn is Transposition.NOTHING else values.mT
 
 

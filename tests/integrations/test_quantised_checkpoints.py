@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -349,3 +350,34 @@ def test_bytes_are_refused_by_other_implementations(folder_of: Callable[[str], P
     model.set_experts_implementation("grouped_mm")
     with pytest.raises(ValueError, match=r"PEFT cannot adapt torch.uint8.*experts_implementation=\"fusible\""):
         adapted(model)
+
+
+def test_a_call_of_another_implementation_says_what_reads_bytes(folder_of: Callable[[str], Path]) -> None:
+    model = load(folder_of("gpt-oss"))
+    assert "no call yet" in str(fusible.explain(model))
+    model.set_experts_implementation("grouped_mm")
+    with pytest.raises(ValueError, match=r"stored as MXFP4; experts_implementation='grouped_mm' reads 16 bits\. Keep"):
+        model(IDS)
+
+
+def test_experts_that_transformers_leaves_in_16_bits_are_told_of(folder_of: Callable[[str], Path]) -> None:
+    pytest.importorskip("bitsandbytes")
+    options = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    model = load(folder_of("plain"), "eager", quantization_config=options, device_map={"": "cpu"})
+    with pytest.warns(UserWarning, match=r"gate_up_proj is torch.bfloat16, .* quantised by bitsandbytes, which leaves"):
+        adapted(model)
+    fp4 = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4")
+    with pytest.warns(UserWarning, match="no product here reads this kind of bitsandbytes: the experts become 16 bits"):
+        load(folder_of("plain"), quantization_config=fp4, device_map={"": "cpu"})
+
+
+def test_copies_have_their_own_experts(folder_of: Callable[[str], Path]) -> None:
+    model = load(folder_of("modelopt"))
+    before = model(IDS).logits
+    again = copy.deepcopy(model)
+    assert torch.equal(again(IDS).logits, before)
+    for experts in experts_of(again):
+        experts.down_proj.data.zero_()
+    assert torch.equal(model(IDS).logits, before)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(IDS).logits, before)

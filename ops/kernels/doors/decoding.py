@@ -33,8 +33,11 @@ def decode_weight(data: Tensor, scales: Tensor, factors: Tensor | None, like: Te
             there again, and saves no values of the forward.
     """
     if trace.active():
-        moved = nbytes(data, scales) + data.numel() * recipe.values_in_byte * like.itemsize
-        words = f"{recipe.name}, {' x '.join(map(str, data.shape))} bytes, {moved / 1e6:.1f} MB"
+        values = data.numel() * recipe.values_in_byte
+        moved, bits = nbytes(data, scales) + values * like.itemsize, recipe.bits(values // data[..., 0].numel())
+        words = (
+            f"{recipe.name}, {' x '.join(map(str, data.shape))} bytes, {bits:.3g} bits a weight, {moved / 1e6:.1f} MB"
+        )
         why = f"no kernel for {recipe.name}" if data.is_cuda else ""
         trace.record(trace.KernelCall(f"torch (decode {recipe.name})", why, 0, moved, words))
     if trace.has_no_data(data) or data.is_meta:
