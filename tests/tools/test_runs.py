@@ -101,6 +101,17 @@ def test_ranks_share_shards_and_experts() -> None:
     assert found["parts"]["shards"] > 0
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_layers_are_compiled_around_experts_that_are_sharded_apart(apart: bool) -> None:
+    config = slices.config_of("qwen3", 1, 128, 8)
+    layer = slices.model_of("qwen3", config, "fusible", torch.bfloat16, torch.device("cpu")).model.layers[0]
+    trainer.compile_layer(layer, apart)
+    compiled = {name for name, module in layer.named_modules() if module._compiled_call_impl is not None}
+
+    around = {"self_attn", "input_layernorm", "post_attention_layernorm", "mlp.gate"}
+    assert compiled == (around if apart else {""})
+
+
 def test_a_failure_is_a_result(capfd: pytest.CaptureFixture[str]) -> None:
     found = processes.run(trainer.measure, job("fusible", sequence=0), 1, "cpu")
 
