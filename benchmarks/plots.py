@@ -34,6 +34,7 @@ def panels(file: Path, by_unit: Mapping[str, Groups], title: str) -> None:
     names = list(dict.fromkeys(name for groups in by_unit.values() for group in groups.values() for name in group))
     for axes, (unit, groups) in zip(several, by_unit.items(), strict=True):
         _bars(axes, groups, names, unit)
+        axes.margins(y=0.15)  # for the numbers above bars
     figure.legend(*several[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=3)
     _save(figure, several, file)
 

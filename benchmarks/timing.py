@@ -79,7 +79,7 @@ def relative(functions: Mapping[str, Function], rounds: int, device: torch.devic
 
 
 def phases_in_a_row(
-    run: Callable[[], Iterable[None]], calls: int, device: torch.device | str = "cpu", warm_up: int = 2
+    run: Callable[[], Iterable[object]], calls: int, device: torch.device | str = "cpu", warm_up: int = 2
 ) -> list[float]:
     """Mean seconds of each phase of calls that follow one another, without a wait for the device in between.
 

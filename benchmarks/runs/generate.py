@@ -40,7 +40,7 @@ WARM_UP = 2  # calls
 
 
 class Request(NamedTuple):
-    """What one contestant generates."""
+    """The task of one contestant."""
 
     preset: str
     way: str
@@ -131,8 +131,8 @@ def wrong(results: dict[str, dict[str, Any]]) -> dict[str, str]:
     """The contestants without a recipe whose errors are above twice that of ``grouped_mm``, with the reason."""
     base = results.get("grouped_mm", {}).get("error")
     reasons = {}
-    for name, found in results.items():
-        off = found.get("error")
+    for name, measured in results.items():
+        off = measured.get("error")
         if base is not None and off is not None and WAYS[name].recipe is None and not off <= 2 * base:
             reasons[name] = f"wrong (relative error {off:.1e}, allowed {2 * base:.1e})"
     return reasons
@@ -142,11 +142,11 @@ def table(results: dict[str, dict[str, Any]], work: Work, batches: Sequence[int]
     """The contestants that ran, as Markdown."""
     columns = [(f"prefill {b}, ms", f"decode {b}, ms", f"reading {b}, ms") for b in batches]
     rows = []
-    for name, found in results.items():
-        reading = [2 * work.read(b) / found["bandwidth"] for b in batches]
-        of_batch = zip(found["prefill"].values(), found["decode"].values(), reading, strict=True)
+    for name, measured in results.items():
+        reading = [2 * work.read(b) / measured["bandwidth"] for b in batches]
+        of_batch = zip(measured["prefill"].values(), measured["decode"].values(), reading, strict=True)
         times_ = [f"{seconds * 1e3:.3f}" for three in of_batch for seconds in three]
-        rows.append((name, *times_, f"{found['peak'] / 1e9:.4g}", f"{found['error']:.1e}"))
+        rows.append((name, *times_, f"{measured['peak'] / 1e9:.4g}", f"{measured['error']:.1e}"))
     return markdown(("", *(name for three in columns for name in three), "peak, GB", "error"), rows)
 
 
@@ -158,12 +158,14 @@ def report_on(args: argparse.Namespace, report: Report, preset: str) -> None:
         print(f"{preset}: {way} …", file=sys.stderr, flush=True)
         sizes = (layers, args.shrink, args.prompt, args.new, tuple(args.batch))
         results[way] = run(measure, Request(preset, way, *sizes, args.rounds, args.device), 1, args.device)
-    reasons = {name: found["failure"] for name, found in results.items() if "failure" in found} | wrong(results)
-    ran = {name: found for name, found in results.items() if name not in reasons}
+    reasons = {name: measured["failure"] for name, measured in results.items() if "failure" in measured} | wrong(
+        results
+    )
+    ran = {name: measured for name, measured in results.items() if name not in reasons}
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     about = f"{preset}: {layers} layers, prompts of {args.prompt} tokens, {where}, torch {torch.__version__}"
     text = f"### {about}\n\n{table(ran, work, args.batch)}\n{footer(LeftOut(*reason) for reason in reasons.items())}"
-    each = [{"name": name, "prompt": args.prompt, **found} for name, found in ran.items()]
+    each = [{"name": name, "prompt": args.prompt, **measured} for name, measured in ran.items()]
     left_out = [{"name": name, "failure": why} for name, why in reasons.items()]
     report.add(text, [{"run": about, "preset": preset, "ranks": 1, "contestants": [*each, *left_out]}])
 

@@ -95,7 +95,7 @@ def profiled(model: nn.Module, step: Callable[[], object], device: torch.device,
         step()
         if device.type == "cuda":
             torch.cuda.synchronize()
-    return summary([*record.events()], device.type == "cuda", most)  # type: ignore[arg-type]
+    return summary([*record.events()], device.type == "cuda", most)
 
 
 def summary(events: list[Any], cuda: bool, most: int) -> Profile:

@@ -143,7 +143,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}"
 
 
-def found(args: argparse.Namespace, preset: str, ranks: int) -> list[Finding]:
+def findings_of(args: argparse.Namespace, preset: str, ranks: int) -> list[Finding]:
     """Runs all contestants of a model on so many ranks, one after the other."""
     findings = []
     for job in jobs(args, preset, ranks):
@@ -159,7 +159,7 @@ def report_on(args: argparse.Namespace, report: Report, preset: str, ranks: int)
     """Measures and reports a model on so many ranks; returns whether all losses agree."""
     layers = args.layers or SLICES[preset].layers
     work = work_of(preset, layers, args.shrink, args.sequence)
-    findings = found(args, preset, ranks)
+    findings = findings_of(args, preset, ranks)
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     about = (
         f"{preset}: {layers} layers, {work.parameters / 1e9:.3g} B parameters, {work.active / 1e9:.3g} B active, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ PHASES = ("forward", "backward", "optimizer")
 
 
 class Job(NamedTuple):
-    """What one contestant does, the same on every rank.
+    """The task of one contestant, the same on every rank.
 
     Attributes:
         exchange: how tokens reach experts of other ranks; None: every rank has all experts.
@@ -55,6 +55,7 @@ class Trainer:
     """A model, its optimizer, and a step."""
 
     def __init__(self, job: Job, seed: int) -> None:
+        gc.collect()  # models hold themselves
         self.way, self.device = WAYS[job.way], of_rank(job.device)
         torch.manual_seed(seed)
         is_alone = dist.get_world_size() == 1
@@ -115,8 +116,8 @@ def _model(job: Job, way: Way, dtype: torch.dtype, device: torch.device) -> Any:
 
 def _checkpoint_layers(model: Any) -> None:
     if not isinstance(model, TitanModel):
-        older = getattr(model, "gradient_checkpointing_enable", None)  # before transformers 5.24
-        getattr(model, "activation_checkpointing_enable", older)()
+        is_newer = hasattr(model, "activation_checkpointing_enable")  # in transformers 5.24
+        (model.activation_checkpointing_enable if is_newer else model.gradient_checkpointing_enable)()
         return
     for name, layer in model.decoder.layers.items():
         model.decoder.layers[name] = checkpoint_wrapper(layer)
@@ -127,12 +128,27 @@ def _sharded(model: Any, way: Way, exchange: str | None) -> Any:
     distributed: Any = import_module("transformers.distributed")
     if way.compiled:
         for layer in model.model.layers:
-            layer.compile()
+            compile_layer(layer, exchange is not None)
     ranks = dist.get_world_size()
     experts = {} if exchange is None else {"ep_size": ranks, "ep_implementation": exchange}
     asked = distributed.DistributedConfig(fsdp_size=ranks, fsdp_mixed_precision=True, **experts)
     asked, _, meshes = type(model).prepare_distribute_model(asked)
     return type(model).maybe_distribute_model(model, asked, meshes)
+
+
+def compile_layer(layer: nn.Module, experts_apart: bool) -> None:
+    """Compiles a layer; if its experts are sharded apart, all but these.
+
+    The hooks of their shards would break the graph, and a checkpointed layer would run eagerly as a whole.
+    """
+    if not experts_apart:
+        layer.compile()
+        return
+    for child in layer.children():
+        experts = getattr(child, "experts", None)
+        for part in [child] if experts is None else child.children():
+            if part is not experts:
+                part.compile()
 
 
 # ---- batches
@@ -164,20 +180,25 @@ def _shape(job: Job) -> tuple[int, int]:
 
 def measure(job: Job) -> dict[str, Any]:
     """Loss curves, steady times of the phases, peak memory and a profile of a step; on all ranks together."""
-    curves = []
-    for seed in job.seeds:
-        trainer = None  # frees the one before
-        gc.collect()
-        trainer = Trainer(job, seed)
-        batches = text_batches(job, _vocabulary(trainer.model), trainer.device)
-        curves.append(_mean_losses(trainer.step(next(batches)) for _ in range(job.steps)))
-    timed = random_batches(job, _vocabulary(trainer.model), trainer.device)
-    seconds = phases_in_a_row(lambda: trainer.phases(next(timed)), job.rounds, job.device)
-    peak = trainer.held_bytes() + peak_bytes(lambda: trainer.step(next(timed)), job.device)
-    found = {"losses": curves, "seconds": dict(zip(PHASES, _of_slowest(seconds), strict=True)), "peak": peak}
+    curves = [losses(Trainer(job, seed), job) for seed in job.seeds[:-1]]  # one model at a time
+    trainer = Trainer(job, job.seeds[-1])
+    curves.append(losses(trainer, job))
+    batches = random_batches(job, _vocabulary(trainer.model), trainer.device)
+    seconds = phases_in_a_row(lambda: trainer.phases(next(batches)), job.rounds, job.device)
+    peak = trainer.held_bytes() + peak_bytes(lambda: trainer.step(next(batches)), job.device)
+    measured: dict[str, Any] = {"losses": curves, "peak": peak}
+    measured["seconds"] = dict(zip(PHASES, _of_slowest(seconds, trainer.device), strict=True))
     if not job.is_profiled or trainer.way.compiled:
-        return found
-    return {**found, **profiled(trainer.model, lambda: trainer.step(next(timed)), trainer.device)._asdict()}
+        return measured
+    return {**measured, **profiled(trainer.model, lambda: trainer.step(next(batches)), trainer.device)._asdict()}
+
+
+def losses(trainer: Trainer, job: Job) -> list[float]:
+    """Trains; returns the means over ranks, read at the end, so that steps follow one another."""
+    batches = text_batches(job, _vocabulary(trainer.model), trainer.device)
+    all_losses = torch.stack([trainer.step(next(batches)).float() for _ in range(job.steps)])
+    dist.all_reduce(all_losses)
+    return (all_losses / dist.get_world_size()).tolist()
 
 
 def _vocabulary(model: nn.Module) -> int:
@@ -185,14 +206,7 @@ def _vocabulary(model: nn.Module) -> int:
     return embedding.num_embeddings
 
 
-def _mean_losses(losses: Iterable[Tensor]) -> list[float]:
-    """The means over ranks, computed at the end, so that steps follow one another."""
-    all_losses = torch.stack([loss.float() for loss in losses])
-    dist.all_reduce(all_losses)
-    return (all_losses / dist.get_world_size()).tolist()  # type: ignore[no-any-return]
-
-
-def _of_slowest(seconds: list[float]) -> list[float]:
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=of_rank("cuda" if torch.cuda.is_available() else "cpu"))
+def _of_slowest(seconds: list[float], device: torch.device) -> list[float]:
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.tolist()  # type: ignore[no-any-return]
+    return slowest.tolist()

@@ -32,7 +32,7 @@ class Way(NamedTuple):
         return self.implementation == "fusible"
 
     def switches(self) -> AbstractContextManager[Any]:
-        """What forward and backward run under."""
+        """The switches of forward and backward."""
         return nullcontext() if self.recipe is None else fusible.config(recipe=self.recipe)
 
 

@@ -117,11 +117,14 @@ TORCHRUN = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "l
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")
-def test_code_of_page_runs(page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_page_runs(
+    page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     if page == "docs/jax.md":
         pytest.importorskip("jax", reason="jax is not installed")
-    for variable in TORCHRUN if page in ("docs/expert_parallel.md", "docs/fsdp.md", "docs/hosts.md") else ():
+    for variable in TORCHRUN if page.removesuffix(".md").removeprefix("docs/") in USE_RANKS else ():
         monkeypatch.setenv(variable, TORCHRUN[variable])
+    monkeypatch.chdir(tmp_path)  # where a page saves
     names, ran = run_page(page), any(map(can_run, blocks(page, "python")))
 
     ours = [v is fusible or str(getattr(v, "__module__", "")).startswith("fusible.") for v in names.values()]

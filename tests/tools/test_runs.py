@@ -101,6 +101,17 @@ def test_ranks_share_shards_and_experts() -> None:
     assert found["parts"]["shards"] > 0
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_layers_are_compiled_around_experts_that_are_sharded_apart(apart: bool) -> None:
+    config = slices.config_of("qwen3", 1, 128, 8)
+    layer = slices.model_of("qwen3", config, "fusible", torch.bfloat16, torch.device("cpu")).model.layers[0]
+    trainer.compile_layer(layer, apart)
+    compiled = {name for name, module in layer.named_modules() if module._compiled_call_impl is not None}
+
+    around = {"self_attn", "input_layernorm", "post_attention_layernorm", "mlp.gate"}
+    assert compiled == (around if apart else {""})
+
+
 def test_a_failure_is_a_result(capfd: pytest.CaptureFixture[str]) -> None:
     found = processes.run(trainer.measure, job("fusible", sequence=0), 1, "cpu")
 
@@ -254,7 +265,13 @@ def report(commit: str | None, contestants: list[dict[str, Any]]) -> dict[str, A
 
 
 TRAINED: dict[str, Any] = {"name": "fusible", "tokens": 1000, "seconds": {"forward": 1.5, "backward": 2.5}, "peak": 7e9}
-SERVED: dict[str, Any] = {"name": "fusible", "prompt": 32, "prefill": {"8": 2.0}, "decode": {"8": 0.5}, "peak": 9e9}
+SERVED: dict[str, Any] = {
+    "name": "fusible",
+    "prompt": 32,
+    "prefill": {"1": 9.0, "8": 2.0},
+    "decode": {"1": 0.0625, "8": 9.0},
+    "peak": 9e9,
+}
 
 
 def test_the_plot_names_its_commit(tmp_path: Path) -> None:
