@@ -6,6 +6,7 @@ therefore belongs to no single layer: layers of the same structure share it, whe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -67,15 +68,10 @@ def experts_forward(
 
 
 def float8_forward(
-    experts: ModelExperts,
-    up: QuantizedLinear,
-    down: QuantizedLinear,
-    x: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
+    experts: ModelExperts, linears: Sequence[QuantizedLinear], x: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """:func:`experts_forward` for experts whose weights stay quantised in blocks of 128 x 128."""
-    linears = (up, down)
+    up, down = linears
     form = *(tuple(linear.weight.shape) for linear in linears), (up.weight.dtype, down.weight.dtype), False, False
     held = [{"weight": linear.weight.detach(), SCALES: linear.scales.detach().float()} for linear in linears]
     scales = "float32" if up.scales.dtype == torch.float32 else "power_of_two"

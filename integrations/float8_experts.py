@@ -103,7 +103,7 @@ def run(experts: Float8Experts, x: Tensor, top_k_index: Tensor, top_k_weights: T
     if torch.compiler.is_dynamo_compiling():
         weights = Weights.of(experts)
         linears = compiled.QuantizedLinear(*weights[:2]), compiled.QuantizedLinear(*weights[2:])
-        return compiled.float8_forward(experts, *linears, x, top_k_index, top_k_weights)
+        return compiled.float8_forward(experts, linears, x, top_k_index, top_k_weights)
     built = built_of(experts)
     container = built.container
     for name, scales in (("fc1", built.tensors.up_scales), ("fc2", built.tensors.down_scales)):

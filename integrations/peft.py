@@ -53,19 +53,14 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(original)
     def init(
-        self: ParamWrapper,
-        base_layer: nn.Module,
-        adapter_name: str,
-        parameter_name: str,
-        *args: object,
-        **kwargs: object,
+        self: ParamWrapper, base_layer: nn.Module, adapter_name: str, parameter_name: str, *args: object, **kw: object
     ) -> None:
         inner = base_layer
         while isinstance(inner, peft_layer.ParamWrapper):
             inner = inner.base_layer
         check_adaptable(inner, parameter_name)
         check_not_shared(inner, parameter_name)
-        original(self, base_layer, adapter_name, parameter_name, *args, **kwargs)
+        original(self, base_layer, adapter_name, parameter_name, *args, **kw)
 
     return init
 

@@ -19,7 +19,6 @@ from transformers.integrations import moe
 from ..fuser.explain.model import LayerContainer, add_finder
 from . import compiled, float8_experts, lora, modelopt, quantizers
 from .experts import ExpertsForward, ModuleParameters, built_before, built_of, existing, refusal
-from .float8_experts import Float8Experts
 from .gates import ModelExperts, is_experts
 from .stored_experts import is_stored
 
@@ -93,7 +92,9 @@ def _register_fp8() -> None:
     except ImportError:
         return
 
-    def forward(self: Float8Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(
+        self: float8_experts.Float8Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
         tensors = hidden_states, top_k_index, top_k_weights
         layer = self.__dict__.get(lora.ATTRIBUTE)
         if layer is not None and layer.adapters:

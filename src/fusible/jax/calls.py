@@ -126,11 +126,12 @@ def column_sums(dtype: DTypeLike, rows: Array, sizes: Array, scale: Array | None
     (tokens, columns), groups = rows.shape, sizes.shape[0]
     workspace = extension.kernels().library.column_sums_workspace(tokens=tokens, columns=columns, groups=groups)
     results = (jax.ShapeDtypeStruct((groups, columns), dtype), _bytes(workspace))
-    return _call("column_sums", results, (rows, sizes, _or_empty(scale, np.float32)))[0]
+    return _call("column_sums", results, (rows, sizes, _or_empty(scale, np.float32).astype(np.float32)))[0]
 
 
 def row_dots(rows: Array, vectors: Array, sizes: Array) -> Array:
     """The dot product of every row with the vector of its group, in float32 [T]; zero past the last group."""
+    vectors = vectors if vectors.dtype == rows.dtype else vectors.astype(np.float32)
     return _call("row_dots", (jax.ShapeDtypeStruct(rows.shape[:1], np.float32),), (rows, vectors, sizes))[0]
 
 

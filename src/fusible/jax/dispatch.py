@@ -82,23 +82,14 @@ def linear_activation_backward(
 def column_sums(dtype: DTypeLike, rows: Array, sizes: Array, scale: Array | None = None) -> Array:
     """The sums of the rows of each group, each row times its scale."""
     why = None if rows.dtype in _FLOATS and dtype in _FLOATS else f"needs rows of 16 or 32 bits, got {rows.dtype}"
-    kernel, other = partial(_column_sums_kernel, dtype), partial(fallback.column_sums, dtype)
+    kernel, other = partial(calls.column_sums, dtype), partial(fallback.column_sums, dtype)
     return _run(why or _empty_refusal(rows), kernel, other, rows, sizes, scale)
-
-
-def _column_sums_kernel(dtype: DTypeLike, rows: Array, sizes: Array, scale: Array | None) -> Array:
-    return calls.column_sums(dtype, rows, sizes, None if scale is None else scale.astype(jnp.float32))
 
 
 def row_dots(rows: Array, vectors: Array, sizes: Array) -> Array:
     """The dot product of every row with the vector of its group, in at least float32."""
     why = None if rows.dtype in _FLOATS else f"needs rows of 16 or 32 bits, got {rows.dtype}"
-    return _run(why or _empty_refusal(rows), _row_dots_kernel, fallback.row_dots, rows, vectors, sizes)
-
-
-def _row_dots_kernel(rows: Array, vectors: Array, sizes: Array) -> Array:
-    is_read = vectors.dtype in (rows.dtype, np.dtype(np.float32))
-    return calls.row_dots(rows, vectors if is_read else vectors.astype(jnp.float32), sizes)
+    return _run(why or _empty_refusal(rows), calls.row_dots, fallback.row_dots, rows, vectors, sizes)
 
 
 def operands_refusal(o: GemmArrays, dtype: DTypeLike) -> str | None:
