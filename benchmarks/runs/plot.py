@@ -62,7 +62,8 @@ def _training(one: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _serving(one: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The prefill of most prompts, and the decode of fewest; the tables have all."""
-    fewest, *_, most = [*one["decode"], *one["prefill"]]
+    batches: list[str] = [*one["decode"], *one["prefill"]]
+    fewest, most = batches[0], batches[-1]
     yield f"{PREFILL}, batch {most}", int(most) * one["prompt"] / one["prefill"][most]
     yield f"{DECODE}, batch {fewest}", int(fewest) / one["decode"][fewest]
     yield SERVING_PEAK, one["peak"] / 1e9
