@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import ep_world
 import pytest
 from emulation import build
@@ -47,3 +50,23 @@ def said_of_memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
 @pytest.mark.parametrize("case", [case.__name__ for case in ep_transformers_cases.SYMMETRIC])
 def test_on_ranks_that_share_memory(case: str, said_of_memory: dict[str, list[str]]) -> None:
     ep_world.assert_passed(case, said_of_memory)
+
+
+WITHOUT = """
+import sys
+sys.modules["transformers.distributed.expert_parallel"] = None  # as before transformers 5.24
+import fusible.integrations.transformers
+from transformers.integrations.moe import ExpertsInterface
+assert "fusible" in ExpertsInterface()
+assert "fusible.integrations.transformers_ep" not in sys.modules
+"""
+
+
+def test_older_transformers_have_our_experts_alone() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT], check=True)
+
+
+def test_both_names_are_there_after_an_import_of_fusible() -> None:
+    program = "import fusible, transformers.modeling_utils, transformers.distributed.expert_parallel as theirs; "
+    program += "assert {'fusible', 'fusible_symmetric'} <= {*theirs.EPImplementationInterface()}"
+    subprocess.run([sys.executable, "-c", program], check=True)
