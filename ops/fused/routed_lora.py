@@ -214,7 +214,7 @@ class RoutedLoRA(RoutedOp):
         yield from self.fc1.parameter_grads(dpreact, dlow, inputs, sizes, needs).items()
 
 
-def _of_groups(vectors: tuple[Tensor, ...] | None, split_sizes: Tensor) -> tuple[Any, Tensor | None]:
+def _of_groups(vectors: tuple[Tensor, ...] | None, split_sizes: Tensor) -> tuple[kernels.Operands, Tensor | None]:
     """The numbers of columns, and the rows of each group, which nothing reads without them."""
     return vectors, None if vectors is None else split_sizes
 
