@@ -50,7 +50,7 @@ class CallCache:
 
     def call(self, x: Tensor, extra: tuple[object, ...], op_kwargs: OpKwargs | None, shared: Keywords) -> object:
         """Binds the arguments, finds the plan, and runs it; a replay like the last one runs at once."""
-        if not torch.is_grad_enabled() or top_saved_tensors_hooks(True):
+        if not torch.compiler.is_dynamo_compiling() and (not torch.is_grad_enabled() or top_saved_tensors_hooks(True)):
             keep_for_recomputation()
         repeated, is_simple = self.repeated, op_kwargs is None
         if repeated is not None and is_simple:

@@ -68,8 +68,7 @@ class GroupedMLP(FusedOp):
         dW2[e] = dy.T (s o act(h))                  db2[e] = sum of o dy
         dx[T, K] = dh W1[e], dW1[e] = dh.T x        db1[e] = sum of dh
 
-    What a product reads is a value that a linear makes of tokens, :class:`Tokens`: rows as they are, gathered, or
-    quantised by its recipe.
+    Products read :class:`Tokens`, which a linear makes: rows as they are, gathered, or quantised by its recipe.
     """
 
     promises = Promises(replayable=True)

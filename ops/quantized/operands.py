@@ -47,7 +47,7 @@ class GatheredTokens(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """That of the rows, [R, K]."""
+        """The shape of the rows, [R, K]."""
         return (self.tokens if self.routing is None else self.routing.slot_of_row).shape[0], self.tokens.shape[1]
 
     @property
