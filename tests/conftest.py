@@ -125,14 +125,14 @@ WHOLE = {
 TOOLS = {"test_benchmarks", "test_ep_proof", "test_jax_bench", "test_runs"}
 """Files that test benchmarks and other tools, not the package. ``--sample`` runs each of their cases in one part."""
 
-PARTS = 8
+PARTS = 16
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """How much is run of what costs minutes."""
     parser.addoption("--random-programs", type=int, default=25, help="programs inside the emulated kernels, of 200")
     parser.addoption(
-        "--sample", type=int, choices=range(PARTS), help="run this eighth of the cases of each test, and its first case"
+        "--sample", type=int, choices=range(PARTS), help="run this sixteenth of the cases of each test, and its first case"
     )
 
 
@@ -144,7 +144,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for name, why in SLOW.items():
         terminalreporter.line(f"{name}: {why}")
     terminalreporter.line(
-        "and in other files, what runs the kernels on the CPU; of the cases of each test, seven eighths"
+        "and in other files, what runs the kernels on the CPU; of the cases of each test, fifteen of sixteen"
     )
 
 

@@ -207,7 +207,7 @@ def test_commands_of_a_page_are_understood(page: str) -> None:
 def test_ci_runs_the_tests_by_the_command_for_contributors() -> None:
     page, ci = ((ROOT / name).read_text() for name in ("CONTRIBUTING.md", ".ci/run"))
 
-    assert re.search(r"make test-all +# all tests that need no GPU; CI runs an eighth", page)
+    assert re.search(r"make test-all +# all tests that need no GPU; CI runs a sixteenth", page)
     assert re.search(r"^make test-all ", ci, re.MULTILINE)
 
 
