@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,9 +45,9 @@ if importlib.util.find_spec("transformers"):
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that a copy of the tree was released to."""
-    for package in ("pip", "setuptools", "pybind11", "ninja"):
-        if find_spec(package) is None:
-            pytest.skip(f"{package} is not installed")
+    missing = {"pip", "setuptools", "pybind11", "ninja"} - {installed.name for installed in distributions()}
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed")
     tree = tmp_path_factory.mktemp("release") / "tree"
     shutil.copytree(ROOT, tree, symlinks=True, ignore=LEFT_OUT)
     (tree / ".venv").symlink_to(sys.prefix)
