@@ -132,7 +132,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """How much is run of what costs minutes."""
     parser.addoption("--random-programs", type=int, default=25, help="programs inside the emulated kernels, of 200")
     parser.addoption(
-        "--sample", type=int, choices=range(PARTS), help="run the first case of each test, and this sixteenth of the others"
+        "--sample", type=int, choices=range(PARTS), help="run of each test the first case and this sixteenth"
     )
 
 
