@@ -95,7 +95,7 @@ def test_a_hot_call_does_the_same_work_again():
 def test_a_parameter_for_each_expert_costs_no_calls_for_each(groups):
     forward, backward = Calls(groups, single_grouped_weight=False).run()
 
-    assert forward <= 497  # of them 10 of the extension, where it is built: each asks all parameters at once
+    assert forward <= 500  # of them 10 of the extension, where it is built: each asks all parameters at once
     assert backward <= 465
 
 
