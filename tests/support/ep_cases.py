@@ -40,6 +40,7 @@ from fusible.ops import kernels
 from fusible.ops.ep import memory
 from fusible.ops.ep.collective import CollectiveTable, CollectiveTransport
 from fusible.ops.ep.symmetric import SymmetricTransport
+from fusible.ops.routed.call import RoutedCall
 
 CASES: list[Callable[[World], None]] = []
 
@@ -251,7 +252,7 @@ def tokens_of_8_bits_with_values_that_are_not_finite(world: World) -> None:
     ids[:, 0] = world.rank * 4
     dispatch = Sequential(ep.EPDispatch(group, recipe=Float8Block()))
     with bytes_that_travel() as moved:
-        rows = dispatch[0].exchange(tokens, ids, torch.ones(5, 3), frozenset(), True).rows
+        rows = dispatch[0].exchange(RoutedCall(tokens, ids, torch.ones(5, 3)), True).rows
     assert moved[0] == 288, "272 bytes and 3 scales, padded"
     want = QuantizedGroupedTensor.quantize(tokens, Float8Block(), torch.tensor([5])).dequantize()
     assert torch.equal(rows.isnan(), want.isnan())

@@ -23,6 +23,7 @@ from torch import distributed as dist
 from fusible import config, ep
 from fusible.ops.ep import memory
 from fusible.ops.ep.rails import Rail, RailsTransport
+from fusible.ops.routed.call import RoutedCall
 
 CASES: list[Callable[[World], None]] = []
 HOSTS = 2
@@ -196,7 +197,7 @@ def hosts_that_want_other_gradients(world: World) -> None:
     x, ids, weights = tensors_of(group, world)
     layer, first = part(group), world.rank < world.size // HOSTS
     with torch.no_grad(), raises(ep.PeerError, r"rank \d wants gradients of \w+ in dispatch of exchange 0 on lane 0"):
-        ep.EPDispatch.exchange(layer[0], x, ids, weights, frozenset({"x"} if first else ()), fill=True)
+        layer[0].exchange(RoutedCall(x, ids, weights, frozenset({"x"} if first else ())), fill=True)
         group.check(synchronize=True)
     with raises(ep.PeerError, "set requires_grad alike on all ranks"):
         layer(x, top_k_index=ids, top_k_weights=weights)
