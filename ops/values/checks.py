@@ -197,12 +197,7 @@ def check_quantized_input(
     x: TensorSpec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None
 ) -> torch.dtype:
     """:func:`check_matrix_input` for a quantised weight, which is multiplied with 16-bit rows."""
-    if len(x.shape) < 2:
-        raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
-    check_features(x, features)
-    if x.device != weight.device:
-        raise ArgumentError(f"x: expected a tensor on {weight.device}, where the weight is, got one on {x.device}")
-    dtype = product_dtype(x.dtype, autocast_dtype)
+    dtype = _check_stored_input(x, weight, features, autocast_dtype)
     if dtype not in (torch.bfloat16, torch.float16):
         raise ArgumentError(f"x: expected bfloat16 or float16, as the weight is quantised, got {dtype}; cast it")
     return dtype
@@ -212,15 +207,22 @@ def check_decoded_input(
     x: TensorSpec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None
 ) -> torch.dtype:
     """:func:`check_matrix_input` for a weight that is decoded to the dtype of the rows, which has float32's range."""
+    dtype = _check_stored_input(x, weight, features, autocast_dtype)
+    if dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        raise ArgumentError(f"x: expected bfloat16 or float32, to which the weight is decoded, got {dtype}; cast it")
+    return dtype
+
+
+def _check_stored_input(
+    x: TensorSpec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None
+) -> torch.dtype:
+    """Checks that ``x`` fits a weight that is stored in 8 or 4 bits; returns the dtype of the product."""
     if len(x.shape) < 2:
         raise ArgumentError(f"x: expected at least 2 dimensions, rows and features, got shape {list(x.shape)}")
     check_features(x, features)
     if x.device != weight.device:
         raise ArgumentError(f"x: expected a tensor on {weight.device}, where the weight is, got one on {x.device}")
-    dtype = product_dtype(x.dtype, autocast_dtype)
-    if dtype not in (torch.bfloat16, torch.float32, torch.float64):
-        raise ArgumentError(f"x: expected bfloat16 or float32, to which the weight is decoded, got {dtype}; cast it")
-    return dtype
+    return product_dtype(x.dtype, autocast_dtype)
 
 
 def is_dense(tensor: Tensor) -> bool:
