@@ -136,7 +136,7 @@ def use_config(switches: Config) -> Iterator[None]:
         thread_config.config = before
 
 
-class _Again(NamedTuple):
+class _RecomputedForward(NamedTuple):
     """The function that a checkpoint calls in the backward, which may be in another thread, under these switches."""
 
     switches: Config
@@ -155,8 +155,8 @@ def keep_for_recomputation() -> None:
     if (kept := current_recomputation()) is None:
         return
     function = getattr(*kept)
-    if not isinstance(function, _Again):
-        setattr(*kept, _Again(active_config(), function))
+    if not isinstance(function, _RecomputedForward):
+        setattr(*kept, _RecomputedForward(active_config(), function))
 
 
 @contextmanager
