@@ -63,7 +63,7 @@ def _logits(case: Case, tokens: int, seed: int) -> Tensor:
 
 
 def keys_and_bounds(p: Choosing) -> tuple[Tensor, Tensor]:
-    """What the choice compares, in float64 [T, E], and how far float32 may be from it.
+    """The keys that the choice compares, in float64 [T, E], and how far float32 may be from them.
 
     Logits are compared as they are. A score s is the exponential of its logarithm. With u = 2^-24, exp, log and log1p
     are right within 2 u (1 ulp). Of the logarithm of softmax, ``x - (top + log total)``, the sum of at most 4096

@@ -1,4 +1,4 @@
-"""What a checkpoint computes again runs under the switches of its first time, in whichever thread the backward runs."""
+"""A checkpoint recomputes under the switches of its forward, in whichever thread the backward runs."""
 
 from __future__ import annotations
 

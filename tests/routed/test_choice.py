@@ -121,7 +121,7 @@ def test_near_ties(scores: str, experts: int) -> None:
 
 @pytest.mark.parametrize("scores", SCORES)
 def test_float32_is_as_near_to_float64_as_the_bounds_say(scores: str) -> None:
-    """Those of PyTorch's operations, and of the keys that the kernel computes alike, by many logits."""
+    """The bounds hold for PyTorch's float32 scores, and for the keys, which the kernel computes alike."""
     p = Choosing(4 * choice.numbers("cpu", 50, 512), ChoiceRule(8, scores, True, 1.0), torch.zeros(512), None, None)
     keys, bounds = choice.keys_and_bounds(p)
     logs = log_scores(p.logits, scores)
@@ -176,7 +176,7 @@ def router() -> Router:
 
 
 def step(part: Router, x: Tensor, **given: Any) -> list[Tensor]:
-    """What a call gives, and the gradients."""
+    """The results of a call, and the gradients."""
     part.zero_grad()
     routes = part(x, **given)
     (routes.top_k_weights.square().sum() + routes.loss).backward()
@@ -252,7 +252,7 @@ def test_replays_of_a_layer_give_the_bits_of_the_first_call(
 
 
 def test_custom_ops_run_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiled code calls, which asks again whether the kernel takes the tensors."""
+    """The operator in compiled code asks again whether the kernel takes the tensors."""
     case, made = Case(60, 4, scores="sigmoid", groups=(4, 2, 2), biased=True, pads=True), list[str]()
     p, run = choice.problem("cpu", case), kernel.forward
     expected = choice.chosen(p)

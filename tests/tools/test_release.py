@@ -1,4 +1,4 @@
-"""What `make release` leaves in dist/, without kernels: a wheel, the sdist, and the folder for the Hub."""
+"""`make release` without kernels leaves a wheel, the sdist and the folder for the Hub in dist/."""
 
 from __future__ import annotations
 
