@@ -90,8 +90,7 @@ class ExpertsContainer:
     """
 
     def __init__(self, experts: ModelExperts, parameters: ModuleParameters, key: tuple[object, ...]) -> None:
-        linears = [_linear(experts, *pair) for pair in (parameters[::2], parameters[1::2])]
-        self.container, self.key = layer_around(experts, *linears), key
+        self.container, self.key = layer_like(experts, parameters), key
         self._experts, self.dtype = weakref.ref(experts), parameters.up.dtype
         self.parameters: ModuleParameters | None = None
         self.trained: tuple[bool, ...] = ()
@@ -236,6 +235,12 @@ def _is_offloaded(experts: ModelExperts) -> bool:
     """Whether accelerate fetches the parameters for a call, and puts them away after it."""
     hook = experts.__dict__.get("_hf_hook")
     return any([getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,))])
+
+
+def layer_like(experts: ModelExperts, parameters: ModuleParameters) -> Sequential:
+    """The container of an experts module, whose linears have the shapes and dtypes of these parameters."""
+    fc1, fc2 = (_linear(experts, *pair) for pair in (parameters[::2], parameters[1::2]))
+    return layer_around(experts, fc1, fc2)
 
 
 def layer_around(experts: ModelExperts, fc1: ExpertsLinear, fc2: ExpertsLinear) -> Sequential:

@@ -24,7 +24,7 @@ from ..fuser import ArgumentError, Sequential
 from ..fuser.explain.model import LayerContainer, add_finder
 from ..ops.ep import EPCombine, EPDispatch
 from . import experts_by_rows
-from .experts import ModuleParameters, _key, _linear, _put, autocasts, layer_around, refusal
+from .experts import ModuleParameters, _key, _put, autocasts, layer_like, refusal
 from .shared_exchange import ExchangeOps, ExchangeOptions, agreed_tokens, exchange_ops
 
 EXPERTS = "fusible"  # the experts implementation that becomes one op with its exchange
@@ -134,8 +134,7 @@ class FusibleEP(EPImplementation):  # type: ignore[misc]
     def _container(self, ops: ExchangeOps, parameters: ModuleParameters) -> Sequential:
         key = ops.group, parameters.up.dtype, *_key(self._experts, parameters)
         if self._built is None or self._built[0] != key:
-            linears = [_linear(self._experts, *pair) for pair in (parameters[::2], parameters[1::2])]
-            steps = OrderedDict(layer_around(self._experts, *linears)._modules)
+            steps = OrderedDict(layer_like(self._experts, parameters)._modules)
             steps |= {"dispatch": EPDispatch(ops.group), "combine": EPCombine(ops.group)}
             self._built = key, Sequential(steps)
         return self._built[1]
