@@ -328,15 +328,33 @@ def in_bytes(name: str) -> Any:
     return replace_with_fp8_linear(make(name), quantization_config=FineGrainedFP8Config(), pre_quantized=True)
 
 
-@pytest.mark.parametrize("implementation", ["fusible", "eager", "grouped_mm"])
-@pytest.mark.parametrize("target", ["experts.gate_up_proj", "experts.down_proj"])
-def test_adapters_on_bytes_are_refused_where_they_are_made(target: str, implementation: str) -> None:
+@pytest.mark.parametrize(
+    ("target", "implementation", "cure"),
+    [
+        # 96 rows with scales for two blocks, one a projection: not the blocks of Float8Block
+        ("gate_up_proj", "fusible", "dequantize=True.*or leave"),
+        ("gate_up_proj", "eager", "dequantize=True.*or leave"),
+        ("gate_up_proj", "grouped_mm", "dequantize=True.*or leave"),
+        ("down_proj", "eager", 'Load the model with experts_implementation="fusible"'),
+        ("down_proj", "grouped_mm", 'Load the model with experts_implementation="fusible"'),
+    ],
+)
+def test_adapters_on_bytes_are_refused_where_they_are_made(target: str, implementation: str, cure: str) -> None:
     model = in_bytes("mixtral")
     run_through(model, implementation)
-    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=[target])
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=[f"experts.{target}"])
 
-    with pytest.raises(ValueError, match=rf"^FP8Experts\.{target[8:]}: PEFT cannot adapt .*dequantize=True.*or leave"):
+    with pytest.raises(ValueError, match=rf"^FP8Experts\.{target}: PEFT cannot adapt .*{cure}"):
         peft.get_peft_model(model, config)
+
+
+def test_adapters_on_bytes_that_are_read_here_are_made() -> None:
+    model = in_bytes("mixtral")
+    run_through(model, "fusible")
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["experts.down_proj"])
+    model = peft.get_peft_model(model, config)
+
+    assert any("lora_" in name for name, _ in model.named_parameters())
 
 
 def test_adapters_beside_bytes_are_not_refused() -> None:
