@@ -21,9 +21,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from fusible import ArgumentError, Float8Block, config, ep
-from fusible.ops import kernels as door
+from fusible.ops import kernels
 from fusible.ops.ep import overlap
 from fusible.ops.ep.symmetric import SymmetricLane, SymmetricTransport
+from fusible.ops.kernels import products
 from fusible.ops.kernels.hopper import peers
 
 SHARED = (
@@ -94,7 +95,7 @@ def gradients_of_tokens_are_summed_beside_those_of_weights(world: World) -> None
 @case
 def rows_that_are_sent_to_slots_give_the_same(world: World) -> None:
     """Whatever computes them: on this machine no product sends its rows by itself."""
-    with kinds_met() as kinds, patch.object(door, "send_rows", side_effect=peers.send_rows) as sent:
+    with kinds_met() as kinds, patch.object(products, "send_rows", side_effect=peers.send_rows) as sent:
         for dtype, capacity in ((torch.bfloat16, 2.0), (torch.float32, "worst")):
             group = world.group(dtype=dtype, overlap_combine=True, capacity=capacity, lanes=2)
             for seed, counts in enumerate((counts_of(world), (0,) * world.size, (13,) * world.size)):
@@ -134,7 +135,7 @@ def a_rank_that_sums_before_rows_are_sent_is_seen(world: World) -> None:
             time.sleep(0.5)
         send(*arguments)
 
-    with caught(world), patch.object(SymmetricLane, "meet", skips), patch.object(door, "send_rows", late):
+    with caught(world), patch.object(SymmetricLane, "meet", skips), patch.object(kernels, "send_rows", late):
         check_sums(group, batch_for(group, counts_of(world)))
 
 
