@@ -14,7 +14,7 @@ from .. import kernels
 from ..formats.copies import Weight
 from ..formats.forms import check_decoders
 from ..formats.recipe import Recipe
-from ..kernels import Layout, Matrices, OperandPair
+from ..kernels import Layout, Matrices, OperandPair, Terms
 from ..kernels.doors.low_rank import LowRank, low_rank_pass
 from ..kernels.doors.routing import Routing
 from ..kernels.problems.gemm import stacked
@@ -214,14 +214,13 @@ class GroupedLoRA(ExpertParameters):
         tail_unspecified: bool = False,
     ) -> Tensor:
         """``rows`` times the weight, plus ``low`` times ``lora_b``, plus the bias times its scale for each row."""
-        bias: dict[str, Any] = {"bias": self.matrices("bias") if self.has_bias else None, "bias_scale": bias_scale}
+        terms = Terms(bias=self.matrices("bias") if self.has_bias else None, bias_scale=bias_scale)
         if self.quantises_rows:
             assert self.recipe is not None
-            y = quantized_product(self.recipe, self._stored(), rows, sizes, **bias)
+            y = quantized_product(self.recipe, self._stored(), rows, sizes, terms)
             return add_low_rank(y, self.second(low), Layout.NT, sizes)
-        second = self.second(low)
-        options = {"second": second, "tail_unspecified": tail_unspecified, **bias}
-        return _tensor(kernels.grouped_gemm(Layout.NT, rows, self.base(rows), sizes, **options))
+        terms = terms._replace(second=self.second(low), tail_unspecified=tail_unspecified)
+        return _tensor(kernels.grouped_gemm(Layout.NT, rows, self.base(rows), sizes, terms=terms))
 
     @property
     def quantises_rows(self) -> bool:
@@ -339,10 +338,8 @@ def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved, *, tai
         assert saved.recipe is not None
         dx = quantized_gradient(saved.recipe, saved.weight, dy, saved.split_sizes)
         return add_low_rank(dx, second, Layout.NN, saved.split_sizes)
-    weight = values_of(saved.weight, saved.recipe, dy)
-    return _tensor(
-        kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes, second=second, tail_unspecified=tail_unspecified)
-    )
+    weight, terms = values_of(saved.weight, saved.recipe, dy), Terms(second=second, tail_unspecified=tail_unspecified)
+    return _tensor(kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes, terms=terms))
 
 
 def quantises_rows(saved: GroupedLoRA.Saved) -> bool:

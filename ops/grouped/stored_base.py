@@ -6,14 +6,12 @@ are quantised, the bytes are multiplied, and the low-rank product is added to th
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from .. import kernels
 from ..formats.copies import Transposition, Weight
 from ..formats.recipe import Recipe
-from ..kernels import Layout, Matrices, OperandPair
+from ..kernels import ADDED, Layout, Matrices, OperandPair, Terms
 from ..quantized.linear import decoded, product, transposed_operand
 from ..quantized.operands import tokens_for
 
@@ -27,11 +25,11 @@ def values_of(weight: Matrices | Weight | None, recipe: Recipe | None, like: Ten
     return decoded(recipe, weight, like)
 
 
-def quantized_product(recipe: Recipe, weight: Weight, rows: Tensor, split_sizes: Tensor, **bias: Any) -> Tensor:
+def quantized_product(recipe: Recipe, weight: Weight, rows: Tensor, split_sizes: Tensor, terms: Terms) -> Tensor:
     """``x W^T`` by group, of rows that are quantised for it, plus the bias; of the dtype of the rows."""
     read = tokens_for(None, recipe, rows, split_sizes, rows=True, wgrad=False).rows
     assert read is not None
-    return product(recipe, read, recipe.stored_operand(weight), split_sizes, rows.dtype, **bias)
+    return product(recipe, read, recipe.stored_operand(weight), split_sizes, rows.dtype, terms)
 
 
 def quantized_gradient(recipe: Recipe, weight: Weight, dy: Tensor, split_sizes: Tensor) -> Tensor:
@@ -46,6 +44,6 @@ def add_low_rank(y: Tensor, pair: OperandPair | None, layout: Layout, split_size
     """Adds the product of the pair to the rows of the groups; ``y`` as it is without one."""
     if pair is None:
         return y
-    summed = kernels.grouped_gemm(layout, pair.a, pair.b, split_sizes, out=y, beta=1.0)
+    summed = kernels.grouped_gemm(layout, pair.a, pair.b, split_sizes, out=y, terms=ADDED)
     assert isinstance(summed, Tensor)
     return summed

@@ -135,6 +135,47 @@ class RowSlots(NamedTuple):
         return {"rank": self.rank, "buffers": self.buffers, **tensors, "slots": self.slots, "at": self.at}
 
 
+class Terms(NamedTuple):
+    """The terms around a product A B: ``row_scale * (alpha * A B + bias_scale * bias) + beta * out``.
+
+    None for a term that is not there.
+
+    Attributes:
+        alpha, beta, bias, bias_scale, row_scale, second, tail_unspecified: as of :class:`GroupedGemm`.
+        slots: where the rows go; the result may hold anything then.
+    """
+
+    alpha: float | Tensor | None = None
+    beta: float | Tensor | None = None
+    bias: Matrices | None = None
+    bias_scale: Tensor | None = None
+    row_scale: Tensor | None = None
+    second: OperandPair | None = None
+    tail_unspecified: bool = False
+    slots: RowSlots | None = None
+
+
+NO_TERMS = Terms()
+ADDED = Terms(beta=1.0)
+
+
+class ActivationCall(NamedTuple):
+    """The arguments of an activation behind a product.
+
+    Attributes:
+        scales: [T]; None for ones.
+        keep_preact: whether the product itself is wanted, too.
+        tail_unspecified: rows past the last group may hold anything, for readers that know.
+        vectors, matrices: the numbers of columns and of elements that it reads: see :class:`Activate`.
+    """
+
+    scales: Tensor | None
+    keep_preact: bool
+    tail_unspecified: bool = False
+    vectors: Operands = None
+    matrices: Operands = None
+
+
 @dataclass(slots=True)
 class GroupedGemm:
     """``out = row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group.
@@ -359,6 +400,22 @@ class PointwiseRows(NamedTuple):
     def operands(self) -> list[Tensor | None]:
         """All but x."""
         return [t for each in (self.numbers, self.vectors, self.matrices) if each is not None for t in each]
+
+
+class PointwiseOperands(NamedTuple):
+    """The operands of a pointwise program beside x, as of :class:`PointwiseRows`."""
+
+    block: int | None = None
+    numbers: Operands = None
+    vectors: Operands = None
+    split_sizes: Tensor | None = None
+    constants: tuple[float, ...] = ()
+    matrices: Operands = None
+
+    def rows(self, x: Tensor | None) -> PointwiseRows:
+        """With the rows that the program reads."""
+        block, numbers, vectors, split_sizes, constants, matrices = self
+        return PointwiseRows(x, block, numbers, constants, vectors, split_sizes, matrices)
 
 
 class PointwiseGrads(NamedTuple):
