@@ -72,6 +72,11 @@ class Activate:
     tail_unspecified: bool = False
     kernels: tuple[int, ...] | None = None
 
+    @property
+    def bytes(self) -> int:
+        """What it reads and writes beside ``out``."""
+        return nbytes(self.scales, self.preact, self.vectors, self.matrices)
+
 
 @final
 @dataclass(slots=True)
@@ -89,6 +94,11 @@ class ActivateBackward:
     grads: ActivationGrads
     vectors: Operands = None
     kernels: tuple[int, ...] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What it reads and writes beside ``out``."""
+        return nbytes(self.preact, self.vectors, *self.grads[1:])
 
 
 Epilogue = Activate | ActivateBackward | None
@@ -287,12 +297,7 @@ class GroupedGemm:
         """Every operand read once, the result written once (and read, if it counts)."""
         moved = nbytes(self.a, self.b, self.bias, self.row_scale, self.bias_scale, *(self.second or ()))
         moved += nbytes(self.out) * (1 if self.beta is None else 2)
-        epilogue = self.epilogue
-        if isinstance(epilogue, Activate):
-            return moved + nbytes(epilogue.scales, epilogue.preact, epilogue.vectors, epilogue.matrices)
-        if isinstance(epilogue, ActivateBackward):
-            return moved + nbytes(epilogue.preact, epilogue.vectors, *epilogue.grads[1:])
-        return moved
+        return moved if self.epilogue is None else moved + self.epilogue.bytes
 
 
 def factor_refusal(p: GroupedGemm) -> str | None:
