@@ -22,11 +22,11 @@ from ..basic.glu import Activated
 from ..basic.scale import Scale
 from ..grouped.lora import GroupedLoRA, back_through, input_grad, lora_b_grad, quantises_rows
 from ..grouped.pointwise import Pointwise
-from ..grouped.stored_base import values_of
 from ..kernels import ActivationCall, ActivationGrads, Terms
 from ..kernels.doors import routing as permutation
 from ..kernels.doors.routing import Routing
 from ..kernels.operators.outputs import WantedThrough
+from ..quantized.linear import values_of
 from ..routed.call import RoutedCall
 from ..routed.moe import Combine, Dispatch
 from .activation_role import (

@@ -96,12 +96,13 @@ def refusal(linear: Any, recipe: Recipe) -> str | None:
 def multiplied(
     x: Tokens, weight: Matrices | Weight, split_sizes: Tensor, terms: Terms, out: Tensor | None = None
 ) -> Tensor:
-    """``x W^T`` by group, with these terms."""
+    """``x W^T`` by group, with these terms. Quantised rows do not multiply a second pair, whose product is added."""
     if x.recipe is None:
         return kernels.grouped_gemm(Layout.NT, x.values, weight, split_sizes, out=out, terms=terms)  # type: ignore
     assert x.rows is not None
     assert isinstance(weight, Weight)
-    y = product(x.recipe, x.rows, weight, split_sizes, x.dtype, terms, out=out)
+    y = product(x.recipe, x.rows, weight, split_sizes, x.dtype, terms._replace(second=None), out=out)
+    y = _with_second(y, terms, Layout.NT, split_sizes)
     if terms.slots is not None:
         kernels.send_rows(y, terms.slots)
     return y
@@ -113,14 +114,23 @@ def multiplied_back(
     split_sizes: Tensor,
     out: Tensor | None = None,
     independent: kernels.Independent | None = None,
+    terms: Terms = NO_TERMS,
 ) -> Tensor:
-    """``dy W`` by group, of a weight as the forward has saved it."""
+    """``dy W`` by group, of a weight as the forward has saved it; a second pair as for :func:`multiplied`."""
     if dy.recipe is None:
-        options: dict[str, Any] = {"out": out, "independent": independent}
+        options: dict[str, Any] = {"out": out, "independent": independent, "terms": terms}
         return kernels.grouped_gemm(Layout.NN, dy.values, weight, split_sizes, **options)  # type: ignore
     assert dy.rows is not None
     assert isinstance(weight, Weight)
-    return product(dy.recipe, dy.rows, transposed_operand(dy.recipe, weight), split_sizes, dy.dtype, out=out)
+    dx = product(dy.recipe, dy.rows, transposed_operand(dy.recipe, weight), split_sizes, dy.dtype, out=out)
+    return _with_second(dx, terms, Layout.NN, split_sizes)
+
+
+def _with_second(rows: Tensor, terms: Terms, layout: Layout, split_sizes: Tensor) -> Tensor:
+    """Adds the product of the second pair, if there is one: it reads what was not quantised."""
+    if terms.second is None:
+        return rows
+    return kernels.grouped_gemm(layout, *terms.second, split_sizes, out=rows, terms=kernels.ADDED)  # type: ignore[return-value]
 
 
 def product(
@@ -165,6 +175,15 @@ def wgrad_of(a: WgradOperand, b: WgradOperand, split_sizes: Tensor, number: int)
     if isinstance(a, Columns):
         return partial(weight_grad, a, b, split_sizes, number)  # type: ignore[arg-type]
     return partial(kernels.grouped_gemm, Layout.TN, a, b, split_sizes)  # type: ignore[arg-type]
+
+
+def values_of(weight: Matrices | Weight | None, recipe: Recipe | None, like: Tensor) -> Matrices:
+    """A weight [E, N, K] for a product of rows like these: as it is, or decoded for it if it is stored."""
+    assert weight is not None
+    if not isinstance(weight, Weight):
+        return weight
+    assert recipe is not None
+    return decoded(recipe, weight, like)
 
 
 def decoded(recipe: Recipe, weight: Weight, like: Tensor) -> Tensor:
