@@ -54,7 +54,7 @@ def ours(p: GroupedGemm) -> Function:
     """Our product, as the ops call it."""
 
     def run() -> Tensor:
-        kernels.grouped_gemm(p.layout, p.a, p.b, p.split_sizes, out=p.out, beta=p.beta)
+        kernels.grouped_gemm(p.layout, p.a, p.b, p.split_sizes, out=p.out, terms=kernels.Terms(beta=p.beta))
         return stacked(p.out)
 
     return run
@@ -160,5 +160,5 @@ def _wgrad_under(p: GroupedGemm, recipe: Recipe) -> Function:
     )
     assert isinstance(a, Columns)
     assert isinstance(b, Columns)
-    beta = None if p.beta is None else 1.0
-    return lambda: stacked(weight_grad(a, b, p.split_sizes, len(p.a), out=p.out, beta=beta))
+    terms = kernels.NO_TERMS if p.beta is None else kernels.ADDED
+    return lambda: stacked(weight_grad(a, b, p.split_sizes, len(p.a), out=p.out, terms=terms))

@@ -10,6 +10,6 @@ from .on_import import after_import
 
 __all__: list[str] = []
 
-after_import(f"{__package__.removesuffix('integrations')}ops", f"{__name__}.loading")
+after_import(f"{__package__.removesuffix('integrations')}ops", f"{__name__}.state_dicts.loading")
 after_import("transformers.modeling_utils", f"{__name__}.transformers")
 after_import("peft.tuners.lora", f"{__name__}.peft")

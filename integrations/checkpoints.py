@@ -19,8 +19,8 @@ from torch import Tensor
 from ..ops.formats.copies import SCALES
 from ..ops.parameters.stored import SUFFIX, note
 from ..ops.values.activation_spec import Interleaved, gated
-from . import layouts, row_order
-from .layouts import Layer
+from .state_dicts import layouts, row_order
+from .state_dicts.layouts import Layer
 
 StateDict = Mapping[str, Any]
 LinearNames = tuple[str, str]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..ops.formats.copies import Weight
 from ..ops.formats.float8_weight import Float8Weight
-from .stored_experts import stored_of
+from .hugging_face.stored_experts import stored_of
 
 _WRAPPED = ("base_layer",)
 _SCALES = "_scale_inv"

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from torch import Tensor
 
 from . import transformer_engine
-from .shared_exchange import ExchangeOps, ExchangeOptions, exchange_ops
+from .exchanges.shared_exchange import ExchangeOps, ExchangeOptions, exchange_ops
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -19,10 +19,10 @@ import torch
 from peft.tuners.lora import layer as peft_layer
 from torch import Tensor, nn
 
-from . import lora
-from .gates import ModelExperts
-from .lora import Adapter
-from .stored_experts import Stored, stored_of
+from .hugging_face import lora
+from .hugging_face.gates import ModelExperts
+from .hugging_face.lora import Adapter
+from .hugging_face.stored_experts import Stored, stored_of
 
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import ParamWrapper

@@ -13,7 +13,7 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
-from .router_formula import Formula, recognized
+from .hugging_face.router_formula import Formula, recognized
 
 ATTRIBUTE = "_fusible_router"
 

@@ -25,7 +25,7 @@ from torchtitan.overrides import fused_swiglu
 from ..fuser import Sequential
 from ..fuser.explain.model import LayerContainer, add_finder
 from ..ops import GroupedLinear, SwiGLU, grouped_gemm, interleaved
-from .experts import parameters_in
+from .hugging_face.experts import parameters_in
 
 DTYPE = torch.bfloat16  # in which torchtitan multiplies, whatever the parameters are
 

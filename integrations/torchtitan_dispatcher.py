@@ -24,7 +24,7 @@ from torchtitan.models.common.token_dispatcher import (
     LocalTokenDispatcher,
 )
 
-from .shared_exchange import ExchangeOps, ExchangeOptions, exchange_ops
+from .exchanges.shared_exchange import ExchangeOps, ExchangeOptions, exchange_ops
 
 
 class Dispatched(NamedTuple):

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from ..fuser.explain.model import LayerContainer, add_finder
-from . import compiled, float8_experts, lora, modelopt, quantizers
-from .experts import ExpertsForward, ModuleParameters, built_before, built_of, existing, refusal
-from .gates import ModelExperts, is_experts
-from .stored_experts import is_stored
+from . import quantizers
+from .hugging_face import compiled, float8_experts, lora
+from .hugging_face.experts import ExpertsForward, ModuleParameters, built_before, built_of, existing, refusal
+from .hugging_face.gates import ModelExperts, is_experts
+from .hugging_face.stored_experts import is_stored
+from .quantizers import modelopt
 
 NAME = "fusible"
 OLDEST = (5, 7)

@@ -23,9 +23,9 @@ from transformers.distributed.expert_parallel import AllReduceEP, EPImplementati
 from ..fuser import ArgumentError, Sequential
 from ..fuser.explain.model import LayerContainer, add_finder
 from ..ops.ep import EPCombine, EPDispatch
-from . import experts_by_rows
-from .experts import ModuleParameters, _key, _put, autocasts, layer_like, refusal
-from .shared_exchange import ExchangeOps, ExchangeOptions, agreed_tokens, exchange_ops
+from .exchanges import experts_by_rows
+from .exchanges.shared_exchange import ExchangeOps, ExchangeOptions, agreed_tokens, exchange_ops
+from .hugging_face.experts import ModuleParameters, _key, _put, autocasts, layer_like, refusal
 
 EXPERTS = "fusible"  # the experts implementation that becomes one op with its exchange
 CAPACITY = 1.5  # of "fusible_symmetric", whose layers keep as many rows as fit

@@ -33,6 +33,7 @@ from ..basic.link import Link
 from ..basic.residual import AddExtraInput
 from ..grouped import link_rows
 from ..grouped.grouped_linear import GroupedLinear, LinearCall, flat, with_rows_of
+from ..kernels import ActivationCall
 from ..quantized.activation import ActivatedProduct
 from ..quantized.linear import in_force
 from .activation_role import PREFIX, is_chain, shares_groups
@@ -131,10 +132,9 @@ class GroupedLinearChain(FusedOp):
         assert spec is not None
         sizes = kernels.as_split_sizes(split_sizes, x.device)
         call = LinearCall(sizes, names_of(FC1, needs_grad), fc1_bias_scale, grad_input, x.shape, x_is_inner)
-        activating = ActivatedProduct(
-            *(spec, flat(next(iter(operands.numbers()), None)), link_rows.vectors_of(link, columns), keep_preact),
-            matrices=operands.matrices(),
-        )
+        read = link_rows.vectors_of(link, columns), operands.matrices()
+        behind = ActivationCall(flat(next(iter(operands.numbers()), None)), keep_preact, False, *read)
+        activating = ActivatedProduct(spec, behind)
         (preact, hidden), fc1 = self.fc1.multiply(self.fc1.reads(x, call, autocast_dtype), call, activating)
         of_groups = operands._replace(split_sizes=None if link.groups is None else sizes)
         assert hidden.values is not None

@@ -13,6 +13,7 @@ from ..basic.glu import Activated
 from ..basic.scale import Scale
 from ..grouped.grouped_linear import GroupedLinear, LinearCall, as_rows, flat, with_rows_of
 from ..grouped.pointwise import Pointwise
+from ..kernels import ActivationCall
 from ..quantized.activation import ActivatedProduct
 from .activation_role import (
     ACTIVATION_OR_CHAIN,
@@ -68,7 +69,8 @@ class GroupedLinearGLU(FusedOp):
             vectors_of(self.act),
         )
         call = LinearCall(sizes, needs, fc1_bias_scale, grad_input, x.shape, x_is_inner)
-        activating = ActivatedProduct(spec_of(self.act), flat(scales), vectors, keep_preact=bool(needs_grad))
+        behind = ActivationCall(flat(scales), bool(needs_grad), vectors=vectors)
+        activating = ActivatedProduct(spec_of(self.act), behind)
         (preact, hidden), fc1 = self.fc1.multiply(self.fc1.reads(x, call, autocast_dtype), call, activating)
         assert hidden.values is not None
         return with_rows_of(x, hidden.values), self.Saved(fc1, preact, scales, vectors)

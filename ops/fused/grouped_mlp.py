@@ -15,6 +15,7 @@ from ..basic.glu import Activated
 from ..basic.scale import Scale
 from ..grouped.grouped_linear import GroupedLinear, LinearCall, as_rows, flat, with_rows_of
 from ..grouped.pointwise import Pointwise
+from ..kernels import ActivationCall, Terms
 from ..quantized.activation import ActivatedProduct, Hidden, Through, Wanted, through_activation
 from ..quantized.linear import in_force
 from ..quantized.operands import GatheredTokens, Tokens, tokens_for
@@ -109,8 +110,8 @@ class GroupedMLP(FusedOp):
         of_fc1 = kept_for_fc1(needs, self.fc1.has_bias, recompute)
         first = LinearCall(sizes, of_fc1, call.fc1_bias_scale, call.grad_input, x.shape, call.x_is_inner)
         activating = ActivatedProduct(
-            *(spec_of(self.act), flat(call.scales), vectors, keep_preact and not recompute),
-            tail_unspecified=True,
+            spec_of(self.act),
+            ActivationCall(flat(call.scales), keep_preact and not recompute, True, vectors),
             reader=self.fc2,
             arrived=call.arrived,
         )
@@ -154,9 +155,10 @@ class GroupedMLP(FusedOp):
     def _recomputed(self, saved: Saved) -> Tensor:
         """The pre-activation, from the rows of x by the forward's kernel, bit-identical."""
         fc1, sizes, bias_scale = saved.fc1, saved.fc1.split_sizes, flat(saved.fc1.bias_scale)
-        activating = ActivatedProduct(spec_of(self.act), flat(saved.scales), saved.vectors, True, tail_unspecified=True)
+        activating = ActivatedProduct(spec_of(self.act), ActivationCall(flat(saved.scales), True, True, saved.vectors))
         read = tokens_for(None, None, fc1.x, sizes, rows=True, wgrad=False)  # type: ignore[arg-type]
-        preact, _ = activating(read, fc1.weight, sizes, bias=fc1.bias, bias_scale=bias_scale)  # type: ignore[arg-type]
+        terms = Terms(bias=fc1.bias, bias_scale=bias_scale)
+        preact, _ = activating(read, fc1.weight, sizes, terms)  # type: ignore[arg-type]
         assert preact is not None
         return preact
 

@@ -22,10 +22,11 @@ from ..basic.glu import Activated
 from ..basic.scale import Scale
 from ..grouped.lora import GroupedLoRA, back_through, input_grad, lora_b_grad, quantises_rows
 from ..grouped.pointwise import Pointwise
-from ..grouped.stored_base import values_of
-from ..kernels import ActivationGrads
+from ..kernels import ActivationCall, ActivationGrads, Terms
 from ..kernels.doors import routing as permutation
 from ..kernels.doors.routing import Routing
+from ..kernels.operators.outputs import WantedThrough
+from ..quantized.linear import values_of
 from ..routed.call import RoutedCall
 from ..routed.moe import Combine, Dispatch
 from .activation_role import (
@@ -117,12 +118,8 @@ class RoutedLoRA(RoutedOp):
             fc1.base(rows),
             sizes,
             spec_of(self.act),
-            bias=fc1.matrices("bias") if fc1.has_bias else None,
-            scales=scales,
-            keep_preact=keep_preact,
-            tail_unspecified=True,
-            vectors=vectors,
-            second=fc1.second(low),
+            Terms(bias=fc1.matrices("bias") if fc1.has_bias else None, second=fc1.second(low)),
+            ActivationCall(scales, keep_preact, True, vectors),
         )
         return low, preact, postact
 
@@ -159,15 +156,17 @@ class RoutedLoRA(RoutedOp):
         if saved.fc2.weight is None:
             of_groups = _of_groups(vectors, saved.routing.split_sizes)
             return ActivationGrads(rows, None, kernels.activate(preact, spec, saved.scales, *of_groups))
-        wanted: dict[str, Any] = {
-            "want_scales": needs.weights,
-            "want_postact": needs.postact,
-            "want_vectors": needs.vectors,
-        }
         if quantises_rows(saved.fc2):
             dpostact, sizes = input_grad(rows, dlow, saved.fc2), saved.fc2.split_sizes
-            wanted |= dict(zip(("vectors", "split_sizes"), _of_groups(vectors, sizes), strict=True))
-            return kernels.activate_backward(dpostact, preact, spec, saved.scales, **wanted)
+            read, sizes_of_groups = _of_groups(vectors, sizes)
+            return kernels.activate_backward(
+                *(dpostact, preact, spec, saved.scales),
+                want_scales=needs.weights,
+                want_postact=needs.postact,
+                vectors=read,
+                split_sizes=sizes_of_groups,
+                want_vectors=needs.vectors,
+            )
         return kernels.grouped_linear_activation_backward(
             rows,
             values_of(saved.fc2.weight, saved.fc2.recipe, rows),
@@ -175,9 +174,9 @@ class RoutedLoRA(RoutedOp):
             saved.fc2.split_sizes,
             spec,
             scales=saved.scales,
+            wanted=WantedThrough(needs.weights, needs.postact, needs.vectors),
             vectors=vectors,
             second=back_through(dlow, saved.fc2),
-            **wanted,
         )
 
     def _weight_grads(self, saved: Saved, rows: Tensor, dots: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ from ...fuser.contract.config import constant
 from ...fuser.contract.spec import layout_of, not_dense
 from ...fuser.runtime.autograd import Runtime, run
 from .. import kernels
-from ..kernels import Layout
+from ..kernels import Layout, Terms
 from ..values.checks import is_dense, is_free_to_read
 from ..values.grouped_tensor import GroupedTensor
 from .product import Factor, Product, output, output_shape, shape_to_allocate
@@ -256,7 +256,7 @@ def _multiply(product: Product, bias: Tensor | None, out: GroupedTensor | None =
         other = _by_rows(b)[0] if layout is Layout.TN else b.data
         by_group = shape if out is None else tuple(out.data.shape)
         into = None if out is None else out.data if layout is Layout.TN else out.data.flatten(0, -2)
-        data = kernels.grouped_gemm(layout, rows, other, sizes, out=into, alpha=alpha, beta=beta, bias=bias)
+        data = kernels.grouped_gemm(layout, rows, other, sizes, out=into, terms=Terms(alpha, beta, bias))
         assert isinstance(data, Tensor)
         return data.view(by_group)
     fresh = out is None

@@ -17,7 +17,7 @@ from .. import kernels
 from ..formats.copies import AMAX, SCALES, Columns, Transposition, Weight
 from ..formats.forms import check_decoders
 from ..formats.recipe import Recipe
-from ..kernels import Independent, Matrices
+from ..kernels import Independent, Matrices, Terms
 from ..kernels.problems.gemm import stacked
 from ..parameters.weight_grads import WeightGrads
 from ..parameters.wide_buffers import WideBuffers
@@ -272,17 +272,26 @@ class GroupedLinear(WideBuffers, WeightGrads):
         return tokens_for(self, quantized.applied(self, x.dtype), x, call.split_sizes, rows=True, wgrad=wgrad)
 
     def multiply(
-        self, x: Tokens, call: LinearCall, product: Callable[..., Any] = quantized.multiplied, **options: Any
+        self,
+        x: Tokens,
+        call: LinearCall,
+        product: Callable[..., Any] = quantized.multiplied,
+        *,
+        row_scale: Tensor | None = None,
+        slots: kernels.RowSlots | None = None,
+        **options: Any,
     ) -> tuple[Any, Saved]:
-        """``x W^T + bias`` and the saved state.
+        """``row_scale * (x W^T + bias)`` and the saved state.
 
         Args:
             product: may do more than multiply.
+            slots: where the rows of the product go.
             options: further arguments of the product.
         """
         weight, back = self._weight_operands(x, "x" in call.needs_grad)
         bias = self.matrices("bias") if self.has_bias else None
-        y = product(x, weight, call.split_sizes, bias=bias, bias_scale=flat(call.bias_scale), **options)
+        terms = Terms(None, None, bias, flat(call.bias_scale), row_scale, slots=slots)
+        y = product(x, weight, call.split_sizes, terms, **options)
         return y, self._saved(x, back, call)
 
     def _weight_operands(self, x: Tokens, back: bool) -> tuple[Matrices | Weight, Matrices | Weight | None]:

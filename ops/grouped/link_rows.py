@@ -12,7 +12,7 @@ from torch import Tensor
 from ...fuser import Gradient, Grads
 from .. import kernels
 from ..basic.link import Link
-from ..kernels import PointwiseGrads
+from ..kernels import PointwiseGrads, PointwiseOperands
 from ..kernels.operators.outputs import GradDtypes, WantedGrads
 from ..programs.columns import equal_gradient, tensors_of
 from ..programs.program import part_of
@@ -44,6 +44,11 @@ class LinkOperands(NamedTuple):
         matrices = [self.by_keyword.get(name) for name in self.link.matrices]
         return tuple([None if each is None else flat(each) for each in matrices])
 
+    def of_program(self) -> PointwiseOperands:
+        """As kernels read them."""
+        read = self.numbers(), self.vectors(), self.split_sizes
+        return PointwiseOperands(self.link.block, *read, self.link.constants, self.matrices())
+
 
 class Saved(NamedTuple):
     """The tensors the backward reads: x, and the operands that some wanted gradient depends on."""
@@ -57,15 +62,12 @@ class Saved(NamedTuple):
 
 def refusal(operands: LinkOperands, x: Tensor) -> str | None:
     """The reason why our own kernels do not compute the link, or None."""
-    read = operands.numbers(), operands.vectors(), operands.matrices()
-    return kernels.pointwise_refusal(x, operands.link.program, *read)
+    return kernels.pointwise_refusal(x, operands.link.program, operands.of_program())
 
 
 def forward(operands: LinkOperands, x: Tensor, needs_grad: frozenset[str]) -> tuple[Tensor, Saved]:
     """The value of the program, rounded once."""
-    link = operands.link
-    read = operands.numbers(), operands.vectors(), operands.split_sizes
-    y = kernels.pointwise(flat(x), link.program, link.block, *read, link.constants, operands.matrices())
+    y = kernels.pointwise(flat(x), operands.link.program, operands.of_program())
     return with_rows_of(x, y), saved(operands, x, needs_grad)
 
 
@@ -111,14 +113,8 @@ def _gradients(link: Link, saved: Saved, dy: Tensor, want_x: bool, dtypes: GradD
         flat(dy),
         None if saved.x is None else flat(saved.x),
         link.program,
-        link.block,
-        operands.numbers(),
-        operands.vectors(),
-        saved.split_sizes,
-        wanted=WantedGrads(want_x, any(dtypes.numbers), any(dtypes.vectors)),
-        want_matrices=any(dtypes.matrices),
-        constants=link.constants,
-        matrices=operands.matrices(),
+        operands.of_program(),
+        wanted=WantedGrads(want_x, *map(any, dtypes)),
         dtypes=dtypes,
     )
 

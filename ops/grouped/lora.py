@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from ...fuser import Gradient, Grads, Promises, TensorSpec
 from .. import kernels
-from ..formats.copies import Weight
+from ..formats.copies import Transposition, Weight
 from ..formats.forms import check_decoders
 from ..formats.recipe import Recipe
-from ..kernels import Layout, Matrices, OperandPair
+from ..kernels import Layout, Matrices, OperandPair, Terms
 from ..kernels.doors.low_rank import LowRank, low_rank_pass
 from ..kernels.doors.routing import Routing
 from ..kernels.problems.gemm import stacked
 from ..parameters.grouped import ExpertParameters
+from ..quantized.linear import multiplied, multiplied_back, values_of
+from ..quantized.operands import Tokens, tokens_for
 from ..quantized.weights import match_state
 from ..values.checks import (
     check_decoded_input,
@@ -29,7 +31,6 @@ from ..values.checks import (
     product_dtype,
 )
 from .grouped_linear import as_rows, with_rows_of
-from .stored_base import add_low_rank, quantized_gradient, quantized_product, values_of
 
 
 class GroupedLoRA(ExpertParameters):
@@ -214,14 +215,11 @@ class GroupedLoRA(ExpertParameters):
         tail_unspecified: bool = False,
     ) -> Tensor:
         """``rows`` times the weight, plus ``low`` times ``lora_b``, plus the bias times its scale for each row."""
-        bias: dict[str, Any] = {"bias": self.matrices("bias") if self.has_bias else None, "bias_scale": bias_scale}
-        if self.quantises_rows:
-            assert self.recipe is not None
-            y = quantized_product(self.recipe, self._stored(), rows, sizes, **bias)
-            return add_low_rank(y, self.second(low), Layout.NT, sizes)
-        second = self.second(low)
-        options = {"second": second, "tail_unspecified": tail_unspecified, **bias}
-        return _tensor(kernels.grouped_gemm(Layout.NT, rows, self.base(rows), sizes, **options))
+        bias = self.matrices("bias") if self.has_bias else None
+        terms = Terms(None, None, bias, bias_scale, second=self.second(low), tail_unspecified=tail_unspecified)
+        read = _read(self.recipe, rows, sizes)
+        weight = self.base(rows) if read.recipe is None else read.recipe.stored_operand(self._stored())
+        return multiplied(read, weight, sizes, terms)
 
     @property
     def quantises_rows(self) -> bool:
@@ -333,16 +331,20 @@ def lora_b_grad(through: LowRank) -> dict[str, Gradient]:
 
 def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved, *, tail_unspecified: bool = False) -> Tensor:
     """The gradient [T, K] of the input, through weight and adapter."""
-    second = back_through(dlow, saved)
-    if quantises_rows(saved):
-        assert isinstance(saved.weight, Weight)
-        assert saved.recipe is not None
-        dx = quantized_gradient(saved.recipe, saved.weight, dy, saved.split_sizes)
-        return add_low_rank(dx, second, Layout.NN, saved.split_sizes)
-    weight = values_of(saved.weight, saved.recipe, dy)
-    return _tensor(
-        kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes, second=second, tail_unspecified=tail_unspecified)
-    )
+    terms = Terms(second=back_through(dlow, saved), tail_unspecified=tail_unspecified)
+    read, weight = _read(saved.recipe, dy, saved.split_sizes, is_gradient=True), saved.weight
+    if read.recipe is None:
+        weight = values_of(weight, saved.recipe, dy)
+    elif isinstance(weight, Weight):
+        weight = weight._replace(turn=Transposition.COPY)
+    assert weight is not None
+    return multiplied_back(read, weight, saved.split_sizes, terms=terms)
+
+
+def _read(recipe: Recipe | None, rows: Tensor, sizes: Tensor, is_gradient: bool = False) -> Tokens:
+    """Rows as a product with the weight reads them; those of formats of weights alone stay as they are."""
+    followed = recipe if recipe is not None and recipe.quantises_tokens else None
+    return tokens_for(None, followed, rows, sizes, rows=True, wgrad=False, is_gradient=is_gradient)
 
 
 def quantises_rows(saved: GroupedLoRA.Saved) -> bool:

@@ -24,8 +24,11 @@ from .jit.cache import kernel_cache
 from .operators import outputs
 from .operators.custom_ops import kernel
 from .problems.gemm import (
+    ADDED,
+    NO_TERMS,
     Activate,
     ActivateBackward,
+    ActivationCall,
     ActivationGrads,
     FunctionOperands,
     GroupedGemm,
@@ -34,8 +37,9 @@ from .problems.gemm import (
     OperandPair,
     Operands,
     PointwiseGrads,
-    PointwiseRows,
+    PointwiseOperands,
     RowSlots,
+    Terms,
     first,
 )
 from .problems.independent import Independent
@@ -53,6 +57,9 @@ from .pytorch.wrong_sizes import raise_reported
 from .tensor_lists import addresses_of, has_objects
 
 __all__ = [
+    "ADDED",
+    "NO_TERMS",
+    "ActivationCall",
     "ActivationGrads",
     "Independent",
     "Layout",
@@ -60,7 +67,9 @@ __all__ = [
     "OperandPair",
     "Operands",
     "PointwiseGrads",
+    "PointwiseOperands",
     "RowSlots",
+    "Terms",
     "addresses_of",
     "backends",
     "compile_ahead",
@@ -95,7 +104,8 @@ def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) ->
     outputs.new_product,
     only_with_out=("beta",),
     only_without_out=("out_dtype",),
-    eager_only=("tail_unspecified", "slots", "independent"),
+    eager_only=("independent",),
+    spread={"terms": ("alpha", "beta", "bias", "bias_scale", "row_scale", "second")},
 )
 def grouped_gemm(
     layout: Layout,
@@ -105,14 +115,7 @@ def grouped_gemm(
     *,
     out: Matrices | None = None,
     out_dtype: torch.dtype | None = None,
-    alpha: float | Tensor | None = None,
-    beta: float | Tensor | None = None,
-    bias: Matrices | None = None,
-    bias_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    second: OperandPair | None = None,
-    tail_unspecified: bool = False,
-    slots: RowSlots | None = None,
+    terms: Terms = NO_TERMS,
     independent: Independent | None = None,
 ) -> Matrices:
     """``row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group; see :class:`GroupedGemm`.
@@ -123,9 +126,7 @@ def grouped_gemm(
         split_sizes: int32 or int64 [E].
         out: where to write; needed for ``beta``. TN with a single group also writes [M, N].
         out_dtype: of what is allocated here; that of ``a`` by default.
-        second: operands whose product is added to A B; neither alpha nor beta with them.
-        tail_unspecified: the tail of what is allocated here may hold anything: its readers know of it.
-        slots: where the rows go; what is returned may hold anything then.
+        terms: what surrounds the product; neither alpha nor beta with a second pair of operands.
         independent: of which this product is one; they may overlap.
     """
     fresh = out is None
@@ -133,9 +134,9 @@ def grouped_gemm(
         out = outputs.new_product(layout, a, b, split_sizes, out_dtype)
     elif layout is Layout.TN and isinstance(out, Tensor) and out.dim() == 2:
         out = out.unsqueeze(0)
-    layout, b, second = _fold_transpose(layout, b, second)
-    problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale, fresh)
-    problem.second, problem.tail_unspecified, problem.slots = second, tail_unspecified, slots
+    layout, b, second = _fold_transpose(layout, b, terms.second)
+    problem = GroupedGemm(layout, a, b, split_sizes, out, *terms[:5], fresh)
+    problem.second, problem.tail_unspecified, problem.slots = second, terms.tail_unspecified, terms.slots
     problem.independent = independent
     products.run(problem)
     return out
@@ -166,7 +167,11 @@ def ragged_gemm(
 @kernel(
     outputs.new_preact_and_postact,
     eager_only=("arrived",),
-    added=("vectors", "matrices"),
+    added=("vectors", "second", "matrices"),
+    spread={
+        "terms": ("bias", "bias_scale", "second"),
+        "call": ("scales", "keep_preact", "tail_unspecified", "vectors", "matrices"),
+    },
     schema_names={"keep_preact": "keep_pre", "tail_unspecified": "interior"},
 )
 def grouped_linear_activation(
@@ -174,36 +179,34 @@ def grouped_linear_activation(
     weight: Matrices,
     split_sizes: Tensor,
     activation: ActivationSpec,
+    terms: Terms,
+    call: ActivationCall,
     *,
-    bias: Matrices | None = None,
-    bias_scale: Tensor | None = None,
-    scales: Tensor | None = None,
-    keep_preact: bool,
-    tail_unspecified: bool = False,
-    vectors: Operands = None,
-    second: OperandPair | None = None,
-    matrices: Operands = None,
     arrived: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """``preact = x W^T + bias`` and ``postact = act(preact) * scales``; ``preact`` is None unless it shall be kept.
 
-    Both are zero in the tail. With ``tail_unspecified``, for readers that know of the tail, it may hold anything. The
-    product of ``second`` is added to ``x W^T``.
+    Both are zero in the tail, unless the call leaves it unspecified.
 
     Args:
-        vectors, matrices: the numbers of columns and of elements that the activation reads: see :class:`Activate`.
+        terms: a bias with its scales, and a second pair of operands.
         arrived: of the rows of ``x``, which may come meanwhile: see :class:`GroupedGemm`.
     """
+    scales, keep_preact, tail_unspecified, vectors, matrices = call
     preact, postact = outputs.new_preact_and_postact(x, weight, activation, keep_preact)
-    layout, weight, second = _fold_transpose(Layout.NT, weight, second)
-    problem = GroupedGemm(layout, x, weight, split_sizes, postact, bias=bias, bias_scale=bias_scale, fresh=True)
+    layout, weight, second = _fold_transpose(Layout.NT, weight, terms.second)
+    problem = GroupedGemm(layout, x, weight, split_sizes, postact, *terms[:5], fresh=True)
     problem.epilogue = Activate(activation, scales, preact, vectors, matrices, tail_unspecified)
     problem.second, problem.arrived = second, arrived
     products.run(problem)
     return preact, postact
 
 
-@kernel(outputs.new_grads, added=("vectors", "want_vectors"))
+@kernel(
+    outputs.new_grads,
+    added=("vectors", "want_vectors", "second"),
+    spread={"wanted": ("want_scales", "want_postact", "bias_dtype", "want_vectors")},
+)
 def grouped_linear_activation_backward(
     dy: Tensor,
     weight: Matrices,
@@ -212,11 +215,8 @@ def grouped_linear_activation_backward(
     activation: ActivationSpec,
     *,
     scales: Tensor | None = None,
-    want_scales: bool,
-    want_postact: bool,
-    bias_dtype: torch.dtype | None = None,
+    wanted: outputs.WantedThrough,
     vectors: Operands = None,
-    want_vectors: bool = False,
     second: OperandPair | None = None,
 ) -> ActivationGrads:
     """Through the linear after an activation, and the activation: ``dpostact = dy W``, :func:`activate_backward`.
@@ -225,6 +225,7 @@ def grouped_linear_activation_backward(
     ``bias_dtype`` come the sums of the pre-activation's gradient by group, of that dtype: :func:`column_sums`. The
     product of ``second`` is added to ``dy W``.
     """
+    want_scales, want_postact, want_vectors, bias_dtype = wanted
     wants = want_scales, want_postact, split_sizes, bias_dtype, vectors, want_vectors
     out = outputs.new_grads(preact, activation, scales, *wants)
     layout, weight, second = _fold_transpose(Layout.NN, weight, second)
@@ -268,29 +269,17 @@ def activate_backward(
     return out
 
 
-@kernel(outputs.new_value, obeys_switches=False, added=("matrices",))
-def pointwise(
-    x: Tensor,
-    program: Program,
-    block: int | None = None,
-    numbers: Operands = None,
-    vectors: Operands = None,
-    split_sizes: Tensor | None = None,
-    constants: tuple[float, ...] = (),
-    matrices: Operands = None,
-) -> Tensor:
-    """[rows, C]: the value of a program over dense rows, rounded once; see :class:`PointwiseRows`."""
-    y, rows = outputs.new_value(x, program), PointwiseRows(x, block, numbers, constants, vectors, split_sizes, matrices)
-    dispatch.run(PointwiseForward(program, x, rows, y))
+@kernel(outputs.new_value, obeys_switches=False, added=("matrices",), spread={"operands": PointwiseOperands._fields})
+def pointwise(x: Tensor, program: Program, operands: PointwiseOperands) -> Tensor:
+    """[rows, C]: the value of a program over dense rows, rounded once."""
+    y = outputs.new_value(x, program)
+    dispatch.run(PointwiseForward(program, x, operands.rows(x), y))
     return y
 
 
-def pointwise_refusal(
-    x: Tensor, program: Program, numbers: Operands, vectors: Operands, matrices: Operands
-) -> str | None:
+def pointwise_refusal(x: Tensor, program: Program, operands: PointwiseOperands) -> str | None:
     """Why no kernel of ours computes a program of such operands, so that PyTorch does, line by line; None: one does."""
-    rows = PointwiseRows(x, None, numbers, vectors=vectors, matrices=matrices)
-    return dispatch.refusal(PointwiseForward(program, x, rows, x))
+    return dispatch.refusal(PointwiseForward(program, x, operands.rows(x), x))
 
 
 @kernel(
@@ -298,27 +287,20 @@ def pointwise_refusal(
     obeys_switches=False,
     eager_only=("dtypes",),
     added=("matrices", "want_matrices"),
+    spread={"operands": PointwiseOperands._fields, "wanted": outputs.WantedGrads._fields},
 )
 def pointwise_backward(
     dy: Tensor,
     x: Tensor | None,
     program: Program,
-    block: int | None = None,
-    numbers: Operands = None,
-    vectors: Operands = None,
-    split_sizes: Tensor | None = None,
+    operands: PointwiseOperands,
     *,
     wanted: outputs.WantedGrads,
-    constants: tuple[float, ...] = (),
-    matrices: Operands = None,
-    want_matrices: bool = False,
     dtypes: outputs.GradDtypes = outputs.STACKED,
 ) -> PointwiseGrads:
     """The wanted gradients of x, the numbers of rows, the vectors of groups and matrices, from ``dy`` [rows, C]."""
-    of_matrices = matrices, want_matrices, dtypes
-    out = outputs.new_pointwise_grads(dy, program, numbers, vectors, split_sizes, wanted, *of_matrices)
-    rows = PointwiseRows(x, block, numbers, constants, vectors, split_sizes, matrices)
-    dispatch.run(PointwiseBackward(program, dy, rows, out))
+    out = outputs.new_pointwise_grads(dy, program, operands, wanted, dtypes)
+    dispatch.run(PointwiseBackward(program, dy, operands.rows(x), out))
     return out
 
 

@@ -27,7 +27,7 @@ from .stand_ins import StandIns
 
 _is_trained = attrgetter("requires_grad")
 Wgrad = Callable[..., Matrices]
-"""Computes ``dy^T x`` by group, in the shape of the weight; takes ``out``, ``out_dtype``, ``beta`` of the kernel."""
+"""Computes ``dy^T x`` by group, in the shape of the weight; takes ``out``, ``out_dtype``, ``terms`` of the kernel."""
 
 
 class WeightGrads(ExpertParameters):
@@ -278,7 +278,7 @@ class WeightGrads(ExpertParameters):
         everything = names == tuple(self.parameter_names("weight"))
         if everything and len(set(add)) == 1 and targets.is_uniform():
             out = targets.values() if self.per_group["weight"] else targets.tensors[0]
-            wgrad(out=out, beta=1.0 if add[0] else None)
+            wgrad(out=out, terms=kernels.ADDED if add[0] else kernels.NO_TERMS)
             return None
         return wgrad(out_dtype=reduce(torch.promote_types, {target.dtype for target in targets.tensors}))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from .. import kernels
 from ..formats.copies import Columns, Scaling, Weight
 from ..formats.recipe import Recipe
-from ..kernels import Matrices, Operands
+from ..kernels import ActivationCall, Matrices, Operands, Terms
 from ..kernels.doors.quantized import WantedCopies, quantize_activation, quantize_activation_backward, zero_tail
-from ..kernels.doors.scaled_activation import scaled_gemm_activation
+from ..kernels.doors.scaled_activation import QuantisedActivation, scaled_gemm_activation
+from ..kernels.operators.outputs import WantedThrough
 from ..values.activation_spec import ActivationSpec
 from .linear import multiplied, multiplied_back
 from .operands import Tokens, tokens_for
@@ -79,22 +80,16 @@ class ActivatedProduct:
     values.
 
     Attributes:
-        scales, vectors: as of :class:`Hidden`.
-        tail_unspecified: rows past the last group may hold anything, for readers that know.
-        matrices, arrived: as of :func:`kernels.grouped_linear_activation`.
+        arrived: as of :func:`kernels.grouped_linear_activation`.
     """
 
     spec: ActivationSpec
-    scales: Tensor | None
-    vectors: tuple[Tensor, ...] | None
-    keep_preact: bool
-    tail_unspecified: bool = False
+    call: ActivationCall
     reader: nn.Module | None = None
-    matrices: tuple[Tensor | None, ...] | None = None
     arrived: Tensor | None = None
 
     def __call__(
-        self, x: Tokens, weight: Matrices | Weight, split_sizes: Tensor, **terms: Any
+        self, x: Tokens, weight: Matrices | Weight, split_sizes: Tensor, terms: Terms
     ) -> tuple[Tensor | None, Tokens]:
         if x.recipe is not None:
             assert isinstance(weight, Weight)
@@ -104,37 +99,30 @@ class ActivatedProduct:
             weight,  # type: ignore[arg-type]
             split_sizes,
             self.spec,
-            scales=self.scales,
-            keep_preact=self.keep_preact,
-            tail_unspecified=self.tail_unspecified,
-            vectors=self.vectors,
-            matrices=self.matrices,
+            terms,
+            self.call,
             arrived=self.arrived,
-            **terms,
         )
         return preact, Tokens(postact.dtype, postact, None)
 
     def _quantised(
-        self, recipe: Recipe, x: Tokens, weight: Weight, split_sizes: Tensor, terms: dict[str, Any]
+        self, recipe: Recipe, x: Tokens, weight: Weight, split_sizes: Tensor, terms: Terms
     ) -> tuple[Tensor | None, Tokens]:
+        call = self.call
         if self.reader is not None and _in_blocks(recipe, False):
             assert x.rows is not None
             out = scaled_gemm_activation(
                 *(x.rows.data, x.rows.scales, weight.data, weight.scales, split_sizes, self.spec),  # type: ignore[arg-type]
-                scales=self.scales,
-                power_of_two=recipe.is_power_of_two,
-                keep_preact=self.keep_preact,
-                dtype=x.dtype,
-                vectors=self.vectors,
-                **terms,
+                terms,
+                QuantisedActivation(call.scales, recipe.is_power_of_two, call.keep_preact, x.dtype, call.vectors),
             )
             return out.preact, Tokens(x.dtype, None, None, out.rows, recipe, out.row_data.shape[0])
-        preact = multiplied(x, weight, split_sizes, **terms)
-        postact = Hidden(preact, split_sizes, self.spec, self.scales, self.vectors).values()
+        preact = multiplied(x, weight, split_sizes, terms)
+        postact = Hidden(preact, split_sizes, self.spec, call.scales, call.vectors).values()
         zero_tail(postact, split_sizes)
         read_by = None if self.reader is None else recipe
         hidden = tokens_for(self.reader, read_by, postact, split_sizes, rows=True, wgrad=False)
-        return preact if self.keep_preact else None, hidden
+        return preact if call.keep_preact else None, hidden
 
 
 class Wanted(NamedTuple):
@@ -189,11 +177,8 @@ def through_activation(
         grads = kernels.grouped_linear_activation_backward(
             *(dy.values, weight, hidden.preact, sizes, hidden.spec),  # type: ignore[arg-type]
             scales=hidden.scales,
-            want_scales=wanted.scales,
-            want_postact=wanted.postact,
-            bias_dtype=wanted.bias_dtype,
+            wanted=WantedThrough(wanted.scales, wanted.postact, wanted.vectors, wanted.bias_dtype),
             vectors=hidden.vectors,
-            want_vectors=wanted.vectors,
         )
         dpreact = Tokens(grads.preact.dtype, grads.preact, grads.preact)
         return Through(dpreact, grads.scales, grads.postact, grads.bias, grads.vectors)

@@ -21,11 +21,11 @@ from ..formats.copies import Columns, Rows, Transposition, Weight
 from ..formats.formats import product_factors
 from ..formats.recipe import Recipe, is_recipe
 from ..formats.weight_only import WeightOnly
-from ..kernels import Layout, Matrices
+from ..kernels import NO_TERMS, Layout, Matrices, Terms
 from ..kernels.doors.decoding import decode_weight
 from ..kernels.doors.gathered_wgrad import gathered_wgrad
 from ..kernels.doors.packed import packed_gemm
-from ..kernels.doors.quantized import scaled_gemm, scaled_wgrad
+from ..kernels.doors.quantized import ScaledSums, scaled_gemm, scaled_wgrad
 from ..kernels.doors.transposition import transpose_bytes
 from ..values.switches import active_switches
 from .operands import GatheredTokens, Tokens
@@ -93,16 +93,18 @@ def refusal(linear: Any, recipe: Recipe) -> str | None:
     return recipe.size_refusal(linear.in_features, linear.out_features)
 
 
-def multiplied(x: Tokens, weight: Matrices | Weight, split_sizes: Tensor, **options: Any) -> Tensor:
-    """``x W^T`` by group, with options of :func:`kernels.grouped_gemm`."""
+def multiplied(
+    x: Tokens, weight: Matrices | Weight, split_sizes: Tensor, terms: Terms, out: Tensor | None = None
+) -> Tensor:
+    """``x W^T`` by group, with these terms. Quantised rows do not multiply a second pair, whose product is added."""
     if x.recipe is None:
-        return kernels.grouped_gemm(Layout.NT, x.values, weight, split_sizes, **options)  # type: ignore
+        return kernels.grouped_gemm(Layout.NT, x.values, weight, split_sizes, out=out, terms=terms)  # type: ignore
     assert x.rows is not None
     assert isinstance(weight, Weight)
-    slots = options.pop("slots", None)
-    y = product(x.recipe, x.rows, weight, split_sizes, x.dtype, **options)
-    if slots is not None:
-        kernels.send_rows(y, slots)
+    y = product(x.recipe, x.rows, weight, split_sizes, x.dtype, terms._replace(second=None), out=out)
+    y = _with_second(y, terms, Layout.NT, split_sizes)
+    if terms.slots is not None:
+        kernels.send_rows(y, terms.slots)
     return y
 
 
@@ -112,32 +114,50 @@ def multiplied_back(
     split_sizes: Tensor,
     out: Tensor | None = None,
     independent: kernels.Independent | None = None,
+    terms: Terms = NO_TERMS,
 ) -> Tensor:
-    """``dy W`` by group, of a weight as the forward has saved it."""
+    """``dy W`` by group, of a weight as the forward has saved it; a second pair as for :func:`multiplied`."""
     if dy.recipe is None:
-        options: dict[str, Any] = {"out": out, "independent": independent}
+        options: dict[str, Any] = {"out": out, "independent": independent, "terms": terms}
         return kernels.grouped_gemm(Layout.NN, dy.values, weight, split_sizes, **options)  # type: ignore
     assert dy.rows is not None
     assert isinstance(weight, Weight)
-    return product(dy.recipe, dy.rows, transposed_operand(dy.recipe, weight), split_sizes, dy.dtype, out=out)
+    dx = product(dy.recipe, dy.rows, transposed_operand(dy.recipe, weight), split_sizes, dy.dtype, out=out)
+    return _with_second(dx, terms, Layout.NN, split_sizes)
+
+
+def _with_second(rows: Tensor, terms: Terms, layout: Layout, split_sizes: Tensor) -> Tensor:
+    """Adds the product of the second pair, if there is one: it reads what was not quantised."""
+    if terms.second is None:
+        return rows
+    return kernels.grouped_gemm(layout, *terms.second, split_sizes, out=rows, terms=kernels.ADDED)  # type: ignore[return-value]
 
 
 def product(
-    recipe: Recipe, rows: Rows, weight: Weight, split_sizes: Tensor, dtype: torch.dtype, **options: Any
+    recipe: Recipe,
+    rows: Rows,
+    weight: Weight,
+    split_sizes: Tensor,
+    dtype: torch.dtype,
+    terms: Terms = NO_TERMS,
+    *,
+    parts: int = 1,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """``x W^T`` by group, of this dtype; with options of :func:`scaled_gemm`."""
-    out = options.pop("out", None)
-    options |= {"out_dtype": dtype} if out is None else {"out": out}
+    """``x W^T`` by group, of this dtype; ``parts``: the halves of :class:`ScaledGemm`."""
+    options: dict[str, Any] = {"out_dtype": dtype} if out is None else {"out": out}
     if rows.scales is not None:
         assert weight.scales is not None
-        options["fast_accumulation"] = recipe.fast_accumulation
+        options |= {"sums": ScaledSums(parts, recipe.fast_accumulation), "terms": terms}
         return scaled_gemm(rows.data, rows.scales, weight.data, weight.scales, split_sizes, **options)
-    options["alpha"] = product_factors(rows.amax, weight.amax)
+    alpha = product_factors(rows.amax, weight.amax)
     if weight.packed is not None:
         assert weight.scales is not None
-        return packed_gemm(rows.data, weight.data, weight.scales, split_sizes, weight.packed, **options)
+        return packed_gemm(
+            rows.data, weight.data, weight.scales, split_sizes, weight.packed, alpha=alpha, terms=terms, **options
+        )
     values = weight.data if weight.scales is None else decoded(recipe, weight, rows.data)
-    y = kernels.grouped_gemm(Layout.NT, rows.data, values, split_sizes, **options)
+    y = kernels.grouped_gemm(Layout.NT, rows.data, values, split_sizes, terms=terms._replace(alpha=alpha), **options)
     assert isinstance(y, Tensor)
     return y
 
@@ -155,6 +175,15 @@ def wgrad_of(a: WgradOperand, b: WgradOperand, split_sizes: Tensor, number: int)
     if isinstance(a, Columns):
         return partial(weight_grad, a, b, split_sizes, number)  # type: ignore[arg-type]
     return partial(kernels.grouped_gemm, Layout.TN, a, b, split_sizes)  # type: ignore[arg-type]
+
+
+def values_of(weight: Matrices | Weight | None, recipe: Recipe | None, like: Tensor) -> Matrices:
+    """A weight [E, N, K] for a product of rows like these: as it is, or decoded for it if it is stored."""
+    assert weight is not None
+    if not isinstance(weight, Weight):
+        return weight
+    assert recipe is not None
+    return decoded(recipe, weight, like)
 
 
 def decoded(recipe: Recipe, weight: Weight, like: Tensor) -> Tensor:
@@ -177,18 +206,18 @@ def weight_grad(
     *,
     out: Matrices | None = None,
     out_dtype: torch.dtype | None = None,
-    beta: float | None = None,
+    terms: Terms = NO_TERMS,
 ) -> Matrices:
     """The product of columns of two tensors by group, with the keywords of a ``Wgrad``."""
     if a.scales is None or b.scales is None:
         assert a.split_sizes is not None
-        options: dict[str, Any] = {"out": out, "out_dtype": out_dtype, "beta": beta}
-        options["alpha"] = product_factors(a.amax, b.amax)
-        return kernels.grouped_gemm(Layout.TN, a.data, b.data, a.split_sizes, **options)
+        terms = terms._replace(alpha=product_factors(a.amax, b.amax))
+        into: dict[str, Any] = {"out": out, "out_dtype": out_dtype}
+        return kernels.grouped_gemm(Layout.TN, a.data, b.data, a.split_sizes, **into, terms=terms)
     operands = a.data, a.scales, b.data, b.scales
     if out is None:
         return scaled_wgrad(*operands, split_sizes, rows=rows, out_dtype=out_dtype)
-    return scaled_wgrad(*operands, split_sizes, rows=rows, out=out, accumulate=beta is not None)
+    return scaled_wgrad(*operands, split_sizes, rows=rows, out=out, accumulate=terms.beta is not None)
 
 
 def transposed_operand(recipe: Recipe, weight: Weight) -> Weight:

@@ -23,9 +23,9 @@ def forward(x: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Tensor
         ValueError: operands that do not fit one another.
     """
     sizes = _sizes("forward", x, weight, (x.num_groups, None, x.shape[-1]))
-    options = {"halves": weight.halves} if _has_blocks_of_rows(weight) else {}
+    parts = weight.halves if _has_blocks_of_rows(weight) else 1
     operand = weight.recipe.weight_operand(_weight(weight, "rowwise"), weight.halves)
-    return product(x.recipe, _rows(x, sizes), operand, sizes, x.dtype, **options)
+    return product(x.recipe, _rows(x, sizes), operand, sizes, x.dtype, parts=parts)
 
 
 def input_grad(dy: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Tensor:

@@ -23,6 +23,7 @@ from fusible.ops import kernels
 from fusible.ops.kernels import extension
 from fusible.ops.kernels.hopper import epilogue
 from fusible.ops.kernels.hopper import gemm as hopper
+from fusible.ops.kernels.operators.outputs import WantedThrough
 from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
 from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 
@@ -119,8 +120,7 @@ def test_backward_whose_product_is_a_kernel_of_its_own(monkeypatch: pytest.Monke
     got = kernels.grouped_linear_activation_backward(
         *(dy, weight, preact, torch.tensor(rows), gated("silu", None, 1.0, 0.0, "concat")),
         scales=scales,
-        want_scales=True,
-        want_postact=True,
+        wanted=WantedThrough(want_scales=True, want_postact=True),
     )
 
     assert got.scales is not None

@@ -137,8 +137,8 @@ def test_a_product_waits_for_readers_of_what_it_overwrites(beside: Counted) -> N
 def test_sums_into_one_gradient_wait_for_one_another(beside: Counted) -> None:
     dy, x, weight, sizes = operands()
     out, both = torch.zeros_like(weight, dtype=torch.float32), Independent(2)
-    kernels.grouped_gemm(Layout.TN, dy, x, sizes, out=out, beta=1.0, independent=both)
-    kernels.grouped_gemm(Layout.TN, dy, x, sizes, out=out, beta=1.0, independent=both)
+    kernels.grouped_gemm(Layout.TN, dy, x, sizes, out=out, terms=kernels.ADDED, independent=both)
+    kernels.grouped_gemm(Layout.TN, dy, x, sizes, out=out, terms=kernels.ADDED, independent=both)
     assert beside() == 0
 
 

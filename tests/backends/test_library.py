@@ -226,13 +226,14 @@ def test_every_custom_op_is_checked() -> None:
 
 def test_custom_ops_are_the_door() -> None:
     layout, spec = kernels.Layout.NT, ActivationSpec(*SPEC)
-    gemm = kernels.grouped_gemm(layout, X, WEIGHT, SIZES, alpha=2.0, bias=BIAS, bias_scale=SCALES, row_scale=SCALES)
-    how = {"bias": BIAS, "bias_scale": SCALES, "scales": SCALES, "keep_preact": True}
+    terms = kernels.Terms(alpha=2.0, bias=BIAS, bias_scale=SCALES, row_scale=SCALES)
+    gemm = kernels.grouped_gemm(layout, X, WEIGHT, SIZES, terms=terms)
+    of_bias, call = kernels.Terms(bias=BIAS, bias_scale=SCALES), kernels.ActivationCall(SCALES, keep_preact=True)
 
     assert_same(OPS.grouped_gemm(*CALLS["NT"][1]), gemm)
     assert_same(
         OPS.grouped_linear_activation(*CALLS["fc1"][1]),
-        kernels.grouped_linear_activation(X, WEIGHT, WHOLE, spec, **how),
+        kernels.grouped_linear_activation(X, WEIGHT, WHOLE, spec, of_bias, call),
     )
 
 
@@ -366,6 +367,39 @@ def test_a_kernel_is_one_declaration() -> None:
 
     result = "(tensor([1.5000, 1.5000, 1.5000]), None)"
     assert done.stdout == f"fusible.halves.default\n{result} {result}\n"
+
+
+BUNDLED = """
+from typing import NamedTuple
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from fusible.ops.kernels.operators.custom_ops import kernel
+
+class Line(NamedTuple):
+    slope: float | Tensor | None = None
+    start: Tensor | None = None
+    note: str = "no note"
+
+def new_points(x: Tensor, top: int, line: Line) -> Tensor:
+    return torch.empty_like(x)
+
+@kernel(new_points, spread={"line": ("slope", "start")}, added=("start",), obeys_switches=False)
+def points(x: Tensor, line: Line, top: int) -> Tensor:
+    print(line.note, top)
+    return x * line.slope if line.start is None else x * line.slope + line.start
+
+x, line = torch.ones(2), Line(3.0, torch.ones(2), "a note")
+print(torch.ops.fusible.points.default._schema)
+print(points(x, line, 4), make_fx(lambda x: points(x, line, 4), tracing_mode="fake", _allow_non_fake_inputs=True)(x)(x))
+"""
+
+
+def test_fields_of_a_bundle_are_parameters_of_the_op() -> None:
+    done = subprocess.run([sys.executable, "-c", BUNDLED], capture_output=True, text=True, check=True)
+
+    schema = "fusible::points(Tensor x, float? slope, Tensor? slopes, int top, Tensor? start=None) -> Tensor"
+    assert done.stdout == f"{schema}\na note 4\nno note 4\n{'tensor([4., 4.]) ' * 2}".rstrip() + "\n"
 
 
 EAGER_ONLY = """

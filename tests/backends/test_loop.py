@@ -46,10 +46,9 @@ def test_tails_that_only_grouped_products_read_are_not_cleared(
 ) -> None:
     calls: list[int] = []
     monkeypatch.setattr(loop, "zero_tail", lambda out, sizes: calls.append(len(out)))
-    how = {"keep_preact": True, "tail_unspecified": tail_unspecified}
-    kernels.grouped_linear_activation(
-        torch.randn(9, K), torch.randn(E, N, K), torch.tensor([3, 0, 1, 2]), activation("silu"), **how
-    )
+    x, weight, sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([3, 0, 1, 2])
+    call = kernels.ActivationCall(None, keep_preact=True, tail_unspecified=tail_unspecified)
+    kernels.grouped_linear_activation(x, weight, sizes, activation("silu"), kernels.NO_TERMS, call)
 
     assert len(calls) == cleared
 

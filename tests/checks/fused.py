@@ -21,6 +21,7 @@ from fusible.ops.fused.pointwise_chain import PointwiseChain
 from fusible.ops.kernels import extension
 from fusible.ops.kernels.hopper import epilogue
 from fusible.ops.kernels.hopper import gemm as hopper
+from fusible.ops.kernels.operators.outputs import WantedThrough
 from fusible.ops.kernels.problems.gemm import (
     Activate,
     ActivateBackward,
@@ -434,19 +435,18 @@ def check_weights_and_biases_anywhere_in_memory(device: str) -> None:
     assert t.bias is not None
     w1, w2, bias = scattered(t.w1), scattered(t.w2), scattered(t.bias)
     for spec in (t.case.spec, gated("silu", None, 1.0, 0.0, interleaved(8))):
-        how = {"scales": t.scales, "keep_preact": True}
-        one = kernels.grouped_linear_activation(t.x, t.w1, t.sizes, spec, bias=t.bias, **how)
-        many = kernels.grouped_linear_activation(t.x, w1, t.sizes, spec, bias=bias, **how)
+        call = kernels.ActivationCall(t.scales, keep_preact=True)
+        terms, apart = kernels.Terms(bias=t.bias), kernels.Terms(bias=bias)
+        one = kernels.grouped_linear_activation(t.x, t.w1, t.sizes, spec, terms, call)
+        many = kernels.grouped_linear_activation(t.x, w1, t.sizes, spec, apart, call)
         assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(one, many, strict=True))
-        preact, wants = (
-            one[0],
-            {"scales": t.scales, "want_scales": True, "want_postact": True, "bias_dtype": torch.float32},
-        )
+        preact = one[0]
+        wants = {"scales": t.scales, "wanted": WantedThrough(True, True, bias_dtype=torch.float32)}
         first = kernels.grouped_linear_activation_backward(t.dy, t.w2, preact, t.sizes, spec, **wants)
         second = kernels.grouped_linear_activation_backward(t.dy, w2, preact, t.sizes, spec, **wants)
         assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(first[:4], second[:4], strict=True))
         turned = [w.mT.contiguous().mT for w in w1]
-        other = kernels.grouped_linear_activation(t.x, turned, t.sizes, spec, bias=bias, **how)
+        other = kernels.grouped_linear_activation(t.x, turned, t.sizes, spec, apart, call)
         assert all(torch.equal(a[: t.valid], b[: t.valid]) for a, b in zip(one, other, strict=True))
         turned = [w.mT.contiguous().mT for w in w2]
         third = kernels.grouped_linear_activation_backward(t.dy, turned, preact, t.sizes, spec, **wants)

@@ -55,10 +55,10 @@ class Backward:
             out.fill_(POISON)
         if accumulate:
             self.dw.fill_(0.5), self.dv.fill_(-0.25)
-        beta, options = 1.0 if accumulate else None, {"independent": independent}
+        terms, options = kernels.ADDED if accumulate else kernels.NO_TERMS, {"independent": independent}
         kernels.grouped_gemm(Layout.NN, self.dy, self.weight, self.sizes, out=self.dx, **options)
-        kernels.grouped_gemm(Layout.TN, self.dy, self.x, self.sizes, out=self.dw, beta=beta, **options)
-        kernels.grouped_gemm(Layout.TN, self.x, self.hidden, self.sizes, out=self.dv, beta=beta, **options)
+        kernels.grouped_gemm(Layout.TN, self.dy, self.x, self.sizes, out=self.dw, terms=terms, **options)
+        kernels.grouped_gemm(Layout.TN, self.x, self.hidden, self.sizes, out=self.dv, terms=terms, **options)
         return [t.clone() for t in (self.dx, self.dw, self.dv)]
 
 

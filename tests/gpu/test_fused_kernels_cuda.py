@@ -35,6 +35,7 @@ from fusible.ops import kernels
 from fusible.ops.kernels import products
 from fusible.ops.kernels.hopper import epilogue
 from fusible.ops.kernels.hopper import gemm as hopper
+from fusible.ops.kernels.operators.outputs import WantedThrough
 from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import activation as pointwise
 from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
@@ -203,11 +204,11 @@ def test_as_the_two_kernels_give_it(name: str) -> None:
     t = Tensors("cuda", Case(SPECS[name], columns=320, bias=torch.bfloat16))
     spec, scales, n = t.case.spec, t.scales, t.valid
     preact, postact = kernels.grouped_linear_activation(
-        t.x, t.w1, t.sizes, spec, bias=t.bias, scales=scales, keep_preact=True
+        *(t.x, t.w1, t.sizes, spec, kernels.Terms(bias=t.bias), kernels.ActivationCall(scales, keep_preact=True))
     )
     assert preact is not None
     grads = kernels.grouped_linear_activation_backward(
-        t.dy, t.w2, preact, t.sizes, spec, scales=scales, want_scales=True, want_postact=True, bias_dtype=torch.float32
+        *(t.dy, t.w2, preact, t.sizes, spec), scales=scales, wanted=WantedThrough(True, True, bias_dtype=torch.float32)
     )
     assert grads.scales is not None
     assert grads.bias is not None
@@ -254,7 +255,8 @@ def test_refusals_say_why() -> None:
 def test_blocks_that_no_tile_has_run_as_two_kernels() -> None:
     spec = gated("silu", None, 1.0, 0.0, interleaved(24))
     t = Tensors("cuda", Case(spec, columns=192))
-    preact, postact = kernels.grouped_linear_activation(t.x, t.w1, t.sizes, spec, scales=t.scales, keep_preact=True)
+    call = kernels.ActivationCall(t.scales, keep_preact=True)
+    preact, postact = kernels.grouped_linear_activation(t.x, t.w1, t.sizes, spec, kernels.NO_TERMS, call)
     assert preact is not None
     expected = postact[: t.valid].double().clone()
     assert t.scales is not None

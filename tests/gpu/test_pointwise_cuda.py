@@ -14,6 +14,7 @@ from fusible.fuser import replay
 from fusible.ops.kernels.extension import is_built
 from fusible.ops.kernels.hopper import pointwise as jit
 from fusible.ops.kernels.jit.cache import kernel_cache
+from fusible.ops.kernels.problems.gemm import PointwiseRows
 
 pytestmark = pytest.mark.cuda
 needs_extension = pytest.mark.skipif(not is_built(), reason="needs the extension")
@@ -76,7 +77,7 @@ def test_memory_around_the_results_is_untouched():
     x = torch.randn(9, 40, device="cuda", dtype=torch.bfloat16)
     numbers = torch.randn(1, 9, device="cuda")
     out = torch.full((11, 40), 77.0, device="cuda", dtype=torch.bfloat16)
-    jit.forward(program, fusible.ops.kernels.PointwiseRows(x, None, numbers), out[1:10])
+    jit.forward(program, PointwiseRows(x, None, numbers), out[1:10])
     assert (out[0] == 77).all()
     assert (out[10] == 77).all()
     torch.testing.assert_close(out[1:10], (x.float().exp() * numbers[0, :, None]).bfloat16())

@@ -24,7 +24,8 @@ from fusible import (
     interleaved,
 )
 from fusible.examples.torchtitan_experts import FusedExperts
-from fusible.integrations import checkpoints, layouts
+from fusible.integrations import checkpoints
+from fusible.integrations.state_dicts import layouts
 
 E, K, F = 3, 6, 4
 NAMES = ("0", "3")

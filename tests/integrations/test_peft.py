@@ -22,7 +22,7 @@ from hugging_face import experts_of, make, relative
 import fusible.integrations.peft
 import fusible.integrations.transformers
 from fusible import config, explain
-from fusible.integrations import lora
+from fusible.integrations.hugging_face import lora
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 MODELS = ["mixtral", "qwen3", "gpt-oss", "nemotron-h", "gemma-4"]

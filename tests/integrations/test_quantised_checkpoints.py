@@ -25,7 +25,7 @@ from transformers.integrations import finegrained_fp8
 import fusible
 from fusible import Float8Weight
 from fusible.integrations.export import export_merged
-from fusible.integrations.stored_experts import Stored, stored_of
+from fusible.integrations.hugging_face.stored_experts import Stored, stored_of
 from fusible.ops.formats.copies import Weight
 
 _IGNORED = ("UserWarning", "DeprecationWarning", "FutureWarning", "RuntimeWarning")

@@ -28,8 +28,8 @@ if find_spec("transformers") is None:
 import transformers
 from hugging_face import COMMON, MODELS, assert_same, experts_of, inputs, make, relative, results
 
-from fusible.integrations import experts as adapter
 from fusible.integrations import transformers as integration
+from fusible.integrations.hugging_face import experts as adapter
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -19,7 +19,7 @@ import transformers
 from hugging_face import assert_same, inputs, relative
 
 import fusible.integrations.transformers  # noqa: F401  # registers "fusible"
-from fusible.integrations import experts as adapter
+from fusible.integrations.hugging_face import experts as adapter
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

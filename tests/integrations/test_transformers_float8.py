@@ -11,7 +11,8 @@ from torch import nn
 from transformers.integrations.moe import use_experts_implementation
 
 import fusible
-from fusible.integrations import float8_experts, transformers  # noqa: F401  registers
+from fusible.integrations import transformers  # noqa: F401  registers
+from fusible.integrations.hugging_face import float8_experts
 from fusible.ops.formats import reference
 from fusible.ops.formats.copies import Weight
 

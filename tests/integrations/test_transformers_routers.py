@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fusible.integrations.transformers  # noqa: F401  # registers "fusible"
 from fusible.integrations import routers
-from fusible.integrations.router_formula import Formula, recognized
+from fusible.integrations.hugging_face.router_formula import Formula, recognized
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))

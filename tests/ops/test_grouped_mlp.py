@@ -200,7 +200,7 @@ def test_the_first_bias_comes_with_the_gradient_of_the_pre_activation(case, aske
     monkeypatch.setattr(
         kernels,
         "grouped_linear_activation_backward",
-        lambda *args, bias_dtype, **how: note(given, bias_dtype) or backward(*args, bias_dtype=bias_dtype, **how),
+        lambda *args, wanted, **how: note(given, wanted.bias_dtype) or backward(*args, wanted=wanted, **how),
     )
     monkeypatch.setattr(kernels, "column_sums", lambda rows, *how: note(summed, rows.shape[1]) or sums(rows, *how))
     Case(**case).run()

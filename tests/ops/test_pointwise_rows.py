@@ -14,9 +14,8 @@ from torch import Tensor
 import fusible
 from fusible import Pointwise, Sequential, interleaved
 from fusible.fuser import replay
-from fusible.ops.kernels import PointwiseRows
 from fusible.ops.kernels.hopper import pointwise as jit
-from fusible.ops.kernels.problems.gemm import PointwiseGrads
+from fusible.ops.kernels.problems.gemm import PointwiseGrads, PointwiseRows
 from fusible.ops.kernels.pytorch import pointwise as reference
 
 pytestmark = [

@@ -20,7 +20,7 @@ with on_cpu():
 
     from fusible.integrations import megatron_dispatcher as integration
     from fusible.integrations import transformer_engine as te_ops
-    from fusible.integrations.shared_exchange import ExchangeOptions, exchange_ops
+    from fusible.integrations.exchanges.shared_exchange import ExchangeOptions, exchange_ops
 
 CASES: list[Callable[[World], None]] = []
 LENGTHS = (5, 3)  # of a sequence, by rank

@@ -35,7 +35,7 @@ with triton_if_missing(), warnings.catch_warnings():
     from torchtitan.overrides import fused_swiglu  # noqa: F401
 
     from fusible.integrations import torchtitan_dispatcher as integration
-    from fusible.integrations.shared_exchange import ExchangeOptions, exchange_ops
+    from fusible.integrations.exchanges.shared_exchange import ExchangeOptions, exchange_ops
 
 set_spmd_backend("default")  # that of types sends lists of unequal tensors, which gloo does not
 

@@ -77,6 +77,23 @@ ARROWS = {  # package -> its parts, and which parts each may import; nothing sta
         ),
         "doors": ("problems", "operators", "extension", "hopper", "pytorch", "dispatch", "products", "__init__"),
     },
+    "integrations": {
+        "on_import": (),
+        "state_dicts": (),
+        "exchanges": (),
+        "hugging_face": (),
+        "transformer_engine": (),
+        "checkpoints": ("state_dicts",),
+        "quantizers": ("hugging_face",),
+        "routers": ("hugging_face",),
+        "peft": ("hugging_face",),
+        "export": ("hugging_face",),
+        "transformers_ep": ("exchanges", "hugging_face"),
+        "transformers": ("hugging_face", "quantizers", "transformers_ep"),
+        "torchtitan": ("hugging_face",),
+        "torchtitan_dispatcher": ("exchanges",),
+        "megatron_dispatcher": ("exchanges", "transformer_engine"),
+    },
 }
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...formats import reference
 from ...formats.copies import BLOCK, Columns
 from .. import grouped_gemm
-from ..problems.gemm import Layout
+from ..problems.gemm import ADDED, NO_TERMS, Layout, Terms
 from ..problems.quantized import Multiplying, ScaledGemm, ScaledWgrad
 
 
@@ -25,14 +25,8 @@ def multiply(problem: Multiplying) -> None:
 
 def _multiply_rows(p: ScaledGemm) -> None:
     a = reference.dequantize_rows(p.a).bfloat16()
-    grouped_gemm(
-        *(Layout.NT, a, _weight(p), p.split_sizes),
-        out=p.out,
-        alpha=p.alpha,
-        bias=p.bias,
-        bias_scale=p.bias_scale,
-        row_scale=p.row_scale,
-    )
+    terms = Terms(p.alpha, None, p.bias, p.bias_scale, p.row_scale)
+    grouped_gemm(Layout.NT, a, _weight(p), p.split_sizes, out=p.out, terms=terms)
 
 
 def _weight(p: ScaledGemm) -> Tensor:
@@ -44,8 +38,8 @@ def _multiply_columns(p: ScaledWgrad) -> None:
     """Blocks that are filled up with zeros are multiplied whole."""
     sizes = _filled_up(p.split_sizes)
     out = p.out if isinstance(p.out, Tensor) else list(p.out)
-    beta = 1.0 if p.accumulate else None
-    grouped_gemm(Layout.TN, _tokens(p.a), _tokens(p.b), sizes, out=out, beta=beta)
+    terms = ADDED if p.accumulate else NO_TERMS
+    grouped_gemm(Layout.TN, _tokens(p.a), _tokens(p.b), sizes, out=out, terms=terms)
 
 
 def _filled_up(split_sizes: Tensor) -> Tensor:

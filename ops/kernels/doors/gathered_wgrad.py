@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ... import kernels
-from .. import Layout, Matrices
+from .. import NO_TERMS, Layout, Matrices, Terms
 from ..operators.custom_ops import kernel
 from .routing import Routing, permute
 
@@ -27,7 +27,7 @@ def new_wgrad(tokens: Tensor, rows: Tensor, routing: Routing, leads: bool, out_d
     return rows.new_empty((routing.tokens_per_expert.shape[0] - 1, *sides), dtype=out_dtype or rows.dtype)
 
 
-@kernel(new_wgrad, eager_only=("out", "beta"), schema_names={"out_dtype": "dtype"})
+@kernel(new_wgrad, eager_only=("out", "terms"), schema_names={"out_dtype": "dtype"})
 def gathered_wgrad(
     tokens: Tensor,
     rows: Tensor,
@@ -36,22 +36,22 @@ def gathered_wgrad(
     *,
     out_dtype: torch.dtype | None = None,
     out: Matrices | None = None,
-    beta: float | Tensor | None = None,
+    terms: Terms = NO_TERMS,
 ) -> Matrices:
     """The product by expert of the rows of ``tokens`` [T, H], permuted, and ``rows`` [S, C].
 
     Args:
         leads: whether the columns of the tokens are the first of the gradient's, [E, H, C]; else [E, C, H].
-        out_dtype, out, beta: as of :func:`kernels.grouped_gemm`.
+        out_dtype, out, terms: as of :func:`kernels.grouped_gemm`.
     """
     if rows.shape[0] * tokens.shape[1] * tokens.element_size() <= SLICED_FROM:
         gathered = permute(tokens, routing, fill=False)
-        return _product(gathered, rows, routing, leads, out=out, out_dtype=out_dtype, beta=beta)
+        return _product(gathered, rows, routing, leads, out=out, out_dtype=out_dtype, terms=terms)
     if out is None:
         out = new_wgrad(tokens, rows, routing, leads, out_dtype)
     for part in _slices(tokens.shape[1]):
         gathered = permute(tokens[:, part], routing, fill=False)
-        _product(gathered, rows, routing, leads, out=_columns(out, part, leads), beta=beta)
+        _product(gathered, rows, routing, leads, out=_columns(out, part, leads), terms=terms)
         del gathered  # before the next are there
     return out
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ....fuser.contract import tracing as trace
 from ... import kernels
-from .. import Layout, dispatch
+from .. import Layout, Terms, dispatch
 from ..operators.custom_ops import kernel
 from ..problems.low_rank import LowRank, LowRankPass, rank_of
 from .routing import Routing, permute
@@ -123,7 +123,7 @@ def _by_products(
 ) -> LowRank:
     product = gradient = None
     if factor is not None:
-        product = kernels.grouped_gemm(layout, rows, factor, split_sizes, tail_unspecified=True)
+        product = kernels.grouped_gemm(layout, rows, factor, split_sizes, terms=Terms(tail_unspecified=True))
     if low is not None:
         sides = (low, rows) if layout is Layout.NT else (rows, low)
         gradient = kernels.grouped_gemm(Layout.TN, *sides, split_sizes, out_dtype=gradient_dtype)

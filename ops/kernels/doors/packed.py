@@ -16,7 +16,7 @@ from ...formats.copies import PackedFormat
 from ...formats.packed import unpacked
 from .. import dispatch, grouped_gemm
 from ..operators.custom_ops import kernel
-from ..problems.gemm import Layout, Matrices, stacked
+from ..problems.gemm import NO_TERMS, Layout, Terms, stacked
 from ..problems.quantized import PackedGemm
 
 
@@ -25,7 +25,7 @@ def new_packed_product(a: Tensor, data: Tensor, out_dtype: torch.dtype | None) -
     return a.new_empty((a.shape[0], data.shape[1]), dtype=out_dtype)
 
 
-@kernel(new_packed_product, only_without_out=("out_dtype",))
+@kernel(new_packed_product, only_without_out=("out_dtype",), spread={"terms": ("bias", "bias_scale", "row_scale")})
 def packed_gemm(
     a: Tensor,
     data: Tensor,
@@ -36,9 +36,7 @@ def packed_gemm(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     alpha: Tensor | None = None,
-    bias: Matrices | None = None,
-    bias_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
+    terms: Terms = NO_TERMS,
 ) -> Tensor:
     """``row_scale * (alpha * A W^T + bias_scale * bias)`` by group, of bfloat16 rows; see :class:`PackedGemm`.
 
@@ -46,12 +44,13 @@ def packed_gemm(
         data, scales: those of the format, as a recipe stores them.
         out: where to write; rows past the last group stay as they are.
         out_dtype: of what is allocated here; that of ``a`` by default.
+        terms: the bias and the factors of rows.
     """
     fresh = out is None
     if out is None:
         out = new_packed_product(a, data, out_dtype)
-    vectors = None if bias is None else stacked(bias)
-    problem = PackedGemm(a, data, scales, format, split_sizes, out, vectors, row_scale, alpha, bias_scale, fresh)
+    vectors, factors = None if terms.bias is None else stacked(terms.bias), (terms.row_scale, alpha, terms.bias_scale)
+    problem = PackedGemm(a, data, scales, format, split_sizes, out, vectors, *factors, fresh)
     choice = dispatch.choose(problem, trace.active())
     if choice.is_fallback:
         return _multiply_in_16_bits(problem, choice.words)
@@ -62,8 +61,8 @@ def packed_gemm(
 def _multiply_in_16_bits(p: PackedGemm, why: str) -> Tensor:
     if p.a.is_cuda:
         trace.note(f"the weights are dequantised: {why}")
-    factors: dict[str, Any] = {"alpha": p.alpha, "bias": p.bias, "bias_scale": p.bias_scale, "row_scale": p.row_scale}
-    factors |= {"out_dtype": p.out.dtype} if p.fresh else {"out": p.out}
-    y = grouped_gemm(Layout.NT, p.a, unpacked(p.data, p.scales, p.format), p.split_sizes, **factors)
+    into: dict[str, Any] = {"out_dtype": p.out.dtype} if p.fresh else {"out": p.out}
+    terms = Terms(p.alpha, None, p.bias, p.bias_scale, p.row_scale)
+    y = grouped_gemm(Layout.NT, p.a, unpacked(p.data, p.scales, p.format), p.split_sizes, **into, terms=terms)
     assert isinstance(y, Tensor)
     return y

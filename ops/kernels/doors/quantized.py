@@ -22,7 +22,7 @@ from .. import activate, activate_backward, products
 from ..dispatch import choose, run, solve
 from ..operators.custom_ops import kernel
 from ..operators.outputs import like_operands
-from ..problems.gemm import Matrices, Operands, first
+from ..problems.gemm import NO_TERMS, Matrices, Operands, Terms, first
 from ..problems.quantized import (
     Multiplying,
     QuantizeActivation,
@@ -67,6 +67,21 @@ class WantedCopies(NamedTuple):
     want_columns: bool
     want_postact: bool
     want_scales: bool
+
+
+class ScaledSums(NamedTuple):
+    """How the products of blocks become those of rows.
+
+    Attributes:
+        halves: of the rows of a weight, see :class:`ScaledGemm`.
+        fast_accumulation: sums need not be promoted, where scales are of whole rows.
+    """
+
+    halves: int = 1
+    fast_accumulation: bool = False
+
+
+EXACT_SUMS = ScaledSums()
 
 
 class BackwardCopies(NamedTuple):
@@ -297,7 +312,12 @@ def _of_groups(vectors: Operands, split_sizes: Tensor) -> tuple[Operands, Tensor
     return vectors, None if vectors is None else split_sizes
 
 
-@kernel(new_scaled_product, only_without_out=("out_dtype",), added=("fast_accumulation",))
+@kernel(
+    new_scaled_product,
+    only_without_out=("out_dtype",),
+    added=("fast_accumulation",),
+    spread={"sums": ScaledSums._fields, "terms": ("bias", "bias_scale", "row_scale")},
+)
 def scaled_gemm(
     a: Tensor,
     a_scales: Tensor,
@@ -305,13 +325,10 @@ def scaled_gemm(
     weight_scales: Tensor,
     split_sizes: Tensor,
     *,
-    halves: int = 1,
+    sums: ScaledSums = EXACT_SUMS,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    bias: Matrices | None = None,
-    bias_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    fast_accumulation: bool = False,
+    terms: Terms = NO_TERMS,
 ) -> Tensor:
     """``row_scale * (A W^T + bias_scale * bias)`` of quantised operands; see :class:`ScaledGemm`.
 
@@ -320,15 +337,13 @@ def scaled_gemm(
         weight: e4m3 [E, N, K], or the transposed bytes of a weight, with transposed scales, for the gradient of rows.
         out: where to write; rows past the last group stay as they are.
         out_dtype: of what is allocated here; bfloat16 by default.
-        fast_accumulation: sums need not be promoted, where scales are of whole rows.
+        terms: the bias and the factors of rows.
     """
     fresh = out is None
     if out is None:
         out = new_scaled_product(a, weight, out_dtype)
-    rows, factors = Rows(a, a_scales), (row_scale, None, bias_scale)
-    _multiply(
-        ScaledGemm(rows, weight, weight_scales, halves, split_sizes, out, bias, *factors, fresh, fast_accumulation)
-    )
+    operands, factors = (Rows(a, a_scales), weight, weight_scales), (terms.row_scale, None, terms.bias_scale)
+    _multiply(ScaledGemm(*operands, sums.halves, split_sizes, out, terms.bias, *factors, fresh, sums.fast_accumulation))
     return out
 
 

@@ -30,7 +30,7 @@ _FORMAT_CODES = {PackedFormat.MXFP8: 0, PackedFormat.NVFP4: 1}
 
 def refusal(problem: FakeQuantizing) -> str | None:
     """Why the kernels do not take this; None: they do."""
-    tensor = problem.x if isinstance(problem, FakeQuantizeRows) else first(problem.weight)
+    tensor = problem.tensor
     if not tensor.is_cuda:
         return f"needs a CUDA device, got {tensor.device.type}"
     if (why := device_refusal(tensor.get_device())) is not None:

@@ -26,7 +26,6 @@ from ..problems.quantized import (
     QuantizeWeight,
     Quantizing,
     RowWeight,
-    source,
 )
 from . import quantized_functions
 from .gemm import MAX_GROUPS
@@ -41,7 +40,7 @@ _SCALING_CODES = {Scaling.BLOCKS: 0, Scaling.ROWS: 1, Scaling.GROUPS: 2}
 
 def refusal(problem: Quantizing) -> str | None:
     """Why the kernels do not quantise this; None: they do."""
-    tensor = source(problem)
+    tensor = problem.tensor
     if not tensor.is_cuda:
         return f"needs a CUDA device, got {tensor.device.type}"
     if (why := device_refusal(tensor.get_device())) is not None:

@@ -8,11 +8,11 @@ call that a compiler traces.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from types import MappingProxyType
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, NamedTuple, TypeVar, cast, get_type_hints
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ....fuser.contract.config import Config, config_of, use_config
 from ....fuser.contract.tracing import is_traced
 from ...values.switches import active_switches
 from ..problems.gemm import Matrices, first
+from .bundles import Bundle, spread_over, with_bundles
 from .codecs import NO_RESULT, OUT, Codec, codec_of, codec_of_result, unflattened
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,7 +38,8 @@ def kernel(
     eager_only: Collection[str] = (),
     only_with_out: Collection[str] = (),
     only_without_out: Collection[str] = (),
-    added: Collection[str] = (),
+    added: Sequence[str] = (),
+    spread: Mapping[str, Sequence[str]] = MappingProxyType({}),
     schema_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[F], F]:
     """Declares a function of a door as a kernel: registers its custom op, and calls that for traced tensors.
@@ -52,26 +54,34 @@ def kernel(
             defaults. A function whose ``out`` is one of them has one op.
         obeys_switches: whether the op has the switches of its trace as an argument; else it obeys those of its call.
         only_with_out, only_without_out: parameters that one of the two ops does not have.
-        added: parameters that older exported programs do not name: they come last, with a default of None or False.
+        added: parameters that older exported programs do not name: they come last, in this order, with a default of
+            None or False.
+        spread: fields of parameters that are named tuples: the schema has them as parameters, and so do the arguments
+            here. Fields that are not listed have their defaults in compiled code.
         schema_names: parameters that the schema names otherwise, as exported programs do.
     """
 
     def declared(function: F) -> F:
         op, hints, signature = name or function.__name__, get_type_hints(function), inspect.signature(function)
         position = next(i for i, parameter in enumerate(signature.parameters) if hints[parameter] in _TENSORS)
-        crossing = [parameter for parameter in signature.parameters if parameter not in eager_only]
-        of_parameters = {p: codec_of(hints[p]).named(schema_names.get(p, p)) for p in crossing}
+        bundles = {p: Bundle(hints[p], tuple(fields)) for p, fields in spread.items()}
+        annotations = spread_over(bundles, {p: hints[p] for p in signature.parameters}, Bundle.annotations)
+        of_parameters = {
+            p: codec_of(annotation).named(schema_names.get(p, p))
+            for p, annotation in annotations.items()
+            if p not in eager_only
+        }
         codecs = _in_order(of_parameters, obeys_switches, added)
         new = _without(codecs, "out", *only_with_out), codec_of_result(hints["return"], eager_only)
-        allocates = _define(op, function, allocate, *new)
+        allocates = _define(op, Declared(function, allocate, bundles), *new)
         if "out" in codecs:
             into_out = _without(codecs | {"out": OUT.named("out")}, *only_without_out), NO_RESULT
-            writes = _define(f"{op}_out", function, lambda: None, *into_out)
+            writes = _define(f"{op}_out", Declared(function, lambda: None, bundles), *into_out)
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            arguments = {**bound.arguments, "switches": switches()}
+            arguments = {**spread_over(bundles, bound.arguments, Bundle.values), "switches": switches()}
             if "out" not in codecs or arguments["out"] is None:
                 return allocates(arguments)
             writes(arguments)
@@ -89,9 +99,10 @@ def kernel(
     return declared
 
 
-def _in_order(codecs: dict[str, Codec], obeys_switches: bool, added: Collection[str]) -> dict[str, Codec]:
+def _in_order(codecs: dict[str, Codec], obeys_switches: bool, added: Sequence[str]) -> dict[str, Codec]:
     """The codecs in the order of the schema: the switches after the original parameters, then those with a default."""
-    codecs = codecs | {p: codecs[p].with_default() for p in added}
+    late = {p: codecs[p] if codecs[p].has_default else codecs[p].with_default() for p in added}
+    codecs = {p: codec for p, codec in codecs.items() if p not in late} | late
     if obeys_switches:
         codecs["switches"] = codec_of(str).named("switches")
     return dict(sorted(codecs.items(), key=lambda item: item[1].has_default))
@@ -101,20 +112,37 @@ def _without(codecs: dict[str, Codec], *names: str) -> dict[str, Codec]:
     return {name: codec for name, codec in codecs.items() if name not in names}
 
 
+class Declared(NamedTuple):
+    """A function of a door, what allocates its result, and those of its parameters that are spread over the schema."""
+
+    function: Callable[..., Any]
+    allocate: Callable[..., Any]
+    bundles: dict[str, Bundle]
+
+    def run(self, **arguments: Any) -> Any:
+        """Calls the function with the arguments of the op."""
+        fields = {field for bundle in self.bundles.values() for field in bundle.fields}
+        given = with_bundles(self.bundles, arguments)
+        return self.function(**{name: value for name, value in given.items() if name not in fields})
+
+    def fake(self, **arguments: Any) -> Any:
+        """Allocates the result."""
+        given = with_bundles(self.bundles, arguments)
+        return self.allocate(
+            **{name: given[name] for name in inspect.signature(self.allocate).parameters if name in given}
+        )
+
+
 def _define(
-    name: str, function: Callable[..., Any], allocate: Callable[..., Any], codecs: dict[str, Codec], result: Codec
+    name: str, implementation: Declared, codecs: dict[str, Codec], result: Codec
 ) -> Callable[[dict[str, Any]], Any]:
     """Registers an op with these parameters and this result, and returns what calls it as a compiler traces it."""
-    allocated = [parameter for parameter in inspect.signature(allocate).parameters if parameter in codecs]
 
-    def fake(**arguments: Any) -> Any:
-        return allocate(**{parameter: arguments[parameter] for parameter in allocated})
-
-    def flat(implementation: Callable[..., Any]) -> Callable[..., Any]:
+    def flat(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*values: Any) -> Any:
             arguments = unflattened(codecs, values)
             with obeying(arguments.pop("switches", None)):
-                return result.flatten(implementation(**arguments))
+                return result.flatten(function(**arguments))
 
         return run
 
@@ -124,7 +152,9 @@ def _define(
         return result.unflatten(*returned if len(result.schemas) > 1 else [returned])
 
     declared = ", ".join(schema for codec in codecs.values() for schema in codec.schemas)
-    _register(f"{name}({declared}) -> ({', '.join(result.schemas)})", flat(fake))(flat(function))
+    _register(f"{name}({declared}) -> ({', '.join(result.schemas)})", flat(implementation.fake))(
+        flat(implementation.run)
+    )
     return call
 
 

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from ...programs.program import Program
 from ...values.activation_spec import ActivationSpec
-from ..problems.gemm import ActivationGrads, GroupedGemm, Layout, Matrices, Operands, PointwiseGrads, first, stacked
+from ..problems.gemm import (
+    ActivationGrads,
+    GroupedGemm,
+    Layout,
+    Matrices,
+    Operands,
+    PointwiseGrads,
+    PointwiseOperands,
+    first,
+    stacked,
+)
 
 Dtypes = tuple[torch.dtype | None, ...]
 """One for each of several results, None for one that is not wanted."""
@@ -80,12 +90,26 @@ def new_value(x: Tensor, program: Program) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // len(program.arguments)))
 
 
+class WantedThrough(NamedTuple):
+    """The results that are wanted of a backward through a linear and the activation in front of it.
+
+    Attributes:
+        bias_dtype: of the sums of the pre-activation's gradient by group; None: they are not wanted.
+    """
+
+    want_scales: bool
+    want_postact: bool
+    want_vectors: bool = False
+    bias_dtype: torch.dtype | None = None
+
+
 class WantedGrads(NamedTuple):
     """The gradients that are wanted of a pointwise program."""
 
     want_x: bool
     want_numbers: bool
     want_vectors: bool
+    want_matrices: bool = False
 
 
 class GradDtypes(NamedTuple):
@@ -102,25 +126,22 @@ STACKED = GradDtypes()
 def new_pointwise_grads(
     dy: Tensor,
     program: Program,
-    numbers: Operands,
-    vectors: Operands,
-    split_sizes: Tensor | None,
+    operands: PointwiseOperands,
     wanted: WantedGrads,
-    matrices: Operands = None,
-    want_matrices: bool = False,
     dtypes: GradDtypes = STACKED,
 ) -> PointwiseGrads:
     """The wanted gradients of a pointwise program."""
-    (rows, width), groups = dy.shape, 1 if split_sizes is None else split_sizes.shape[0]
+    sizes = operands.split_sizes
+    (rows, width), groups = dy.shape, 1 if sizes is None else sizes.shape[0]
     dx = dy.new_empty((rows, width * len(program.arguments))) if wanted.want_x else None
     of_rows = [(rows,)] * len(program.rows)
     of_columns = [
         (groups if name[0] == "b" else 1, width * len(inputs)) for name, inputs in program.column_operands.items()
     ]
     of_elements = [(rows, width * len(inputs)) for inputs in program.matrix_operands.values()]
-    dnumbers = _operand_grads(dy, numbers, of_rows, dtypes.numbers) if wanted.want_numbers else None
-    dvectors = _operand_grads(dy, vectors, of_columns, dtypes.vectors) if wanted.want_vectors else None
-    dmatrices = _operand_grads(dy, matrices, of_elements, dtypes.matrices) if want_matrices else None
+    dnumbers = _operand_grads(dy, operands.numbers, of_rows, dtypes.numbers) if wanted.want_numbers else None
+    dvectors = _operand_grads(dy, operands.vectors, of_columns, dtypes.vectors) if wanted.want_vectors else None
+    dmatrices = _operand_grads(dy, operands.matrices, of_elements, dtypes.matrices) if wanted.want_matrices else None
     return PointwiseGrads(dx, dnumbers, dvectors, dmatrices)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...formats.copies import PackedFormat
-from .gemm import Matrices, nbytes
+from .gemm import Matrices, first, nbytes
 
 
 @dataclass(slots=True)
@@ -40,6 +40,11 @@ class FakeQuantizeRows:
     seed: Tensor | None = None
     slot_of_row: Tensor | None = None
     top_k: int = 1
+
+    @property
+    def tensor(self) -> Tensor:
+        """One that it reads, to ask for dtype and device."""
+        return self.x
 
     @property
     def tokens(self) -> int:
@@ -73,6 +78,11 @@ class FakeQuantizeWeight:
     rows: Tensor | None
     columns: Tensor | None
     amax: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """As of :class:`FakeQuantizeRows`."""
+        return first(self.weight)
 
     @property
     def bytes(self) -> int:

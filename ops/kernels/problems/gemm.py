@@ -72,6 +72,11 @@ class Activate:
     tail_unspecified: bool = False
     kernels: tuple[int, ...] | None = None
 
+    @property
+    def bytes(self) -> int:
+        """What it reads and writes beside ``out``."""
+        return nbytes(self.scales, self.preact, self.vectors, self.matrices)
+
 
 @final
 @dataclass(slots=True)
@@ -89,6 +94,11 @@ class ActivateBackward:
     grads: ActivationGrads
     vectors: Operands = None
     kernels: tuple[int, ...] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What it reads and writes beside ``out``."""
+        return nbytes(self.preact, self.vectors, *self.grads[1:])
 
 
 Epilogue = Activate | ActivateBackward | None
@@ -133,6 +143,47 @@ class RowSlots(NamedTuple):
         """The arguments of a launch."""
         tensors = {name: getattr(self, name).data_ptr() for name in ("state", "slot_of_row", "firsts")}
         return {"rank": self.rank, "buffers": self.buffers, **tensors, "slots": self.slots, "at": self.at}
+
+
+class Terms(NamedTuple):
+    """The terms around a product A B: ``row_scale * (alpha * A B + bias_scale * bias) + beta * out``.
+
+    None for a term that is not there.
+
+    Attributes:
+        alpha, beta, bias, bias_scale, row_scale, second, tail_unspecified: as of :class:`GroupedGemm`.
+        slots: where the rows go; the result may hold anything then.
+    """
+
+    alpha: float | Tensor | None = None
+    beta: float | Tensor | None = None
+    bias: Matrices | None = None
+    bias_scale: Tensor | None = None
+    row_scale: Tensor | None = None
+    second: OperandPair | None = None
+    tail_unspecified: bool = False
+    slots: RowSlots | None = None
+
+
+NO_TERMS = Terms()
+ADDED = Terms(beta=1.0)
+
+
+class ActivationCall(NamedTuple):
+    """The arguments of an activation behind a product.
+
+    Attributes:
+        scales: [T]; None for ones.
+        keep_preact: whether the product itself is wanted, too.
+        tail_unspecified: rows past the last group may hold anything, for readers that know.
+        vectors, matrices: the numbers of columns and of elements that it reads: see :class:`Activate`.
+    """
+
+    scales: Tensor | None
+    keep_preact: bool
+    tail_unspecified: bool = False
+    vectors: Operands = None
+    matrices: Operands = None
 
 
 @dataclass(slots=True)
@@ -246,12 +297,7 @@ class GroupedGemm:
         """Every operand read once, the result written once (and read, if it counts)."""
         moved = nbytes(self.a, self.b, self.bias, self.row_scale, self.bias_scale, *(self.second or ()))
         moved += nbytes(self.out) * (1 if self.beta is None else 2)
-        epilogue = self.epilogue
-        if isinstance(epilogue, Activate):
-            return moved + nbytes(epilogue.scales, epilogue.preact, epilogue.vectors, epilogue.matrices)
-        if isinstance(epilogue, ActivateBackward):
-            return moved + nbytes(epilogue.preact, epilogue.vectors, *epilogue.grads[1:])
-        return moved
+        return moved if self.epilogue is None else moved + self.epilogue.bytes
 
 
 def factor_refusal(p: GroupedGemm) -> str | None:
@@ -359,6 +405,22 @@ class PointwiseRows(NamedTuple):
     def operands(self) -> list[Tensor | None]:
         """All but x."""
         return [t for each in (self.numbers, self.vectors, self.matrices) if each is not None for t in each]
+
+
+class PointwiseOperands(NamedTuple):
+    """The operands of a pointwise program beside x, as of :class:`PointwiseRows`."""
+
+    block: int | None = None
+    numbers: Operands = None
+    vectors: Operands = None
+    split_sizes: Tensor | None = None
+    constants: tuple[float, ...] = ()
+    matrices: Operands = None
+
+    def rows(self, x: Tensor | None) -> PointwiseRows:
+        """With the rows that the program reads."""
+        block, numbers, vectors, split_sizes, constants, matrices = self
+        return PointwiseRows(x, block, numbers, constants, vectors, split_sizes, matrices)
 
 
 class PointwiseGrads(NamedTuple):

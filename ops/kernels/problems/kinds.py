@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from operator import attrgetter
 
-from torch import Tensor
-
 from .choice import Choosing, ChoosingBackward
 from .fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 from .gate import GateProduct
-from .gemm import GroupedGemm, first
+from .gemm import GroupedGemm
 from .interface import Kind, Measured
 from .low_rank import LowRankPass
 from .quantized import (
@@ -24,7 +22,6 @@ from .quantized import (
     Quantizing,
     ScaledGemm,
     ScaledWgrad,
-    source,
 )
 from .ragged import RaggedGemm
 from .routing import GatherSlots, OrderSlots, Permuting, SpreadRows, SumRows
@@ -42,10 +39,6 @@ from .rows import (
     ZeroTail,
 )
 from .transposition import ByteTransposition
-
-
-def _read_by(problem: FakeQuantizing) -> Tensor:
-    return problem.x if isinstance(problem, FakeQuantizeRows) else first(problem.weight)
 
 
 def _size(problem: Measured) -> str:
@@ -84,16 +77,16 @@ LOW_RANK: Kind[LowRankPass] = Kind(
 )
 QUANTIZER: Kind[Quantizing] = Kind(
     "quantiser",
-    source,
+    attrgetter("tensor"),
     types=(QuantizeRows, QuantizeWeight, QuantizeActivation, QuantizeActivationBackward, PermuteQuantizedRows),
-    is_empty=lambda p: not source(p).numel(),
+    is_empty=lambda p: not p.tensor.numel(),
     configuration=_size,
 )
 FAKE_QUANTIZER: Kind[FakeQuantizing] = Kind(
     "quantiser",
-    _read_by,
+    attrgetter("tensor"),
     types=(FakeQuantizeRows, FakeQuantizeWeight),
-    is_empty=lambda p: not _read_by(p).numel(),
+    is_empty=lambda p: not p.tensor.numel(),
     configuration=_size,
 )
 SCALED_PRODUCT: Kind[Multiplying] = Kind(

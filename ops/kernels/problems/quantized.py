@@ -80,6 +80,11 @@ class QuantizeRows:
         return self.x.shape[0] if self.slot_of_row is None else self.slot_of_row.shape[0]
 
     @property
+    def tensor(self) -> Tensor:
+        """One that it reads, to ask for dtype and device."""
+        return self.x
+
+    @property
     def bytes(self) -> int:
         read = nbytes(self.x) * _reads(self.scaling) + nbytes(self.slot_of_row)
         return read + copy_bytes(self.rows, self.columns)
@@ -110,6 +115,11 @@ class QuantizeWeight:
     encode: Tensor | None = None
 
     @property
+    def tensor(self) -> Tensor:
+        """As of :class:`QuantizeRows`."""
+        return first(self.weight)
+
+    @property
     def bytes(self) -> int:
         return nbytes(self.weight) * _reads(self.scaling) + nbytes(*self.out)
 
@@ -138,6 +148,11 @@ class QuantizeActivation:
     columns: Columns | None
     vectors: Operands = None
     kernel: int = 0
+
+    @property
+    def tensor(self) -> Tensor:
+        """As of :class:`QuantizeRows`."""
+        return self.preact
 
     @property
     def bytes(self) -> int:
@@ -180,6 +195,11 @@ class QuantizeActivationBackward:
     kernel: int = 0
 
     @property
+    def tensor(self) -> Tensor:
+        """As of :class:`QuantizeRows`."""
+        return self.preact
+
+    @property
     def bytes(self) -> int:
         read = nbytes(self.dpostact, self.preact, self.scales, self.dscales, self.vectors, self.dvectors)
         return read + copy_bytes(self.rows, self.columns, self.postact_columns)
@@ -205,6 +225,11 @@ class PermuteQuantizedRows:
     row_of_slot: Tensor
     tokens_per_expert: Tensor
     out: Rows
+
+    @property
+    def tensor(self) -> Tensor:
+        """As of :class:`QuantizeRows`."""
+        return self.source.data
 
     @property
     def bytes(self) -> int:
@@ -408,15 +433,6 @@ Quantizing = QuantizeRows | QuantizeWeight | QuantizeActivation | QuantizeActiva
 """The problems of ``quantize.py`` of a backend."""
 Multiplying = ScaledGemm | ScaledWgrad
 """The problems of ``scaled_gemm.py`` of a backend."""
-
-
-def source(problem: Quantizing) -> Tensor:
-    """A tensor that the problem reads, to ask for dtype and device."""
-    if isinstance(problem, QuantizeWeight):
-        return first(problem.weight)
-    if isinstance(problem, PermuteQuantizedRows):
-        return problem.source.data
-    return problem.x if isinstance(problem, QuantizeRows) else problem.preact
 
 
 def _reads(scaling: Scaling) -> int:

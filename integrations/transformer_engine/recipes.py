@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..ops.formats.float8 import GradientFormat, ScaleKind
-from ..ops.formats.mxfp8 import MXFP8
-from ..ops.formats.nvfp4 import NVFP4
-from ..ops.formats.per_block import Float8Block
-from ..ops.formats.per_tensor import Float8Tensor
-from ..ops.formats.recipe import Recipe
+from ...ops.formats.float8 import GradientFormat, ScaleKind
+from ...ops.formats.mxfp8 import MXFP8
+from ...ops.formats.nvfp4 import NVFP4
+from ...ops.formats.per_block import Float8Block
+from ...ops.formats.per_tensor import Float8Tensor
+from ...ops.formats.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformer_engine.common.recipe import Recipe as EngineRecipe

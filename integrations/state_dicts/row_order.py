@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ..fuser import Composite, Op, Sequential
-from ..fuser.compiler.flatten import opens
-from ..ops import GroupedLinear
-from ..ops.basic.glu import Activated
-from ..ops.formats.copies import SCALES
-from ..ops.parameters.grouped import ExpertParameters
-from ..ops.parameters.stored import SETTLED, SUFFIX, note, noted
+from ...fuser import Composite, Op, Sequential
+from ...fuser.compiler.flatten import opens
+from ...ops import GroupedLinear
+from ...ops.basic.glu import Activated
+from ...ops.formats.copies import SCALES
+from ...ops.parameters.grouped import ExpertParameters
+from ...ops.parameters.stored import SETTLED, SUFFIX, note, noted
 from . import layouts
 
 LoadedState = dict[str, Any]

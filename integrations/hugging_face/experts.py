@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..fuser import Sequential
-from ..fuser.contract.config import constant
-from ..fuser.contract.overrides import is_hooked
-from ..fuser.contract.stored_values import stores_values
-from ..fuser.explain.explanation import StandIn
-from ..ops import Combine, Dispatch, GroupedLinear, GroupedLoRA, Scale
-from ..ops.kernels.doors.routing import routed_by
+from ...fuser import Sequential
+from ...fuser.contract.config import constant
+from ...fuser.contract.overrides import is_hooked
+from ...fuser.contract.stored_values import stores_values
+from ...fuser.explain.explanation import StandIn
+from ...ops import Combine, Dispatch, GroupedLinear, GroupedLoRA, Scale
+from ...ops.kernels.doors.routing import routed_by
 from .gates import ModelExperts, activation_of, names_read
 
 ExpertsLinear = GroupedLinear | GroupedLoRA

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ..fuser import Sequential
-from ..ops import Scale
-from ..ops.ep import EPCombine, EPDispatch, Group
-from ..ops.ep.settings import FIXED
+from ...fuser import Sequential
+from ...ops import Scale
+from ...ops.ep import EPCombine, EPDispatch, Group
+from ...ops.ep.settings import FIXED
 
 _MOST_TOKENS = 1 << 24  # of a group without a capacity, which reserves nothing for them
 

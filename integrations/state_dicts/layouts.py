@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from ..fuser.contract.tracing import has_no_data
+from ...fuser.contract.tracing import has_no_data
 
 Part = Mapping[str, Tensor]
 """The tensors of one layer, by their names in it."""

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..fuser import Composite, Sequential
-from ..fuser.container.sequential import StateFormat, add_state_format
-from ..ops import GroupedLinear, Linear
-from ..ops.basic.glu import Activated
-from ..ops.parameters.grouped import ExpertParameters
-from ..ops.parameters.stored import SETTLED, SUFFIX, note, noted, take_basic_ops
+from ...fuser import Composite, Sequential
+from ...fuser.container.sequential import StateFormat, add_state_format
+from ...ops import GroupedLinear, Linear
+from ...ops.basic.glu import Activated
+from ...ops.parameters.grouped import ExpertParameters
+from ...ops.parameters.stored import SETTLED, SUFFIX, note, noted, take_basic_ops
 from . import layouts, row_order
 from .layouts import Layer
 from .row_order import LoadedState

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..fuser import Sequential
-from ..fuser.explain.model import LayerContainer
-from ..ops import GroupedLoRA
-from ..ops.formats.copies import AMAX, SCALES
-from ..ops.kernels.doors.routing import routed_by
-from ..ops.modules.quantize import hold
+from ...fuser import Sequential
+from ...fuser.explain.model import LayerContainer
+from ...ops import GroupedLoRA
+from ...ops.formats.copies import AMAX, SCALES
+from ...ops.kernels.doors.routing import routed_by
+from ...ops.modules.quantize import hold
 from .experts import ModuleParameters, Names, _key, autocasts, layer_around, refusal
 from .gates import ModelExperts
 from .stored_experts import Stored, both_stored, float8_blocks, stored_of

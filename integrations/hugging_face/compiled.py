@@ -13,15 +13,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..fuser import Sequential
-from ..fuser.contract.config import Flags, constant
-from ..fuser.contract.overrides import is_hooked
-from ..fuser.dynamo.frontend import ModuleState, constant_value, run_form
-from ..fuser.dynamo.steps import TracedPlan, traced_plan_or_reason
-from ..ops import Float8Block, GroupedLinear
-from ..ops.formats.copies import BLOCK, SCALES
-from ..ops.formats.float8 import ScaleKind
-from ..ops.modules.quantize import holding
+from ...fuser import Sequential
+from ...fuser.contract.config import Flags, constant
+from ...fuser.contract.overrides import is_hooked
+from ...fuser.dynamo.frontend import ModuleState, constant_value, run_form
+from ...fuser.dynamo.steps import TracedPlan, traced_plan_or_reason
+from ...ops import Float8Block, GroupedLinear
+from ...ops.formats.copies import BLOCK, SCALES
+from ...ops.formats.float8 import ScaleKind
+from ...ops.modules.quantize import holding
 from .experts import ModuleParameters, layer_of
 from .gates import GateValues, ModelExperts, activation_with, constants_read, values_of
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.formats.copies import BLOCK, Weight
-from ..ops.formats.forms import misfit, widened
-from ..ops.formats.per_block import Float8Block
-from ..ops.formats.recipe import Recipe
+from ...ops.formats.copies import BLOCK, Weight
+from ...ops.formats.forms import misfit, widened
+from ...ops.formats.per_block import Float8Block
+from ...ops.formats.recipe import Recipe
 from .experts import Names
 from .stored_layouts import Layout
 

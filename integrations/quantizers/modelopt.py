@@ -14,10 +14,10 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import auto
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..ops.formats.copies import Weight
-from ..ops.formats.nvfp4_weight import NVFP4Weight
-from .quantizers import KeepsBytes, runs_here
-from .stored_layouts import Layout, modelopt_nvfp4
+from ...ops.formats.copies import Weight
+from ...ops.formats.nvfp4_weight import NVFP4Weight
+from ..hugging_face.stored_layouts import Layout, modelopt_nvfp4
+from . import KeepsBytes, runs_here
 
 METHOD = "modelopt"
 _FACTOR = "weight_scale_2"

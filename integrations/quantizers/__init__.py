@@ -16,9 +16,9 @@ from torch import nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import auto, base
 
-from .experts import Names
-from .stored_experts import keep
-from .stored_layouts import Layout, compressed_tensors, mxfp4_of_gpt_oss, nf4
+from ..hugging_face.experts import Names
+from ..hugging_face.stored_experts import keep
+from ..hugging_face.stored_layouts import Layout, compressed_tensors, mxfp4_of_gpt_oss, nf4
 
 NAME = "fusible"
 _PLANNED = "_fusible_planned"  # of an experts module while it is loaded: name of a weight -> Layout

@@ -22,17 +22,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .. import fuser
-from ..fuser.contract.op import OpKwargs
-from ..fuser.contract.torch_private import current_saved_tensors_hooks
-from ..ops import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, ScaledActivation, interleaved
-from ..ops.basic import composites as scaled
-from ..ops.formats.recipe import Recipe
-from ..ops.grouped import grouped_linear
-from ..ops.quantized.linear import refusal
-from ..ops.values.activation_spec import Interleaved
-from ..ops.values.switches import config
-from .transformer_engine_recipes import in_force
+from ... import fuser
+from ...fuser.contract.op import OpKwargs
+from ...fuser.contract.torch_private import current_saved_tensors_hooks
+from ...ops import GRAD_INPUT_BUFFER_KEY, OUTPUT_BUFFER_KEY, ScaledActivation, interleaved
+from ...ops.basic import composites as scaled
+from ...ops.formats.recipe import Recipe
+from ...ops.grouped import grouped_linear
+from ...ops.quantized.linear import refusal
+from ...ops.values.activation_spec import Interleaved
+from ...ops.values.switches import config
+from .recipes import in_force
 
 if TYPE_CHECKING:
     from megatron.core.transformer.moe.experts import TEGroupedMLP

@@ -11,10 +11,10 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from ..fuser import ArgumentError, Sequential
-from ..ops import Float8Block, GroupedLinear
-from ..ops.formats.copies import BLOCK, SCALES
-from ..ops.modules.quantize import holding
+from ...fuser import ArgumentError, Sequential
+from ...ops import Float8Block, GroupedLinear
+from ...ops.formats.copies import BLOCK, SCALES
+from ...ops.modules.quantize import holding
 from . import compiled
 from .experts import autocasts, layer_around
 from .gates import ModelExperts

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from torch import Tensor, nn
 
-from ..fuser.contract.config import constant
-from ..fuser.contract.overrides import is_hooked
-from ..ops.basic.glu import Activated
-from ..ops.basic.recognition import recognized
-from ..ops.programs.packed import PackedProgram, trace_packed
-from ..ops.programs.program import parse
-from ..ops.programs.tracing import trace
-from ..ops.values.activation_spec import ActivationSpec, spec_of_program
+from ...fuser.contract.config import constant
+from ...fuser.contract.overrides import is_hooked
+from ...ops.basic.glu import Activated
+from ...ops.basic.recognition import recognized
+from ...ops.programs.packed import PackedProgram, trace_packed
+from ...ops.programs.program import parse
+from ...ops.programs.tracing import trace
+from ...ops.values.activation_spec import ActivationSpec, spec_of_program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

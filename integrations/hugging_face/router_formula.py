@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..ops.layers.route import Groups
-from ..ops.layers.route import route as choose
-from ..ops.routed.choose import SCORES, log_scores, wide
+from ...ops.layers.route import Groups
+from ...ops.layers.route import route as choose
+from ...ops.routed.choose import SCORES, log_scores, wide
 
 _TOKENS, _SEEDS = 64, range(3)
 

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.formats.copies import Weight
-from ..ops.formats.float8_weight import Float8Weight
-from ..ops.formats.forms import form_of, misfit
-from ..ops.formats.int4 import Int4
-from ..ops.formats.mxfp4 import MXFP4
-from ..ops.formats.nf4 import NF4
-from ..ops.formats.nvfp4_weight import NVFP4Weight
-from ..ops.formats.weight_only import WeightOnly
+from ...ops.formats.copies import Weight
+from ...ops.formats.float8_weight import Float8Weight
+from ...ops.formats.forms import form_of, misfit
+from ...ops.formats.int4 import Int4
+from ...ops.formats.mxfp4 import MXFP4
+from ...ops.formats.nf4 import NF4
+from ...ops.formats.nvfp4_weight import NVFP4Weight
+from ...ops.formats.weight_only import WeightOnly
 
 
 class Piece(NamedTuple):

@@ -1,0 +1,1 @@
+"""Experts and routers of Hugging Face models: what the integrations with transformers and PEFT share."""

@@ -1,0 +1,1 @@
+"""State dicts of other libraries: layouts of experts, order of rows, loading."""
