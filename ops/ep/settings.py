@@ -109,7 +109,7 @@ class Settings(NamedTuple):
         return ranks * self.slots
 
     def rounding(self, ranks: int) -> str | None:
-        """What ``combine="reduced"`` does to bits and traffic, in words; None if sums are exact."""
+        """The effect of ``combine="reduced"`` on bits and traffic, in words; None if sums are exact."""
         if self.combine == "exact":
             return None
         if self.transport == "rails":

@@ -67,6 +67,13 @@ def batch_for(group: ep.Group, counts: tuple[int, ...], seed: int = 0) -> Batch:
     return Batch.random(counts, s.num_experts, s.top_k, s.dtype, seed)
 
 
+def of_one_owner(group: ep.Group, counts: tuple[int, ...], seed: int = 0) -> Batch:
+    """Tokens whose experts are all on one rank, a rank after the other."""
+    batch, owned = batch_for(group, counts, seed), group.num_local_experts
+    owners = torch.arange(len(batch.x)).unsqueeze(1) % group.size
+    return batch._replace(ids=owners * owned + batch.ids % owned)
+
+
 # ------------------------------------------------------------------------------------------------ one GPU's bits
 
 

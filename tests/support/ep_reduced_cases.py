@@ -17,6 +17,7 @@ from ep_cases import (
     batch_for,
     counts_of,
     largest,
+    of_one_owner,
     raises,
     reduced,
     sums_by_rank_are_those_that_reduced_promises,
@@ -70,13 +71,6 @@ def check_as_collective(world: World, batches: Sequence[Batch], **settings: Any)
     return group
 
 
-def at_home(group: ep.Group, counts: tuple[int, ...], seed: int = 0) -> Batch:
-    """Tokens whose experts are all on one rank."""
-    batch, owned = batch_for(group, counts, seed), group.num_local_experts
-    owners = torch.arange(len(batch.x)).unsqueeze(1) % group.size
-    return batch._replace(ids=owners * owned + batch.ids % owned)
-
-
 # ------------------------------------------------------------------------------------------------- what it promises
 
 
@@ -105,7 +99,7 @@ def tokens_whose_experts_are_on_one_rank_have_the_bits_of_one_process(world: Wor
         group = group_of(world, dtype=dtype)
         for seed, counts in enumerate((counts_of(world), (13,) * world.size)):
             poison(group)
-            check_step(group, at_home(group, counts, seed))
+            check_step(group, of_one_owner(group, counts, seed))
 
 
 @case
@@ -322,13 +316,13 @@ def faulty(world: World, fault: Callable[..., tuple[Any, ...]]) -> Any:
 
 @case
 def a_sum_that_is_not_sent_is_seen(world: World) -> None:
-    def without_the_last_token(lane: Any, exchange: int, rows: Tensor, slots: peers.Slots, *rest: Any) -> Any:
+    def without_a_token(lane: Any, exchange: int, rows: Tensor, slots: peers.Slots, *rest: Any) -> Any:
         row_of_slot = slots.row_of_slot.clone()
-        row_of_slot[-1] = slots.firsts[-1]
+        row_of_slot[-12] = slots.firsts[-1]  # of the last rank, and with a row here
         return lane, exchange, rows, slots._replace(row_of_slot=row_of_slot), *rest
 
     group = group_of(world)
-    with caught(world), faulty(world, without_the_last_token):
+    with caught(world), faulty(world, without_a_token):
         check_reduced(group, full_batch(group))
 
 
