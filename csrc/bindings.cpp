@@ -234,6 +234,8 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::PullLaunch>(module, "Copies the tokens of all ranks to the rows of this rank.");
   def<fusible::PullBlocksLaunch>(module, "The same, telling of blocks of rows to a kernel that waits for them.");
   def<fusible::PullSumLaunch>(module, "Each token of this rank is the sum of its rows, wherever they are.");
+  def<fusible::PushSumsLaunch>(module, "Sums of this rank's rows by token, stored at the ranks of the tokens.");
+  def<fusible::SumPartsLaunch>(module, "Each token of this rank is the sum of what ranks pushed for it.");
   def<fusible::NumbersToRowsLaunch>(module, "The number of each row of this rank, from those of slots.");
   def<fusible::PullNumbersLaunch>(module, "The number of each slot of this rank, from those of rows.");
   def<fusible::GemmToSlotsLaunch>(module, "A grouped GEMM whose rows go to the slots of their tokens' ranks.");

@@ -48,6 +48,7 @@ SLOW = {
     "test_emulation": "compiles csrc with g++, runs the kernels on the CPU",
     "test_ep": "starts processes",
     "test_ep_proof": "starts processes",
+    "test_ep_reduced": "starts processes, compiles csrc with g++",
     "test_ep_symmetric": "starts processes, compiles csrc with g++",
     "test_fsdp": "starts processes, compiles csrc with g++",
     "test_fsdp_bytes": "starts processes, compiles csrc with g++",
@@ -97,6 +98,7 @@ SLOW = {
 
 LONGEST = (
     "test_ep_symmetric",
+    "test_ep_reduced",
     "test_nvrtc",
     "test_emulation",
     "test_function_epilogue",

@@ -93,6 +93,20 @@ struct PullSumLaunch : PeerRowsLaunch<PullSum, pull_sum> {
   }
 };
 
+struct PushSumsLaunch : PeerRowsLaunch<PushSums, push_sums> {
+  static constexpr const char* kName = "push_sums";
+
+  void fields(Fields& v) {
+    visit_peer_rows(v), v.field("source", call.source), v.field("pitch", call.pitch), v.field("blocks", call.blocks);
+  }
+};
+
+struct SumPartsLaunch : PeerRowsLaunch<SumParts, sum_parts> {
+  static constexpr const char* kName = "sum_parts";
+
+  void fields(Fields& v) { visit_peer_rows(v); }
+};
+
 template <auto kFunction>
 struct PeerNumbersLaunch : LaneLaunch<PeerNumbers, kFunction> {
   void fields(Fields& v) {

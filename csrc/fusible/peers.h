@@ -117,6 +117,16 @@ struct PullSum : PeerRows {
   int blocks;  // as many multiprocessors add, and leave the others to other kernels; 0: all of them
 };
 
+// Sums of the rows of this rank by token of all ranks, to `at` in the tokens' ranks' buffers: [tokens, ranks, columns].
+struct PushSums : PeerRows {
+  const void* source;
+  int64_t pitch;
+  int blocks;  // as of PullSum
+};
+
+// Sums of what ranks pushed for the tokens of this one.
+struct SumParts : PeerRows {};
+
 // Numbers of slots and of rows, of 4 or 8 bytes each.
 struct PeerNumbers : LaneCall {
   int number_bytes;
@@ -141,6 +151,12 @@ int pieces_of_block(const PeerRows& call);
 // Each token of this rank is the sum of its rows, from the buffers of their owners, in fp32, in the order of the slots,
 // rounded once.
 void pull_sum(const PullSum& call, int device, cudaStream_t stream);
+// The rows of each token of all ranks that this rank keeps are summed in fp32, in the order of the slots, rounded, and
+// stored at the rank of the token, if there are any.
+void push_sums(const PushSums& call, int device, cudaStream_t stream);
+// Each token of this rank is the sum of the parts of the ranks that keep rows of it, in fp32, in the order of ranks,
+// rounded once more.
+void sum_parts(const SumParts& call, int device, cudaStream_t stream);
 // The number of each row of this rank, from those of the slots of all ranks in its buffer. The tail is zero.
 void numbers_to_rows(const PeerNumbers& call, int device, cudaStream_t stream);
 // The number of each slot of this rank, from the buffers of the owners of their rows; 0 for slots without a row.

@@ -166,8 +166,9 @@ class EPDispatch(Op):
         if self.group.local_capacity is None:
             trace.note(f"how many rows there are depends on data; {count} are assumed, one for each slot of this rank")
         trace.note(f"transport {self.group.transport}: {self.group.transport_reason}")
-        if (reason := self.group.mover.overlaps.reason) is not None:
-            trace.note(reason)
+        for said in (self.group.settings.rounding(self.group.size), self.group.mover.overlaps.reason):
+            if said is not None:
+                trace.note(said)
         return DispatchedRows(table, rows, scales)
 
     def bwd(self, saved: Saved, dy: Tensor, *, scales: Tensor, **indices: Tensor) -> Grads:

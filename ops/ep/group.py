@@ -113,7 +113,8 @@ class Group:
         order of experts are dropped, deterministically, and counted.
         combine: ``"exact"``: the rows of a token are summed by its own rank, in float32, in the order of its slots,
             and rounded once: bit-identical to one process with all experts. ``"reduced"``: each rank sums its rows of a
-            token, and sends one row per token. That moves less data, rounds twice, and the bits depend on the ranks.
+            token, and sends one row per token. That moves less data, rounds twice, and the bits depend on the ranks. It
+            excludes ``overlap_combine=True`` of transport ``"symmetric"``.
         transport: ``"collective"``: ``all_to_all_single`` of the process group. ``"symmetric"``: GPUs of one host read
             one another's memory; the host does not wait, so errors are raised by a later call or by :meth:`check`.
             ``"rails"``: several hosts with equally many GPUs: ``"symmetric"`` inside of each, equal collectives

@@ -35,12 +35,15 @@ class Overlaps(NamedTuple):
     def of(cls, settings: Settings, ranks: int) -> Overlaps:
         """The overlaps that the settings ask for, or else those that gain in the steady state of training."""
         against = _against(settings, ranks)
-        chosen = {"overlap_dispatch": 0 if against else _BRINGING, "overlap_combine": against is None}
+        sends = against is None and settings.combine == "exact"
+        chosen = {"overlap_dispatch": 0 if against else _BRINGING, "overlap_combine": sends}
         asked = {name: getattr(settings, name) for name in chosen if getattr(settings, name) is not None}
         values = chosen | asked
         said = ", ".join(f"{each}={values[each]!r} ({'asked for' if each in asked else 'chosen'})" for each in values)
         if len(asked) < len(chosen):
             said += f": {against or _FOR}"
+        if settings.combine == "reduced":
+            said += "; no product sends rows that are summed first"
         return cls(values["overlap_dispatch"], values["overlap_combine"], said)
 
 

@@ -74,8 +74,8 @@ class Settings(NamedTuple):
                 "capacity 'exact' needs transport 'collective', as the host waits for it; "
                 f"give {self.transport!r} a number"
             )
-        if self.transport == "symmetric" and self.combine == "reduced":
-            yield "combine 'reduced' needs transport 'collective' or 'rails'; 'symmetric' sums exactly"
+        if (self.transport, self.combine, self.overlap_combine) == ("symmetric", "reduced", True):
+            yield "overlap_combine=True needs combine='exact': with 'reduced', rows are summed before they leave"
         if self.transport == "rails" and self.combine == "exact":
             yield "combine 'exact' is not possible with transport 'rails', where each host rounds its sums: 'reduced'"
 
@@ -107,6 +107,19 @@ class Settings(NamedTuple):
     def worst(self, ranks: int) -> int:
         """The number of rows on a rank if every token chooses as many of its experts as possible, each once."""
         return ranks * self.slots
+
+    def rounding(self, ranks: int) -> str | None:
+        """The effect of ``combine="reduced"`` on bits and traffic, in words; None if sums are exact."""
+        if self.combine == "exact":
+            return None
+        if self.transport == "rails":
+            return "combine 'reduced': each host rounds its sum of a token's rows, so bits depend on the hosts"
+        others, k = ranks - 1, self.top_k
+        reduced, exact = others * (1 - (others / ranks) ** k), others / ranks * k
+        return (
+            "combine 'reduced': each rank rounds its sum of a token's rows, so bits depend on the ranks; "
+            f"under even load {reduced:.1f} rows per token travel back, {exact:.1f} with 'exact'"
+        )
 
     def difference(self, others: Sequence[Settings]) -> str | None:
         """The first rank with other settings, and the difference; None if all are equal."""

@@ -1,13 +1,15 @@
 """The transport ``symmetric``: ranks of one host read one another's rows, by our own kernels. No host waits.
 
 Every rank has the ids of all, and sorts them as one GPU would that has the tokens of all. So it knows where every row
-is without asking, reads the tokens of its experts where they are, and sums rows from where they are. Ranks meet before
-what others have written is read, and no region is written again before they have met after it was read.
+is without asking, reads the tokens of its experts where they are, and sums rows from where they are; with
+``combine="reduced"`` it sends each token's rank the sum of its rows instead. Ranks meet before what others have written
+is read, and no region is written again before they have met after it was read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -69,16 +71,18 @@ class Regions(NamedTuple):
     row_numbers: int
     rows: int
     slots: int
+    parts: int
     end: int
 
     @classmethod
     def of(cls, settings: Settings, overlaps: Overlaps, ranks: int, capacity: int, first: int) -> Regions:
         """The regions of a lane that starts at byte ``first``."""
-        slots, row = settings.slots, settings.hidden * settings.dtype.itemsize
+        slots, row, tokens = settings.slots, settings.hidden * settings.dtype.itemsize, settings.max_tokens
+        reduced = settings.combine == "reduced"
         sizes = (
             *(2 * ranks * kernels.SIGNAL_BYTES, 4 * ranks * slots, _NUMBER_BYTES * ranks * slots),
-            *(settings.max_tokens * row, capacity * _NUMBER_BYTES, capacity * row),
-            slots * row if overlaps.combine else 0,
+            *(tokens * row, capacity * _NUMBER_BYTES, 0 if reduced else capacity * row),
+            *(slots * row if overlaps.combine else 0, ranks * tokens * row if reduced else 0),
         )
         return cls(*accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=first))
 
@@ -228,6 +232,9 @@ class SymmetricTransport:
         self, rows: Tensor | None, table: SymmetricTable, kind: str, products_follow: bool = False
     ) -> Callable[[], Tensor]:
         lane, exchange = self._lanes[table.exchange.lane], table.exchange
+        if self._settings.combine == "reduced":
+            assert rows is not None  # no slots
+            return self._start_reduced(lane, rows, table, kind, products_follow)
         slots = self.row_slots(table) if kind == "combine" else None
         if rows is not None:
             self._bring(lane, rows if rows.stride(-1) == 1 else rows.contiguous(), table, slots)
@@ -235,6 +242,32 @@ class SymmetricTransport:
         if products_follow and (blocks := self._blocks_beside(table)):
             return self._sum_beside(lane, table, blocks)
         return lambda: self._sum(lane, table, self._new_sums(table), at_slots=slots is not None)
+
+    def _start_reduced(
+        self, lane: SymmetricLane, rows: Tensor, table: SymmetricTable, kind: str, products_follow: bool
+    ) -> Callable[[], Tensor]:
+        """Sends the sums of this rank's rows. Ranks meet when the returned function is called: the sums may be on their
+        way beside products until then.
+        """
+        exchange, at = table.exchange, lane.regions.parts
+        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+        lane.will_write("parts", exchange)
+        blocks = self._blocks_beside(table) if products_follow else 0
+        push = partial(kernels.push_sums, lane.launch, exchange.number, rows, table.slots, at, blocks)
+        join = self._run_beside(push) if blocks else None
+        if join is None:
+            push()
+
+        def summed() -> Tensor:
+            if join is not None:
+                join()
+            lane.meet(exchange, kind, table.wanted)
+            lane.reads("parts")
+            sums = self._new_sums(table)
+            kernels.sum_parts(lane.launch, exchange.number, table.mine, at, sums)
+            return sums
+
+        return summed
 
     def _bring(self, lane: SymmetricLane, rows: Tensor, table: SymmetricTable, slots: RowSlots | None) -> None:
         """Brings rows to where they are summed from, unless they are there."""
@@ -276,19 +309,27 @@ class SymmetricTransport:
     def _sum_beside(self, lane: SymmetricLane, table: SymmetricTable, blocks: int) -> Callable[[], Tensor]:
         """Sums on ``blocks`` multiprocessors in parallel with the next work of the current stream."""
         sums = self._new_sums(table)
-        if self._beside is None:  # high priority, so that it starts before later launches
-            self._beside = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
-        beside = self._beside
-        beside.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(beside):
-            self._sum(lane, table, sums, blocks)
+        join = self._run_beside(lambda: self._sum(lane, table, sums, blocks))
 
         def joined() -> Tensor:
-            torch.cuda.current_stream(self._device).wait_stream(beside)
+            join()
             lane.reads("rows")
             return sums
 
         return joined
+
+    def _run_beside(self, launch: Callable[[], object]) -> Callable[[], None]:
+        """Runs a launch in parallel with the next work of the current stream; returns a function that joins the two."""
+        if self._beside is None:  # high priority, so that it starts before later launches
+            self._beside = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
+        self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._beside):
+            launch()
+        return partial(self._join, self._beside, launch)
+
+    def _join(self, beside: torch.cuda.Stream, launch: Callable[[], object]) -> None:
+        """Lets the current stream wait for the one beside it; ``launch`` keeps what it reads until then."""
+        torch.cuda.current_stream(self._device).wait_stream(beside)
 
     def return_numbers(self, numbers: Tensor, table: SymmetricTable, dtype: torch.dtype, kind: str) -> Tensor:
         lane, exchange = self._lanes[table.exchange.lane], table.exchange
@@ -302,6 +343,8 @@ class SymmetricTransport:
 
     def row_buffer(self, table: SymmetricTable) -> Tensor | None:
         s = self._settings
+        if s.combine == "reduced":  # others do not read rows
+            return None
         return self._lanes[table.exchange.lane].view("rows", s.dtype, self._capacity, s.hidden)
 
     def statistics(self) -> Mapping[str, int]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 from ep_carried import Carried
-from ep_cases import batch_for, check_checkpoints, counts_of, largest, raises
+from ep_cases import batch_for, check_checkpoints, counts_of, largest, of_one_owner, raises
 from ep_training import HIDDEN, assert_same_curve
 from ep_world import Batch, World, check_step, part, same, trained, unchecked, whole
 from torch import Tensor
@@ -84,6 +84,23 @@ def steps_give_the_bits_of_one_gpu(world: World) -> None:
                 check_step(group, batch_for(group, counts_of(world), 3))
             group.check(synchronize=True)
             group.close()
+
+
+@case
+def sums_by_rank_are_near_those_of_one_gpu_and_repeat(world: World) -> None:
+    for overlap in ({}, {"overlap_dispatch": 0}, {"overlap": 16}, {"overlap_dispatch": 8}):
+        group = world.group(**BF16, combine="reduced", **overlap)
+        for seed, counts in enumerate((counts_of(world), (0,) * world.size, (13,) * world.size)):
+            check_step(group, of_one_owner(group, counts, seed))
+            batch = batch_for(group, counts, seed)
+            came = trained(part(group), batch.of(world.rank))
+            expected = trained(whole(group), batch).of(batch.counts, group)
+            same(trained(part(group), batch.of(world.rank)), came)
+            same(came, expected._replace(y=came.y, dx=came.dx))
+            for ours, exact in ((came.y, expected.y), (came.dx, expected.dx)):
+                torch.testing.assert_close(ours, exact, rtol=2e-2, atol=2e-2)
+        group.check(synchronize=True)
+        group.close()
 
 
 @case

@@ -75,6 +75,8 @@ def measurements(run: Run) -> Iterator[tuple[str, str, float]]:
     off = "--no-overlap-combine --overlap-dispatch 0"
     for overlap in (off, "--overlap-combine", "--overlap-combine --overlap-dispatch 16", *overlaps):
         yield f"times {overlap.replace('--', '')}", f"--preset qwen3 --transport symmetric --no-check {overlap}", 45
+    reduced = "--preset qwen3 deepseek-v3-ep8 --transport symmetric --combine reduced --no-check"
+    yield "times reduced", reduced, 90
     yield "times skewed", f"{models} --transport symmetric collective --distribution skewed --no-check", 120
     yield "times few tokens", "--preset deepseek-v3-ep8 --tokens 128 --transport symmetric collective", 60
 

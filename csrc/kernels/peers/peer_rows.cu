@@ -23,6 +23,7 @@ namespace {
 constexpr int kThreads = 256, kWarps = kThreads / 32, kSteps = 2;   // vectors of a lane
 constexpr int kMostThreads = 1024, kMostWarps = kMostThreads / 32;  // of blocks that shall have a multiprocessor each
 constexpr int kStretchBytes = 4096;                                 // of a row, which a warp has under way at once
+constexpr int kRowsAtOnce = 4;                                      // of a token, which a sum of those there takes
 constexpr int kRowsOfWarp = 4, kLanesOfRow = 32 / kRowsOfWarp;      // a warp announces this many at once
 constexpr int kPartsOfBlock = kArrivalRows / kRowsOfWarp;
 constexpr int64_t kSlotsOfBlock = 4 * kThreads, kMostBlocks = 64;
@@ -310,25 +311,59 @@ __device__ uint64_t address_of(const PeerRows& c, int64_t slot) {
   return c.peers.buffers[c.at_slots ? c.peers.rank : at.rank] + c.at + row * c.columns * sizeof(T);
 }
 
-// Adds the rows of `count` slots, which kBatch divides and whose addresses the lanes have; kBatch are under way at
-// once.
+// Adds rows, null for none, which are under way at once.
+template <class T, int kVector, int kBatch>
+__device__ void add_batch(float (&sum)[kVector], const T* const (&rows)[kBatch], int64_t column, bool inside) {
+  Vector<T, kVector> x[kBatch] = {};
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i)
+    if (rows[i] && inside) x[i] = read_vector<T, kVector>(rows[i] + column);
+#pragma unroll
+  for (int i = 0; i < kBatch; ++i) {
+    float values[kVector];
+    convert(values, x[i]);
+#pragma unroll
+    for (int n = 0; n < kVector; ++n) sum[n] += values[n];
+  }
+}
+
+// Adds the rows of `count` slots, which kBatch divides and whose addresses the lanes have.
 template <class T, int kVector, int kBatch>
 __device__ void add_rows(float (&sum)[kVector], uint64_t address, int count, int64_t column, bool inside) {
   for (int batch = 0; batch < count; batch += kBatch) {
     const T* rows[kBatch];
-    Vector<T, kVector> x[kBatch] = {};
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) rows[i] = reinterpret_cast<const T*>(__shfl_sync(~0u, address, batch + i));
+    add_batch(sum, rows, column, inside);
+  }
+}
+
+// Adds those that `there` has a bit for, in the order of the bits; row_at(bit) is the row of one.
+template <class T, int kVector, class RowAt>
+__device__ void add_rows_there(float (&sums)[kSteps][kVector], unsigned there, int64_t columns, unsigned column_block,
+                               const RowAt& row_at) {
+  while (there) {
+    const T* rows[kRowsAtOnce];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      if (rows[i] && inside) x[i] = read_vector<T, kVector>(rows[i] + column);
+    for (int i = 0; i < kRowsAtOnce; ++i, there &= there - 1) rows[i] = there ? row_at(__ffs(there) - 1) : nullptr;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      float values[kVector];
-      convert(values, x[i]);
-#pragma unroll
-      for (int n = 0; n < kVector; ++n) sum[n] += values[n];
+    for (int step = 0; step < kSteps; ++step) {
+      const int64_t column = column_of<kVector>(column_block, step);
+      add_batch(sums[step], rows, column, column < columns);
     }
+  }
+}
+
+// Rounds sums; NaN if the lane has failed.
+template <class T, int kVector>
+__device__ void write_sums(T* to, float (&sums)[kSteps][kVector], int64_t columns, unsigned column_block, bool failed) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const int64_t column = column_of<kVector>(column_block, step);
+    if (column >= columns) return;
+    if (failed)
+      for (float& value : sums[step]) value = __uint_as_float(0x7FFFFFFF);
+    store(to + column, sums[step]);
   }
 }
 
@@ -346,14 +381,7 @@ __device__ void sum_token(const PeerRows& c, int64_t token, unsigned column_bloc
       add_rows<T, kVector, kBatch>(sums[step], address, count, column, column < c.columns);
     }
   }
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    const int64_t column = column_of<kVector>(column_block, step);
-    if (column >= c.columns) return;
-    if (failed)
-      for (float& value : sums[step]) value = __uint_as_float(0x7FFFFFFF);
-    store(static_cast<T*>(c.out) + token * c.columns + column, sums[step]);
-  }
+  write_sums(static_cast<T*>(c.out) + token * c.columns, sums, c.columns, column_block, failed);
 }
 
 template <class T, int kVector, int kBatch, int kBlockThreads>
@@ -364,6 +392,62 @@ __global__ void __launch_bounds__(kBlockThreads, 1)
   const int64_t parts = c.tokens * column_blocks, step = int64_t{gridDim.x} * kBlockWarps;
   for (int64_t part = blockIdx.x * int64_t{kBlockWarps} + threadIdx.x / 32; part < parts; part += step)
     sum_token<T, kVector, kBatch>(c, part / column_blocks, static_cast<unsigned>(part % column_blocks), failed);
+}
+
+// The columns of this warp of the sum of a token's rows here, to the rank of the token.
+template <class T, int kVector>
+__device__ void push_sum(const PushSums& c, Kept kept, int source, int64_t token, unsigned column_block) {
+  float sums[kSteps][kVector] = {};
+  bool any = false;
+  for (int base = 0; base < c.top_k; base += 32) {
+    const int slot = base + threadIdx.x % 32;
+    const int64_t first = (source * c.tokens + token) * c.top_k;
+    const unsigned row = slot < c.top_k ? c.row_of_slot[first + slot] - kept.first : ~0u;
+    const unsigned here = __ballot_sync(~0u, row < kept.count);
+    const auto row_at = [&](int i) { return static_cast<const T*>(c.source) + __shfl_sync(~0u, row, i) * c.pitch; };
+    add_rows_there<T>(sums, here, c.columns, column_block, row_at);
+    any |= here != 0;
+  }
+  T* to = in_buffer<T>(c.peers, source, c.at) + (token * c.peers.ranks + c.peers.rank) * c.columns;
+  if (any) write_sums(to, sums, c.columns, column_block, false);
+}
+
+// Neighbouring blocks store to different ranks, as those of a pull read from them. Others may still read what has been
+// stored where the lane has failed.
+template <class T, int kVector, int kBlockThreads>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    push_sums_kernel(const __grid_constant__ PushSums c, unsigned column_blocks, int64_t turns) {
+  if (c.state->failed) return;
+  const Kept kept = kept_by(c.firsts, c.peers.rank, c.capacity);
+  const int64_t parts = c.tokens * column_blocks;
+  for (int64_t turn = blockIdx.x; turn < turns; turn += gridDim.x) {
+    const int source = static_cast<int>((c.peers.rank + 1 + turn) % c.peers.ranks);
+    const int64_t part = turn / c.peers.ranks * (kBlockThreads / 32) + threadIdx.x / 32;
+    const auto column_block = static_cast<unsigned>(part % column_blocks);
+    if (part < parts) push_sum<T, kVector>(c, kept, source, part / column_blocks, column_block);
+  }
+}
+
+// The ranks that keep rows of a token, as bits. By a warp.
+__device__ unsigned owners_of(const PeerRows& c, int64_t token) {
+  unsigned owners = 0;
+  for (int slot = threadIdx.x % 32; slot < c.top_k; slot += 32) {
+    const Location at = locate(c.firsts, c.peers.ranks, c.capacity, c.row_of_slot[token * c.top_k + slot]);
+    if (at.rank >= 0) owners |= 1u << at.rank;
+  }
+  for (int bits = 16; bits; bits /= 2) owners |= __shfl_xor_sync(~0u, owners, bits);
+  return owners;
+}
+
+template <class T, int kVector>
+__global__ void __launch_bounds__(kThreads) sum_parts_kernel(const __grid_constant__ SumParts c) {
+  const int64_t token = blockIdx.x * int64_t{kWarps} + threadIdx.x / 32;
+  if (token >= c.tokens) return;
+  const T* parts = in_buffer<const T>(c.peers, c.peers.rank, c.at) + token * c.peers.ranks * c.columns;
+  float sums[kSteps][kVector] = {};
+  const auto part_of = [&](int rank) { return parts + rank * c.columns; };
+  add_rows_there<T>(sums, owners_of(c, token), c.columns, blockIdx.y, part_of);
+  write_sums(static_cast<T*>(c.out) + token * c.columns, sums, c.columns, blockIdx.y, c.state->failed);
 }
 
 // Others may still read their slots where the lane has failed.
@@ -449,6 +533,21 @@ void launch_sum(const PullSum& c, cudaStream_t stream) {
   else if (c.top_k % 2 == 0) launch_sum_of<T, kVector, 2>(c, stream);
   else launch_sum_of<T, kVector, 1>(c, stream);
 }
+template <class T, int kVector, int kBlockThreads>
+void launch_push_of(const PushSums& c, cudaStream_t stream) {
+  const auto columns = static_cast<unsigned>(blocks_of(c.columns, 32 * kSteps * kVector));
+  const int64_t turns = blocks_of(c.tokens * columns, kBlockThreads / 32) * c.peers.ranks;
+  const auto blocks = static_cast<unsigned>(c.blocks ? c.blocks : turns);
+  push_sums_kernel<T, kVector, kBlockThreads><<<blocks, kBlockThreads, 0, stream>>>(c, columns, turns);
+}
+template <class T, int kVector>
+void launch_push(const PushSums& c, cudaStream_t stream) {
+  c.blocks ? launch_push_of<T, kVector, kMostThreads>(c, stream) : launch_push_of<T, kVector, kThreads>(c, stream);
+}
+template <class T, int kVector>
+void launch_parts(const SumParts& c, cudaStream_t stream) {
+  sum_parts_kernel<T, kVector><<<grid_of(c, blocks_of(c.tokens, kWarps), kVector), kThreads, 0, stream>>>(c);
+}
 template <class T, int kVector>
 void launch_stage(const StageRows& c, cudaStream_t stream) {
   const dim3 grid = grid_of(c, blocks_of(c.capacity, kWarps), kVector);
@@ -516,6 +615,26 @@ void pull_sum(const PullSum& c, int device, cudaStream_t stream) {
     fits(c, c.out, 0) ? launch_sum<T, 16 / sizeof(T)>(c, stream) : launch_sum<T, 1>(c, stream);
   });
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "sums of rows of ", c.tokens, " tokens from ", c.peers.ranks, " ranks");
+}
+
+void push_sums(const PushSums& c, int device, cudaStream_t stream) {
+  if (!c.tokens || !c.columns) return;
+  const DeviceGuard guard(device);
+  dispatch_dtype(c.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    fits(c, c.source, c.pitch) ? launch_push<T, 16 / sizeof(T)>(c, stream) : launch_push<T, 1>(c, stream);
+  });
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "sums of rows for ", c.tokens, " tokens of each of ", c.peers.ranks, " ranks");
+}
+
+void sum_parts(const SumParts& c, int device, cudaStream_t stream) {
+  if (!c.tokens || !c.columns) return;
+  const DeviceGuard guard(device);
+  dispatch_dtype(c.type, [&](auto type) {
+    using T = Element<decltype(type)::value>;
+    fits(c, c.out, 0) ? launch_parts<T, 16 / sizeof(T)>(c, stream) : launch_parts<T, 1>(c, stream);
+  });
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "sums of ", c.peers.ranks, " ranks' parts of ", c.tokens, " tokens");
 }
 
 void numbers_to_rows(const PeerNumbers& c, int device, cudaStream_t stream) {

@@ -257,6 +257,28 @@ def pull_sum(
     compiled().pull_sum(**_rows(lane, exchange, out, slots, at), blocks=blocks, at_slots=at_slots)
 
 
+def push_sums(lane: LaneLaunch, exchange: int, rows: Tensor, slots: Slots, at: int, blocks: int = 0) -> None:
+    """Sums the rows [Q, H] of this rank by token; stores the sums at ``at`` in the buffers of the tokens' ranks.
+
+    A buffer has [T, R, H] there: the parts of a token, by the rank that sums them.
+
+    Args:
+        slots: of all ranks, [R * T, k].
+        blocks: the number of multiprocessors to use; 0: all.
+    """
+    compiled().push_sums(
+        **_rows(lane, exchange, rows, slots, at, ranks=len(lane.buffers)),
+        source=rows.data_ptr(),
+        pitch=rows.stride(0),
+        blocks=blocks,
+    )
+
+
+def sum_parts(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor) -> None:
+    """Sums what ranks pushed for this rank's tokens to ``at`` in its buffer, to [T, H]."""
+    compiled().sum_parts(**_rows(lane, exchange, out, slots, at))
+
+
 def numbers_to_rows(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor) -> None:
     """Moves numbers of slots, of all ranks, to the rows [Q] of this rank. The tail is zero."""
     compiled().numbers_to_rows(**_numbers(lane, exchange, slots, at, out))
