@@ -385,6 +385,22 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         "MoE: routes are already made, so ids cannot be given with them",
     ),
     (
+        lambda: MoE(H, 8, E, K)(torch.zeros(3, 4, H), routes=router()(numbers(11, H))),
+        "MoE: routes must be of the tokens, flattened, and of a router with as many experts: T=12, E=8; got T=11, E=8",
+    ),
+    (  # whose ids the experts would leave out, and whose counts no load fits
+        lambda: MoE(H, 8, E, K)(torch.zeros(T, H), routes=Router(H, E + 1, K)(torch.zeros(T, H))),
+        "T=12, E=8; got T=12, E=9",
+    ),
+    (  # whose counts would be added to all loads
+        lambda: MoE(H, 8, E, 1, bias_update_rate=1.0)(torch.zeros(T, H), routes=Router(H, 1, 1)(torch.zeros(T, H))),
+        "T=12, E=8; got T=12, E=1",
+    ),
+    (
+        lambda: MoE(H, 8, E, K)(torch.zeros(T, H), routes=torch.zeros(T, K)),
+        "MoE: routes must be those that a Router returns, got a Tensor",
+    ),
+    (
         lambda: MoE(H, 8, E, K, bias_update_rate=1e-3, balance=QuantileBias()),
         "MoE: bias_update_rate=u is balance=SignBias(u); give one of them",
     ),
@@ -478,25 +494,29 @@ def _balanced(balances: list[Any]) -> nn.ModuleList:
 
 
 def _global_loads(rank: int, world: int) -> None:
-    """Biases are those of one process that has had all tokens of all ranks and microbatches, to the bit."""
+    """Biases are those of one process that has had all tokens of all ranks and microbatches, to the bit.
+
+    They are updated with one reduction for all layers or each alone, and under FSDP2.
+    """
     balances, batches = [SignBias(1e-3), QuantileBias(20)], [numbers(T, H, seed=i) for i in (1, 2)]
-    models = [_balanced(balances) for _ in range(3)]
-    together, _, whole = models
+    models = [_balanced(balances) for _ in range(4)]
+    together, _, sharded, whole = models
+    for layer in sharded:
+        fully_shard(layer, mesh=dist.init_device_mesh("cpu", (world,)))
     for model in models:
         for x in batches:
             tokens = x if model is whole else _own(rank, world, x)
             for layer in model:
                 layer(tokens, valid=tokens[:, 0] > -1).y.sum().backward()
     update_biases(together, group=dist.group.WORLD)
+    update_biases(sharded, group=dist.group.WORLD)
     update_biases(whole)
-    for ours, theirs, alone in zip(*models, strict=True):
-        theirs.update_bias(dist.group.WORLD)
-        expected = alone.router.selection_bias
-        assert expected.any()
-        assert torch.equal(ours.router.selection_bias, expected)
-        assert torch.equal(theirs.router.selection_bias, expected)
-        assert not ours.load.any()
-        assert not theirs.load.any()
+    for *layers, alone in zip(*models, strict=True):
+        layers[1].update_bias(dist.group.WORLD)
+        assert alone.router.selection_bias.any()
+        for layer in layers:
+            assert torch.equal(layer.router.selection_bias, alone.router.selection_bias)
+            assert not layer.load.any()
 
 
 def _sharded_gate(rank: int, world: int) -> None:
