@@ -1,7 +1,7 @@
 """How even each way of balancing makes the load of experts: 300 steps of the demo's small model on a CPU.
 
-Run it with ``python -m fusible.benchmarks.balancing``. The load of a step is that of its most loaded expert, divided by
-the mean of all; 1 is even. With k of E experts it is at most E / k.
+Run it with ``python -m fusible.benchmarks.balancing --plot docs/plots/balancing.svg``. The load of a step is that of
+its most loaded expert, divided by the mean of all; 1 is even. With k of E experts it is at most E / k.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import fusible
-from fusible.benchmarks.arguments import command, positive
+from fusible.benchmarks.arguments import add_plot_argument, command, positive
+from fusible.benchmarks.plots import curves
 from fusible.benchmarks.timing import markdown
 from fusible.examples.moe_lm import (
     CONTEXT,
@@ -112,8 +113,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Trains with each method, and prints their loads."""
     parser = command("benchmarks.balancing", __doc__)
     parser.add_argument("--steps", type=positive, default=300, help="of each training")
+    add_plot_argument(parser)
     args = parser.parse_args(argv)
     trainings = {name: train(options, args.steps) for name, options in METHODS.items()}
+    if args.plot:
+        loads = {name: [each.around(step) for step in range(1, args.steps + 1)] for name, each in trainings.items()}
+        title = f"{EXPERTS} experts, {TOP_K} of them for each token: the load of the most loaded one; 1 is even"
+        curves(args.plot, loads, title, "step", f"load / mean load, mean of {WINDOW} steps")
     if args.json:
         print(json.dumps({name: training._asdict() for name, training in trainings.items()}, indent=1))
     else:

@@ -213,14 +213,21 @@ def _run_module(module: nn.Module, x: int, values: SlotValues, mode: FakeTensorM
     """The values with the module's output, or None if it cannot run without data."""
     try:
         whole = _WithoutHooks(module)
-        tensors: list[tuple[str, Tensor]] = [*whole.named_parameters(), *whole.named_buffers()]
-        state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in tensors}
+        state = {name: mode.from_tensor(tensor) for name, tensor in _tensors_once(whole)}
         with torch.no_grad():
-            y = torch.func.functional_call(whole, state, (values[x],))
+            y = torch.func.functional_call(whole, state, (values[x],), tie_weights=False)
     except Exception:  # whatever a module of the user's does with tensors that hold no data
         return None
     trains = values[x].requires_grad or any(p.requires_grad for p in module.parameters())
     return [*values, y.detach().requires_grad_(trains)] if isinstance(y, Tensor) else None
+
+
+def _tensors_once(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors by name, under one name where a module has two: the call would put the other's stand-in back."""
+    for prefix, inside in module.named_modules():
+        for name, tensor in (inside._parameters | inside._buffers).items():
+            if tensor is not None:
+                yield f"{prefix}.{name}".removeprefix("."), tensor
 
 
 class _WithoutHooks(nn.Module):

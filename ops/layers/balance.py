@@ -99,7 +99,7 @@ class QuantileBias:
     def count(self, routes: Routes, bias: Tensor) -> Tensor:
         """The number of tokens that need each bias, int64 [E, bins]. Tokens without a finite one are left out."""
         scores = log_scores(wide(routes.logits), SCORES[routes.scores]).exp()
-        cutoff = (scores + bias).sort(dim=-1, descending=True).values[:, routes.top_k_index.shape[1]]
+        cutoff = (scores + bias).topk(routes.top_k_index.shape[1] + 1, dim=-1).values[:, -1]
         needed = cutoff.unsqueeze(-1) - scores
         left_out = (routes.top_k_index == -1).all(-1, keepdim=True) | ~needed.isfinite().all(-1, keepdim=True)
         low, high = _bounds(bias)

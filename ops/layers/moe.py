@@ -180,12 +180,25 @@ class MoE(nn.Module):
             routes = self.router(tokens, **flat)
         elif flat:
             raise ArgumentError(f"MoE: routes are already made, so {', '.join(flat)} cannot be given with them")
+        else:
+            self._check_routes(routes, tokens)
         assert routes is not None
         y = self.experts(tokens, top_k_index=routes.top_k_index, top_k_weights=routes.top_k_weights)
         if self.shared is not None:
             y = y + self.shared(tokens)
         y = self.router.count(y, routes)
         return MoEOutput(y.view(x.shape), routes.loss, routes.tokens_per_expert)
+
+    def _check_routes(self, routes: object, tokens: Tensor) -> None:
+        """Raises for routes of other tokens, or of a router with another number of experts."""
+        if not isinstance(routes, Routes):
+            raise ArgumentError(f"MoE: routes must be those that a Router returns, got a {type(routes).__name__}")
+        made, wanted = routes.logits.shape, (len(tokens), self.router.num_experts)
+        if made != wanted:
+            raise ArgumentError(
+                "MoE: routes must be of the tokens, flattened, and of a router with as many experts: T={}, E={}; "
+                "got T={}, E={}".format(*wanted, *made)
+            )
 
     def _flat(self, name: str, x: Tensor, value: T) -> T | Tensor:
         """Reshapes an argument to one row per token, as the router takes it."""

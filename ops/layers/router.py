@@ -48,6 +48,11 @@ class Router(WideBuffers):
             :class:`SequenceLoss`, :class:`ZLoss`.
         bias: whether the logits have a bias, a parameter [E].
 
+    Attributes:
+        gate: the op that gives the logits, with the keywords ``weight`` and ``logit_bias``.
+        choice: a container with the op that chooses: weights, ids and counts of logits, with the keywords
+            ``selection_bias``, ``valid`` and ``ids``.
+
     Raises:
         ArgumentError: sizes that are not positive ints, a scale that is no number.
         ValueError: other scores; more choices than experts; groups that do not divide the experts, or hold too few; a

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible import MoE
+from fusible import MoE, Routes
 from fusible.ops.kernels.hopper import choice as kernel
 from fusible.ops.kernels.problems.choice import ChoiceRule, Choosing, ChoosingBackward, Chosen
 from fusible.ops.kernels.pytorch import choice as reference
@@ -240,9 +240,12 @@ def check_calls_of_a_layer(
 
 
 def _results(layer: MoE, x: Tensor, engine: Executor | None) -> dict[str, Tensor]:
-    y, loss, counts = layer(x)
+    made = list[Routes]()
+    with layer.router.register_forward_hook(lambda router, arguments, routes: made.append(routes)):
+        y, loss, counts = layer(x)
     assert loss is not None
-    leaves, total = {"x": x, **dict(layer.named_parameters())}, y.square().mean() + loss
+    of_router = {"logits": made[0].logits, "weights": made[0].top_k_weights}
+    leaves, total = {"x": x, **of_router, **dict(layer.named_parameters())}, y.square().mean() + loss
     gradients = partial(torch.autograd.grad, total, [*leaves.values()])
     grads = gradients() if engine is None else engine.submit(gradients).result()
     return {"y": y.detach(), "loss": loss.detach(), "counts": counts, **dict(zip(leaves, grads, strict=True))}

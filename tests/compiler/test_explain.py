@@ -259,6 +259,21 @@ def test_output_of_another_module_carries_grad_on():
     assert after == [0, T * K * 4]
 
 
+def test_a_module_under_two_names_keeps_its_tensors():
+    """Its tensors are replaced under one name: restored under both, the second would get back the first's stand-in."""
+    other, tied = nn.Module(), nn.Linear(K, 1)
+    other.norm = other.again = nn.BatchNorm1d(K)
+    other.tied, other.also = tied, nn.Linear(K, 1)
+    other.also.weight = tied.weight
+    other.forward = lambda x: other.again(x) * other.also(x)
+    before = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    steps = Sequential(Linear(K, K), other).explain(torch.randn(T, K)).steps
+
+    assert [step.shape for step in steps] == [(T, K), (T, K)]
+    after = {**dict(other.named_parameters()), **dict(other.named_buffers())}
+    assert all(after[name] is tensor for name, tensor in before.items())
+
+
 @pytest.mark.parametrize("x_grad", [True, False])
 def test_module_that_gives_no_tensor_is_unknown_behind(x_grad):
     steps = Sequential(nn.LSTM(4, 4), nn.Identity()).explain(torch.ones(3, 4, requires_grad=x_grad)).steps

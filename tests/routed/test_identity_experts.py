@@ -1,4 +1,4 @@
-"""Identity experts, latent experts and shared experts, as ops in a sequence."""
+"""A routed layer as one sequence: its router, identity experts, latent experts and shared experts, each as ops."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from checks.moe import UNFUSED
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from fusible import (
     AddExtraInput,
@@ -23,86 +25,160 @@ from fusible import (
     Sequential,
     SwapExtra,
     SwiGLU,
+    config,
 )
 
-T, H, F, E, MORE, K = 14, 6, 5, 4, 3, 3
+T, H, WIDTH, E, MORE, K, LATENT = 14, 6, 5, 4, 3, 3, 4
 D = torch.float64
+LAYERS = ["plain", "identity", "latent", "latent norm", "shared", "shared gate", "identity latent norm shared gate"]
+VALID = torch.arange(T) % 5 != 3
 
 
-def experts(width: int) -> list[Any]:
-    how: dict[str, Any] = {"bias": False, "dtype": D}
-    up, down = GroupedLinear(E, width, 2 * F, **how), GroupedLinear(E, F, width, **how)
-    return [Dispatch(E), up, SwiGLU(), down, Scale(), Combine()]
+def linear(columns: int, rows: int) -> Linear:
+    return Linear(columns, rows, bias=False, dtype=D)
 
 
-def one_by_one(layer: Sequential, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """The weighted outputs of real experts, token by token; and of identity experts the tokens."""
-    up, down = (op.weight for op in layer if isinstance(op, GroupedLinear))
-    rows = []
-    for token, ids, of_slots in zip(x, index.tolist(), weights, strict=True):
-        row = torch.zeros_like(token)
-        for expert, weight in zip(ids, of_slots, strict=True):
-            gate, value = (up[expert] @ token).chunk(2) if 0 <= expert < E else (None, None)
-            y = token if gate is None else down[expert] @ (torch.nn.functional.silu(gate) * value)
-            row = row + weight * y * (expert >= 0)
-        rows.append(row)
-    return torch.stack(rows)
+def silu_gated(h: Tensor) -> Tensor:
+    gate, up = h.chunk(2, -1)
+    return F.silu(gate) * up
 
 
-@pytest.fixture
-def routes() -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(0)
-    x, router = torch.randn(T, H, dtype=D), Router(H, E + MORE, K, dtype=D, scale=2.0)
-    found = router(x)
-    index = found.top_k_index.clone()
-    index[3] = -1  # a pad
-    return x.requires_grad_(), index, found.top_k_weights.detach().requires_grad_()
+class Shared(nn.Module):
+    """Shared experts, with the gate of Qwen2-MoE or without."""
+
+    def __init__(self, has_gate: bool) -> None:
+        super().__init__()
+        self.up, self.down = linear(H, 2 * WIDTH), linear(WIDTH, H)
+        self.mlp = Sequential(self.up, SwiGLU(), self.down)
+        self.gate = linear(H, 1) if has_gate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.mlp(x)
+        return y if self.gate is None else y * self.gate(x).sigmoid()
+
+    def plain(self, token: Tensor) -> Tensor:
+        y = self.down.weight @ silu_gated(self.up.weight @ token)
+        return y if self.gate is None else y * (self.gate.weight @ token).sigmoid()
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32])
-def test_identity_experts_add_the_token(routes: tuple[Tensor, Tensor, Tensor], index_dtype: torch.dtype) -> None:
-    x, index, weights = routes
-    layer = Sequential(IdentityExperts(E), *experts(H), AddExtraInput("identity"))
-    y = layer(x, top_k_index=index.to(index_dtype), top_k_weights=weights)
-    expected = one_by_one(layer, x, index, weights)
+class Layer(nn.Module):
+    """A layer of named parts as one sequence, and token by token in plain PyTorch."""
 
-    assert (index >= E).any()
-    torch.testing.assert_close(y, expected)
-    leaves = [x, weights, *layer.parameters()]
-    for ours, theirs in zip(*(torch.autograd.grad(t.square().sum(), leaves) for t in (y, expected)), strict=True):
+    def __init__(self, parts: str, routes_inside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.routes_inside, experts = routes_inside, E + MORE * ("identity" in parts)
+        self.router = Router(H, experts, K, scores="sigmoid", scale=2.0, bias=True, selection_bias=True, dtype=D)
+        nn.init.normal_(self.router.bias, std=0.3)
+        nn.init.normal_(self.router.selection_bias, std=0.3)
+        width = LATENT if "latent" in parts else H
+        self.up = GroupedLinear(E, width, 2 * WIDTH, bias=False, dtype=D)
+        self.down = GroupedLinear(E, WIDTH, width, bias=False, dtype=D)
+        self.enter, self.leave = (linear(H, LATENT), linear(LATENT, H)) if "latent" in parts else (None, None)
+        self.norm = nn.RMSNorm(LATENT, dtype=D) if "norm" in parts else None
+        self.shared = Shared("gate" in parts) if "shared" in parts else None
+        self.sequence = Sequential(*self._ops("identity" in parts))
+
+    def _ops(self, has_identity: bool) -> list[nn.Module]:
+        router, ops = self.router, list[nn.Module | None]()
+        if self.routes_inside:
+            ops += [MakeExtraOutput("x_of_router"), router.gate, router.choice]
+            ops += [SwapExtra("x_of_router", "top_k_weights")]
+        ops += [IdentityExperts(E)] if has_identity else []
+        if self.shared is not None:
+            ops += [MakeExtraOutput("tokens"), self.shared, SwapExtra("tokens", "shared")]
+        ops += [self.enter, Dispatch(E), self.up, SwiGLU(), self.down, Scale(), Combine(), self.norm, self.leave]
+        ops += [AddExtraInput("identity")] if has_identity else []
+        ops += [AddExtraInput("shared")] if self.shared is not None else []
+        return [op for op in ops if op is not None]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The output, and the slots of each expert."""
+        router = self.router
+        if self.routes_inside:
+            weights = {"weight": router.weight, "logit_bias": router.bias, "selection_bias": router.selection_bias}
+            y, counts = self.sequence(x, **weights, valid=VALID)
+            return y, counts
+        routes = router(x, valid=VALID)
+        y = self.sequence(x, top_k_index=routes.top_k_index, top_k_weights=routes.top_k_weights)
+        return y, routes.tokens_per_expert
+
+    def output(self, x: Tensor) -> Tensor:
+        return self(x)[0]  # type: ignore[no-any-return]
+
+    def plain(self, x: Tensor) -> Tensor:
+        return torch.stack([self._of_token(*pair) for pair in zip(x, VALID.tolist(), strict=True)])
+
+    def _of_token(self, token: Tensor, is_valid: bool) -> Tensor:
+        entered = token if self.enter is None else self.enter.weight @ token
+        routed, identity = torch.zeros_like(entered), torch.zeros_like(token)
+        for expert, weight in self._choices(token) if is_valid else []:
+            if expert < E:
+                routed = routed + weight * (self.down.weight[expert] @ silu_gated(self.up.weight[expert] @ entered))
+            else:
+                identity = identity + weight * token
+        routed = routed if self.norm is None else self.norm(routed)
+        y = identity + (routed if self.leave is None else self.leave.weight @ routed)
+        return y if self.shared is None else y + self.shared.plain(token)
+
+    def _choices(self, token: Tensor) -> list[tuple[int, Tensor]]:
+        """The experts of a token with their weights."""
+        scores = (self.router.weight @ token + self.router.bias).sigmoid()
+        keys = (scores + self.router.selection_bias).tolist()
+        ids = sorted(range(len(keys)), key=lambda e: -keys[e])[:K]
+        return [(e, 2.0 * scores[e] / sum(scores[i] for i in ids)) for e in ids]
+
+
+def results(layer: Layer, run: Any, x: Tensor) -> list[Tensor]:
+    """The output, and the gradients of x and all parameters."""
+    y = run(x)
+    dy = torch.linspace(-1, 1, y.numel(), dtype=D).view_as(y)
+    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)]
+
+
+def tokens() -> Tensor:
+    return torch.randn(T, H, dtype=D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+@pytest.mark.parametrize("parts", LAYERS)
+@pytest.mark.parametrize("routes_inside", [False, True])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_layer_of_ops_is_the_loop_over_tokens(parts: str, routes_inside: bool, fused: bool) -> None:
+    layer, x = Layer(parts, routes_inside), tokens()
+    with config(disable_fusions=set() if fused else UNFUSED):
+        ours = results(layer, layer.output, x)
+        steps = [step.name for step in layer.sequence.explain().steps]
+
+    assert ("RoutedMLP" in steps) == fused
+    names = ["y", "x", *dict(layer.named_parameters())]
+    for name, *pair in zip(names, ours, results(layer, layer.plain, x), strict=True):
+        torch.testing.assert_close(*pair, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("parts", LAYERS)
+def test_a_router_inside_gives_the_bits_of_one_before(parts: str) -> None:
+    before, inside, x = Layer(parts, False), Layer(parts, True), tokens()
+
+    assert torch.equal(before(x)[1], inside(x)[1])
+    for ours, theirs in zip(*(results(each, each.output, x) for each in (before, inside)), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("routes_inside", [False, True])
+def test_a_layer_of_ops_compiles_as_one_graph(routes_inside: bool) -> None:
+    layer, x = Layer(LAYERS[-1], routes_inside), tokens()
+    compiled = torch.compile(layer.output, backend="aot_eager", fullgraph=True)
+
+    for ours, theirs in zip(*(results(layer, run, x) for run in (compiled, layer.output)), strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert "RoutedMLP" in str(layer.explain())
-
-
-def test_identity_experts_by_finite_differences(routes: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, index, weights = routes
-    op = IdentityExperts(E)
-
-    assert torch.autograd.gradcheck(lambda x, w: op(x, top_k_index=index, top_k_weights=w), (x, weights))
-
-
-@pytest.mark.parametrize("norm", [True, False])
-def test_latent_experts_are_a_sequence(routes: tuple[Tensor, Tensor, Tensor], norm: bool) -> None:
-    """Nemotron-3 has no norm, Kimi-K3 one: the router sees the whole token, the experts its projection."""
-    x, index, weights = routes
-    width = 4
-    down, up = Linear(H, width, bias=False, dtype=D), Linear(width, H, bias=False, dtype=D)
-    between = [nn.RMSNorm(width, dtype=D)] if norm else []
-    layer = Sequential(down, *experts(width), *between, up)
-    index = index.masked_fill(index >= E, -1)
-    y = layer(x, top_k_index=index, top_k_weights=weights)
-    expected = one_by_one(layer, x @ down.weight.T, index, weights)
-    for module in between:
-        expected = module(expected)
-
-    torch.testing.assert_close(y, expected @ up.weight.T)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_shared_experts_are_a_branch_of_the_sequence(gated: bool) -> None:
-    """The bits and gradients of ``MoE`` with ``shared_ffn``, and with ``shared_gate``."""
+def test_shared_experts_are_those_of_the_layer(gated: bool) -> None:
+    """The gradients of ``MoE`` with ``shared_ffn``, and with ``shared_gate``."""
     torch.manual_seed(0)
-    moe, x = MoE(H, F, E, 2, shared_ffn=F, shared_gate=gated, dtype=D), torch.randn(T, H, dtype=D, requires_grad=True)
+    moe, x = MoE(H, WIDTH, E, 2, shared_ffn=WIDTH, shared_gate=gated, dtype=D), tokens()
     branch = [MakeExtraOutput("tokens"), moe.shared, SwapExtra("tokens", "shared")]
     layer = Sequential(*branch, *moe.experts, AddExtraInput("shared"))
     routes, expected = moe.router(x), moe(x).y
@@ -112,7 +188,16 @@ def test_shared_experts_are_a_branch_of_the_sequence(gated: bool) -> None:
     leaves = [x, *moe.parameters()]
     for ours, theirs in zip(*(torch.autograd.grad(t.square().sum(), leaves) for t in (y, expected)), strict=True):
         torch.testing.assert_close(ours, theirs)
-    assert "RoutedMLP" in str(layer.explain())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_identity_experts_by_finite_differences(dtype: torch.dtype) -> None:
+    index = (torch.arange(T * K).view(T, K) % (E + MORE)).to(dtype)
+    index[3] = -1  # a pad
+    weights = torch.rand(T, K, dtype=D, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    op = IdentityExperts(E)
+
+    assert torch.autograd.gradcheck(lambda x, w: op(x, top_k_index=index, top_k_weights=w), (tokens(), weights))
 
 
 def test_identity_experts_say_what_does_not_fit() -> None:

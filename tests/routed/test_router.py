@@ -385,6 +385,22 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         "MoE: routes are already made, so ids cannot be given with them",
     ),
     (
+        lambda: MoE(H, 8, E, K)(torch.zeros(3, 4, H), routes=router()(numbers(11, H))),
+        "MoE: routes must be of the tokens, flattened, and of a router with as many experts: T=12, E=8; got T=11, E=8",
+    ),
+    (  # whose ids the experts would leave out, and whose counts no load fits
+        lambda: MoE(H, 8, E, K)(torch.zeros(T, H), routes=Router(H, E + 1, K)(torch.zeros(T, H))),
+        "T=12, E=8; got T=12, E=9",
+    ),
+    (  # whose counts would be added to all loads
+        lambda: MoE(H, 8, E, 1, bias_update_rate=1.0)(torch.zeros(T, H), routes=Router(H, 1, 1)(torch.zeros(T, H))),
+        "T=12, E=8; got T=12, E=1",
+    ),
+    (
+        lambda: MoE(H, 8, E, K)(torch.zeros(T, H), routes=torch.zeros(T, K)),
+        "MoE: routes must be those that a Router returns, got a Tensor",
+    ),
+    (
         lambda: MoE(H, 8, E, K, bias_update_rate=1e-3, balance=QuantileBias()),
         "MoE: bias_update_rate=u is balance=SignBias(u); give one of them",
     ),
@@ -444,33 +460,72 @@ def test_compiled_with_losses_and_balance() -> None:
     assert torch.equal(eager.router.selection_bias, compiled.router.selection_bias)
 
 
-def _world(rank: int, file: str) -> Iterator[None]:
+def _world(rank: int, world: int, file: str) -> Iterator[None]:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     yield
     dist.destroy_process_group()
 
 
-def _global_loss(rank: int) -> None:
+BOUNDS = {2: [0, 4, T], 4: [0, 1, 6, 6, T]}
+"""The tokens of ranks: different numbers, of the third of four none."""
+
+
+def _own(rank: int, world: int, x: Tensor) -> Tensor:
+    return x[BOUNDS[world][rank] : BOUNDS[world][rank + 1]]
+
+
+def _global_loss(rank: int, world: int) -> None:
     """The mean over ranks, also of the gradients, is that of all tokens together."""
     x = numbers(T, H)
     own, whole = router(GlobalLoss(0.5)), router(SwitchLoss(0.5))
-    loss, expected = own(x[:4] if rank == 0 else x[4:]).loss, whole(x).loss
+    loss, expected = own(_own(rank, world, x)).loss, whole(x).loss
     loss.backward()
     expected.backward()
     for ours in (mean := loss.detach().clone(), own.weight.grad):
         dist.all_reduce(ours)
-    torch.testing.assert_close(mean / 2, expected.detach())
-    torch.testing.assert_close(own.weight.grad / 2, whole.weight.grad)
+    torch.testing.assert_close(mean / world, expected.detach())
+    torch.testing.assert_close(own.weight.grad / world, whole.weight.grad)
 
 
-def _sharded_gate(rank: int) -> None:
+def _balanced(balances: list[Any]) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(MoE(H, 8, E, K, scores="sigmoid", balance=balance, dtype=D) for balance in balances)
+
+
+def _global_loads(rank: int, world: int) -> None:
+    """Biases are those of one process that has had all tokens of all ranks and microbatches, to the bit.
+
+    They are updated with one reduction for all layers or each alone, and under FSDP2.
+    """
+    balances, batches = [SignBias(1e-3), QuantileBias(20)], [numbers(T, H, seed=i) for i in (1, 2)]
+    models = [_balanced(balances) for _ in range(4)]
+    together, _, sharded, whole = models
+    for layer in sharded:
+        fully_shard(layer, mesh=dist.init_device_mesh("cpu", (world,)))
+    for model in models:
+        for x in batches:
+            tokens = x if model is whole else _own(rank, world, x)
+            for layer in model:
+                layer(tokens, valid=tokens[:, 0] > -1).y.sum().backward()
+    update_biases(together, group=dist.group.WORLD)
+    update_biases(sharded, group=dist.group.WORLD)
+    update_biases(whole)
+    for *layers, alone in zip(*models, strict=True):
+        layers[1].update_bias(dist.group.WORLD)
+        assert alone.router.selection_bias.any()
+        for layer in layers:
+            assert torch.equal(layer.router.selection_bias, alone.router.selection_bias)
+            assert not layer.load.any()
+
+
+def _sharded_gate(rank: int, world: int) -> None:
     """A policy of 16 bits leaves the gate in float32 where it is sharded by itself, as docs/fsdp.md says."""
     torch.manual_seed(0)
     layer, x = MoE(H, 8, E, K), torch.randn(T, H)
     expected = layer.router(x.bfloat16()).probabilities
     gate = MixedPrecisionPolicy(param_dtype=torch.float32, cast_forward_inputs=False)
-    mesh = dist.init_device_mesh("cpu", (2,))
+    mesh = dist.init_device_mesh("cpu", (world,))
     fully_shard(layer.router, mesh=mesh, mp_policy=gate)
     fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     found = []
@@ -479,11 +534,13 @@ def _sharded_gate(rank: int) -> None:
     assert torch.equal(found[0], expected)
 
 
-def _on_two_ranks(rank: int, file: str) -> None:
-    for _ in _world(rank, file):
-        _global_loss(rank)
-        _sharded_gate(rank)
+def _on_ranks(rank: int, world: int, file: str) -> None:
+    for _ in _world(rank, world, file):
+        _global_loss(rank, world)
+        _global_loads(rank, world)
+        _sharded_gate(rank, world)
 
 
-def test_on_two_ranks(tmp_path: Path) -> None:
-    mp.spawn(_on_two_ranks, (os.fspath(tmp_path / "store"),), 2)
+@pytest.mark.parametrize("world", BOUNDS)
+def test_on_ranks(tmp_path: Path, world: int) -> None:
+    mp.spawn(_on_ranks, (world, os.fspath(tmp_path / "store")), world)

@@ -150,3 +150,98 @@ def test_all_scores_equal(drawn: tuple[Router, Tensor, Tensor]) -> None:
         logits = torch.full((len(x), experts), level, dtype=D)
         routes = route(logits, router.top_k, scores=router.rule.scores, groups=groups, bias=router.selection_bias)
         assert routes.top_k_index.tolist() == [[*range(router.top_k)]] * len(x)
+
+
+def plain_weights(router: Router, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights at the ids, and the probabilities of all experts, from scores as their papers have them."""
+    rule = router.rule
+    if rule.scores == "softmax":
+        scores = logits.exp() / logits.exp().sum(-1, keepdim=True)
+    else:
+        scores = 1 / (1 + (-logits).exp()) if rule.scores == "sigmoid" else (1 + logits.exp()).log().sqrt()
+    chosen = scores.gather(-1, ids)
+    weights = chosen / chosen.sum(-1, keepdim=True) if rule.normalize else chosen
+    return rule.scale * weights, scores / scores.sum(-1, keepdim=True)
+
+
+def plain_losses(router: Router, logits: Tensor, chances: Tensor, ids: Tensor, sequences: Tensor) -> Tensor:
+    """The sum of the losses, sequence by sequence where one is of sequences."""
+    experts, total = router.num_experts, logits.sum() * 0
+
+    def balance(rows: Tensor) -> Tensor:
+        slots = torch.bincount(ids[rows].flatten(), minlength=experts)
+        return experts * (slots / slots.sum() * chances[rows].mean(0)).sum()
+
+    for loss in router.losses if len(ids) else ():
+        if isinstance(loss, ZLoss):
+            total = total + loss.beta * logits.exp().sum(-1).log().square().mean()
+        elif isinstance(loss, SwitchLoss):
+            total = total + loss.alpha * balance(torch.ones_like(sequences, dtype=torch.bool))
+        else:
+            of_each = [balance(sequences == number) for number in sequences.unique()]
+            total = total + loss.alpha * torch.stack(of_each).mean()
+    return total
+
+
+@FAST
+@given(routed())
+def test_gradients_are_those_of_autograd(drawn: tuple[Router, Tensor, Tensor]) -> None:
+    """Weights, losses, and the gradients of tokens and gate, against plain formulas of the valid tokens alone."""
+    router, x, valid = drawn
+    x.requires_grad_()
+    routes = call(router, x, valid=valid)
+    ids, numbers = routes.top_k_index[valid], (torch.arange(len(x)) // 3)[valid]
+    logits = x[valid] @ router.weight.T
+    weights, chances = plain_weights(router, logits, ids)
+    loss = plain_losses(router, logits, chances, ids, numbers)
+    d_weights = torch.linspace(-1, 2, routes.top_k_weights.numel(), dtype=D).view_as(routes.top_k_weights)
+    ours = (d_weights * routes.top_k_weights).sum() + (0 if routes.loss is None else routes.loss)
+    theirs = (d_weights[valid] * weights).sum() + loss
+
+    torch.testing.assert_close(routes.top_k_weights[valid], weights)
+    torch.testing.assert_close(ours, theirs)
+    grads = [torch.autograd.grad(total, [x, router.weight]) for total in (ours, theirs)]
+    torch.testing.assert_close(*grads)
+
+
+ODD = [0.0, 0.0, 1.0, 1.0, -3.0, 40.0, 41.0, -800.0, math.inf, -math.inf, -math.inf, math.nan]
+
+
+@st.composite
+def odd_logits(draw: st.DrawFn) -> tuple[dict[str, Any], Tensor]:
+    """The arguments of a choice, and logits of a few values, many of them equal or no numbers."""
+    how = draw(choices())
+    row = st.lists(st.sampled_from(ODD), min_size=how["num_experts"], max_size=how["num_experts"])
+    rows = draw(st.lists(row, min_size=0, max_size=5))
+    dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
+    return how, torch.tensor(rows, dtype=dtype).view(len(rows), how["num_experts"])
+
+
+@FAST
+@given(odd_logits(), st.booleans())
+def test_odd_logits(drawn: tuple[dict[str, Any], Tensor], biased: bool) -> None:
+    """NaN first, then the higher logit, then the lower expert; -inf gets no weight and no gradient."""
+    how, logits = drawn
+    experts, top_k, scale, logits = how["num_experts"], how["top_k"], how["scale"], logits.requires_grad_()
+    rule = {name: how[name] for name in ("scores", "normalize", "scale")}
+    groups = how["groups"] if isinstance(how["groups"], Groups) else None
+    bias = torch.linspace(0.2, -0.2, experts, dtype=torch.float32) if biased else None
+    routes = route(logits, top_k, **rule, bias=bias, groups=groups)
+    d_weights = torch.linspace(1, 2, top_k, dtype=routes.top_k_weights.dtype)
+    (grads,) = torch.autograd.grad((routes.top_k_weights * d_weights).sum(), logits)
+
+    for row, ids, weights, grad in zip(
+        logits.tolist(), *map(Tensor.tolist, (routes[0], routes[1], grads)), strict=True
+    ):
+        assert len(set(ids)) == top_k
+        assert set(ids) <= set(range(experts))
+        if groups is None and bias is None:
+            assert ids == sorted(range(experts), key=lambda e: (not math.isnan(row[e]), -row[e], e))[:top_k]
+        if any(math.isnan(x) or x == math.inf for x in row):
+            continue
+        never = [row[e] == -math.inf for e in ids]
+        assert all(weight == 0 if out else 0 <= weight < math.inf for weight, out in zip(weights, never, strict=True))
+        assert all(map(math.isfinite, grad))
+        assert not any(g for x, g in zip(row, grad, strict=True) if x == -math.inf)
+        if how["normalize"]:
+            assert math.isclose(sum(weights), 0 if all(never) else scale, rel_tol=1e-5)

@@ -781,11 +781,12 @@ def test_bits_that_differ_are_named(capsys: pytest.CaptureFixture[str], tmp_path
     assert names == ["gemm.NT.torch.bfloat16.loop/y", "gemm.NT.torch.float32.loop/alpha"]
 
 
-def test_balancing_evens_loads_out(capsys: pytest.CaptureFixture[str]) -> None:
+def test_balancing_evens_loads_out(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trainings = {name: balancing.train(balancing.METHODS[name], 12) for name in ("none", "QuantileBias()")}
 
     assert trainings["QuantileBias()"].loads[-1] < 0.9 * trainings["none"].loads[-1]
     assert all(1 <= load <= balancing.EXPERTS / balancing.TOP_K for each in trainings.values() for load in each.loads)
     assert "| `QuantileBias()` |" in balancing.table(trainings, 12)
-    balancing.main(["--steps", "1", "--json"])
+    balancing.main(["--steps", "1", "--json", "--plot", str(tmp_path / "loads.svg")])
     assert json.loads(capsys.readouterr().out).keys() == balancing.METHODS.keys()
+    assert all(name in (tmp_path / "loads.svg").read_text() for name in balancing.METHODS)
