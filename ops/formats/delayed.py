@@ -89,7 +89,8 @@ class DelayedScales(NamedTuple):
     @classmethod
     def first(cls, groups: int, delayed: Delayed, device: torch.device | None = None) -> DelayedScales:
         """Before the first step: scales are 1."""
-        return cls(torch.zeros(delayed.history, groups, device=device), torch.ones(groups, device=device))
+        wide = {"dtype": torch.float32, "device": device}  # whatever torch's default dtype is: kernels read these bits
+        return cls(torch.zeros(delayed.history, groups, **wide), torch.ones(groups, **wide))  # type: ignore[arg-type]
 
     def seen(self, amax: Tensor) -> DelayedScales:
         """With the amaxes of this step, which may have several calls."""

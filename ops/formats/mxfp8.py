@@ -144,7 +144,7 @@ def _turned(weight: Weight) -> Weight:
 
 def _inverse(scales: Tensor) -> Tensor:
     """1 / scale, float32, exactly; NaN of NaN."""
-    return torch.ones((), device=scales.device) / from_e8m0(scales)
+    return torch.ones((), dtype=torch.float32, device=scales.device) / from_e8m0(scales)
 
 
 @unpacks(PackedFormat.MXFP8)

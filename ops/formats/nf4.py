@@ -8,11 +8,13 @@ operation rounds to float32, as in bitsandbytes' kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...fuser.contract.tracing import has_no_data
 from .copies import Weight
 from .nibbles import looked_up, scaled_by_block, table_of_bytes
 from .recipe import check_flag, register
@@ -77,16 +79,32 @@ class NF4(WeightOnly):
         blocks = split(weight.float(), -1, NF4_BLOCK)
         absmax = blocks.abs().amax(-1)
         scaled = blocks / torch.where(absmax == 0, 1.0, absmax).unsqueeze(-1)
-        table = torch.tensor(TABLE, device=weight.device)
+        table = _table_on(weight.device)
         codes = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2).to(torch.uint8).flatten(-2)
         data = codes[..., ::2] << 4 | codes[..., 1::2]
         return Weight(data, *_nested(absmax)) if self.nested else Weight(data, absmax)
 
     def values(self, weight: Weight) -> Tensor:
         assert weight.scales is not None
-        table = torch.tensor(TABLE, device=weight.data.device)
-        values = looked_up(weight.data, table_of_bytes(table, high_first=True))
+        values = looked_up(weight.data, _pairs(weight.data))
         return scaled_by_block(values, weight.scales if weight.amax is None else _absmax(weight.scales, weight.amax))
+
+
+def _table_on(device: torch.device) -> Tensor:
+    return torch.tensor(TABLE, dtype=torch.float32, device=device)
+
+
+def _pairs(data: Tensor) -> Tensor:
+    """float32 [256, 2]: the two values of each byte, on the device of the bytes.
+
+    The host copies them there once: a copy in each call would wait for a GPU, and a CUDA graph cannot capture it.
+    """
+    return (_pairs_on.__wrapped__ if has_no_data(data) else _pairs_on)(data.device)
+
+
+@cache
+def _pairs_on(device: torch.device) -> Tensor:
+    return table_of_bytes(_table_on(device), high_first=True)
 
 
 def _absmax(codes: Tensor, joined: Tensor) -> Tensor:

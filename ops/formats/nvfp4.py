@@ -236,7 +236,7 @@ def hadamard(device: torch.device | None = None) -> Tensor:
 
     Made on the device: a graph cannot capture a copy from the host.
     """
-    matrix = torch.ones(1, 1, device=device)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while matrix.shape[0] < NV_BLOCK:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
     is_negative = _NEGATIVE >> torch.arange(NV_BLOCK, device=device) & 1

@@ -212,3 +212,28 @@ def test_refusals_of_operands() -> None:
     assert triton.refusal(GroupedGemm(Layout.NT, a, a[None], sizes.expand(4097), a)) == (
         "takes 1 to 4096 groups and at most 1073741823 rows, got 4097 and 4"
     )
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("layout", list(Layout))
+def test_matrices_too_long_for_offsets_of_32_bits(
+    layout: Layout, listed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are at offsets of 64 bits, the matrices of groups are not: these have more rows than columns."""
+    monkeypatch.setattr(triton, "triton_refusal", lambda rows: None)
+    many, few, sizes = 2**28, 8, torch.empty(1, dtype=torch.int64, device="meta")
+    rows, long = (torch.empty(count, few, dtype=F16, device="meta") for count in (4, many))
+    matrix = torch.empty(1, many, few, dtype=F16, device="meta")
+    matrices = list(matrix) if listed else matrix
+    narrow, wide = rows, torch.empty(4, many, dtype=F16, device="meta")
+    problem = {
+        Layout.NT: GroupedGemm(Layout.NT, narrow, matrices, sizes, wide),
+        Layout.NN: GroupedGemm(Layout.NN, wide, matrices, sizes, narrow),
+        Layout.TN: GroupedGemm(Layout.TN, wide, narrow, sizes, matrices),
+    }[layout]
+
+    name = "out" if layout is Layout.TN else "b"
+    shape = [many, few] if listed else [1, many, few]
+    assert triton.refusal(problem) == f"needs matrices of {name} of fewer than 2^31 elements, got shape {shape}"
+    if layout is not Layout.TN:
+        assert triton.refusal(GroupedGemm(layout, long, matrix[:, :few], sizes, long)) is None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks.recipes import far, tensor
+from checks.recipes import ALL, far, tensor
 from torch import Tensor
 
 import fusible
@@ -79,6 +79,26 @@ def test_a_linear_follows_a_format_that_no_kernel_knows() -> None:
     assert len(ours) == 3
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
     assert far(ours[0], run(linear(None), x, dy)[0]) > 0.01
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", ALL)
+def test_the_default_dtype_of_torch_decides_nothing(name: str, default: torch.dtype) -> None:
+    """Models are built while it is their own; kernels read scales of 32 bits."""
+    x, dy = tensor(T, K), tensor(T, N, seed=2)
+    usual = linear(ALL[name])
+    try:
+        torch.set_default_dtype(default)
+        op = linear(ALL[name])
+        op.load_state_dict(usual.state_dict())
+        dtypes = [buffer.dtype for buffer in op.buffers()]
+        found = [run(op, x, dy) for _ in range(2)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    assert dtypes == [buffer.dtype for buffer in usual.buffers()]
+    for ours, theirs in zip(found, [run(usual, x, dy) for _ in range(2)], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_its_weights_travel_in_state_dicts() -> None:

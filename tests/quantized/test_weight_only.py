@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import stored_formats
 import torch
+from host_reads import NoHostTensors
 from stored_formats import FORMATS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -99,6 +100,44 @@ def test_golden_bytes(format: WeightOnly) -> None:
     factor = torch.ones(1, 1) if isinstance(format, NVFP4Weight) else None
     values = format.values(Weight(data.view(1, 1, -1), scales.view(dtype).view(1, 1, -1), factor))
     assert values[0, 0, :8].tolist() == GOLDEN_VALUES[format]
+
+
+@each_format
+def test_decoding_copies_nothing_from_the_host(format: WeightOnly) -> None:
+    """A call after the first, which a CUDA graph may capture."""
+    parts = [None if each is None else each.to("meta") for each in format.weight(torch.randn(E, N, K)).tensors]
+    weight = Weight(*parts)  # type: ignore[arg-type]
+    format.decoded(weight, torch.bfloat16)
+    with NoHostTensors():
+        assert format.decoded(weight, torch.bfloat16).shape == (E, N, K)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@each_format
+def test_the_default_dtype_of_torch_decides_nothing(format: WeightOnly, default: torch.dtype) -> None:
+    """Models are built, and loaded, while it is their own."""
+    weight = torch.randn(E, N, K)
+    parts = format.weight(weight)
+    values = format.values(parts)
+    _forget_tables()
+    try:
+        torch.set_default_dtype(default)
+        again, found = format.weight(weight), format.values(parts)
+    finally:
+        torch.set_default_dtype(torch.float32)
+        _forget_tables()
+
+    assert [p is None or p.dtype for p in again.tensors] == [p is None or p.dtype for p in parts.tensors]
+    assert all(
+        a is None or torch.equal(_bytes(a), _bytes(b)) for a, b in zip(again.tensors, parts.tensors, strict=True)
+    )
+    assert found.dtype == torch.float32
+    assert torch.equal(found, values)
+
+
+def _forget_tables() -> None:
+    if hasattr(nf4, "_pairs_on"):
+        nf4._pairs_on.cache_clear()
 
 
 def test_decoding_has_no_temporaries_of_the_size_of_all_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ def column_sums_kernel(rows, scale, split_sizes, out, counts, pitch, N: tl.const
         if scale is not None:
             x = x * tl.load(scale + m, mask=m < end, other=0.0).to(tl.float32)[:, None]
         sums += x
-    tl.store(out + group * N + n, tl.sum(sums, 0).to(out.dtype.element_ty), mask=n < N)
+    tl.store(out + group.to(tl.int64) * N + n, tl.sum(sums, 0).to(out.dtype.element_ty), mask=n < N)
 
 
 @triton.jit(do_not_specialize=["plan"])
@@ -156,4 +156,4 @@ def sum_tiles_kernel(
     for _ in range(start, end):
         total += tl.load(sums, mask=n < N, other=0.0)
         sums += NUMBERS * N
-    tl.store(out + group * N + n, total, mask=n < N)
+    tl.store(out + group.to(tl.int64) * N + n, total, mask=n < N)
