@@ -20,7 +20,7 @@ from ..routed.moe import Combine, Dispatch
 from ..values.activation_spec import ActivationSpec, Interleaved
 from ..values.checks import check_numbers, check_sizes
 from .balance import Balance, SignBias
-from .losses import Loss, SwitchLoss
+from .losses import Loss, SwitchLoss, checked_losses
 from .route import Groups, Routes
 from .router import Router
 from .shared_expert import SharedExpert
@@ -120,6 +120,7 @@ class MoE(nn.Module):
         check_numbers("MoE", **_without_none(balance_loss=balance_loss, bias_update_rate=bias_update_rate))
         if shared_gate and shared_ffn is None:
             raise ValueError("MoE: shared_gate is the gate of shared experts; give shared_ffn, their width")
+        losses = checked_losses("MoE", losses)
         if balance is not None and bias_update_rate is not None:
             raise ValueError("MoE: bias_update_rate=u is balance=SignBias(u); give one of them")
         self.hidden, self.balance_loss, self.bias_update_rate = hidden, balance_loss, bias_update_rate
@@ -180,12 +181,23 @@ class MoE(nn.Module):
             routes = self.router(tokens, **flat)
         elif flat:
             raise ArgumentError(f"MoE: routes are already made, so {', '.join(flat)} cannot be given with them")
+        else:
+            self._check_routes(routes)
         assert routes is not None
         y = self.experts(tokens, top_k_index=routes.top_k_index, top_k_weights=routes.top_k_weights)
         if self.shared is not None:
             y = y + self.shared(tokens)
         y = self.router.count(y, routes)
         return MoEOutput(y.view(x.shape), routes.loss, routes.tokens_per_expert)
+
+    def _check_routes(self, routes: object) -> None:
+        """Raises for anything but routes to as many experts as the layer has."""
+        experts = self.router.num_experts
+        if not isinstance(routes, Routes):
+            raise ArgumentError(f"MoE: routes must be the Routes of a router, got a {type(routes).__name__}")
+        if routes.tokens_per_expert.shape != (experts,):
+            came = routes.tokens_per_expert.shape[0]
+            raise ArgumentError(f"MoE: routes must be to {experts} experts, as the layer has, got routes to {came}")
 
     def _flat(self, name: str, x: Tensor, value: T) -> T | Tensor:
         """Reshapes an argument to one row per token, as the router takes it."""

@@ -122,7 +122,7 @@ def route(
     check_choice("route", logits.shape[1], top_k, scores, groups)
     floating = isinstance(bias, Tensor) and bias.is_floating_point()
     if bias is not None and not (floating and bias.shape == logits.shape[1:]):
-        raise ArgumentError(f"route: bias must be floating-point [E], E={logits.shape[1]}, got {_form(bias)}")
+        raise ArgumentError(f"route: bias must be floating-point [E], E={logits.shape[1]}, got {form(bias)}")
     _check_device("route", logits, bias=bias)
     rule = rule_of(top_k, scores, top_k > 1 if normalize is None else normalize, scale, groups)
     if torch.compiler.is_dynamo_compiling():
@@ -193,12 +193,12 @@ def check_choice(op: str, num_experts: int, top_k: int, scores: str, groups: Gro
 def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids: Tensor | None) -> None:
     """Raises for tensors of another shape or dtype; with ``config(debug=True)`` also for ids without an expert."""
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
-        raise ArgumentError(f"{op}: logits must be floating-point [T, E], got {_form(logits)}")
+        raise ArgumentError(f"{op}: logits must be floating-point [T, E], got {form(logits)}")
     tokens, experts = logits.shape
     is_mask = isinstance(valid, Tensor) and valid.dtype == torch.bool
     if valid is not None and not (is_mask and valid.shape == (tokens,)):
         raise ArgumentError(
-            f"{op}: valid must be bool [T], True for a real token, T={tokens}; got {_form(valid)}; "
+            f"{op}: valid must be bool [T], True for a real token, T={tokens}; got {form(valid)}; "
             "a padding mask is valid=~mask"
         )
     _check_device(op, logits, valid=valid)
@@ -209,7 +209,7 @@ def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids
     if not is_whole or ids.shape != (tokens, top_k):
         raise ArgumentError(
             f"{op}: ids must be whole numbers [T, top_k], T={tokens}, top_k={top_k}, -1 for a missing row; "
-            f"got {_form(ids)}"
+            f"got {form(ids)}"
         )
     _check_device(op, logits, ids=ids)
     if active_config().debug and not torch.compiler.is_dynamo_compiling() and not has_no_data(ids):
@@ -230,7 +230,8 @@ def _check_ids(op: str, ids: Tensor, experts: int) -> None:
         raise ArgumentError(f"{op}: ids must be from -1 to {experts - 1}, got {ids[row].tolist()} in row {row}")
 
 
-def _form(tensor: object) -> str:
+def form(tensor: object) -> str:
+    """The dtype and shape of a tensor, or what came in its place."""
     if not isinstance(tensor, Tensor):
         return f"a {type(tensor).__name__}"
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
