@@ -78,7 +78,8 @@ class GlobalLoss:
 
     Args:
         alpha: the factor.
-        group: ranks with other tokens, as ``torch.distributed`` takes it; None: all of them.
+        group: ranks with other tokens, as ``torch.distributed`` takes it; None: all of them, or this process where
+            ``torch.distributed`` is not initialised.
     """
 
     alpha: float
@@ -88,9 +89,10 @@ class GlobalLoss:
         check_numbers("GlobalLoss", alpha=self.alpha)
 
     def __call__(self, tally: Tally) -> Tensor:
-        slots = tally.slots.clone()
-        torch.distributed.all_reduce(slots, group=self.group)
-        ranks = torch.distributed.get_world_size(self.group)
+        slots, ranks = tally.slots.clone(), 1
+        if self.group is not None or torch.distributed.is_initialized():
+            torch.distributed.all_reduce(slots, group=self.group)
+            ranks = torch.distributed.get_world_size(self.group)
         return self.alpha * ranks * _balance(slots[:-1], tally.sums, slots[-1])
 
 

@@ -421,7 +421,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: Router(H, K, K, balance=QuantileBias(), scores="sigmoid"),
         "Router: QuantileBias needs experts that are not chosen; got top_k=num_experts=3",
     ),
-    (lambda: SwitchLoss("1"), "SwitchLoss: alpha must be a number, got '1'"),
+    (lambda: SwitchLoss("1"), "SwitchLoss: alpha must be a finite number, got '1'"),
     (lambda: QuantileBias(0), "QuantileBias: bins must be at least 1, got 0"),
 ]
 
@@ -482,6 +482,13 @@ def _global_loss(rank: int) -> None:
         dist.all_reduce(ours)
     torch.testing.assert_close(mean / 2, expected.detach())
     torch.testing.assert_close(own.weight.grad / 2, whole.weight.grad)
+
+
+def test_a_process_alone_is_all_ranks() -> None:
+    """``torch.distributed`` is not initialised."""
+    x = numbers(T, H)
+
+    assert torch.equal(router(GlobalLoss(0.5))(x).loss, router(SwitchLoss(0.5))(x).loss)
 
 
 def _sharded_gate(rank: int) -> None:
