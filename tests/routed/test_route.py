@@ -252,7 +252,7 @@ GOOD = torch.zeros(T, E)
         ({"bias": [0.0] * E}, "route: bias must be floating-point [E], E=8, got a list"),
         ({"top_k": 0}, "route: top_k must be at least 1, got 0"),
         ({"top_k": True}, "route: top_k must be an int, got True"),
-        ({"scale": "2"}, "route: scale must be a number, got '2'"),
+        ({"scale": "2"}, "route: scale must be a finite number, got '2'"),
         ({"groups": 4}, "route: groups must be a fusible.Groups, such as Groups(8, keep=4), got 4"),
         ({"top_k": 9}, "route: top_k must be at most num_experts=8, got 9"),
         ({"groups": Groups(3, 1)}, "route: groups must divide num_experts=8, got groups=3"),
