@@ -151,6 +151,8 @@ def register_fusion(pattern: Pattern, priority: int = 0, name: str | None = None
 
 def unregister(name: str | type[FusedOp]) -> None:
     """Removes a fusion by name, or by the class if it carries that class's name."""
+    if not isinstance(name, (str, type)):
+        raise TypeError(f"unregister: expected the name of a fusion, or its class, got {name!r}")
     registry.remove(name if isinstance(name, str) else name.__name__)
 
 

@@ -16,7 +16,7 @@ def shown(value: object) -> str:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """The end of an error about an unknown name: the nearest known one, or nothing."""
-    near = get_close_matches(name, list(names), 1) if len(name) <= _LONG else []
+    near = get_close_matches(name, list(names), 1) if isinstance(name, str) and len(name) <= _LONG else []
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

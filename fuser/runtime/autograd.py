@@ -191,6 +191,7 @@ class _OpNode(Node, Protocol):
     saved_tensors: tuple[Tensor, ...]
     lent: Sequence[Tensor]
     context: BackwardContext
+    input_ids: frozenset[int]
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
@@ -200,13 +201,14 @@ class _OpFunction(torch.autograd.Function):
     def forward(ctx: _OpNode, run: Callable[..., ForwardResult], *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs, kept, apart, ctx.lent, ctx.context = run(ctx.needs_input_grad)
         ctx.save_for_backward(*kept, *apart)
+        ctx.input_ids = frozenset(map(id, tensors))
         return outputs
 
     @staticmethod
     def backward(ctx: _OpNode, *douts: Tensor) -> tuple[Tensor | None, ...]:
         context = ctx.context
         differentiated = torch.is_grad_enabled()
-        anchors = (*douts, *ctx.saved_tensors) if differentiated else ()
+        anchors = _anchors(ctx, douts) if differentiated else ()
         try:
             if _needs_no_scope(context, douts[0].device.type):
                 return None, *context.gradients([*ctx.saved_tensors], ctx.lent, douts, ctx)
@@ -218,6 +220,18 @@ class _OpFunction(torch.autograd.Function):
         if differentiated:
             grads = _FirstOrderOnly.guard(type(context.op).__name__, grads, anchors)
         return None, *grads
+
+
+def _anchors(ctx: _OpNode, douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The tensors on which gradients depend; one of them requires a gradient if a second derivative is not zero.
+
+    A saved tensor that ``fwd`` computed, such as a pre-activation, depends on inputs, which autograd does not know.
+    """
+    saved, number = ctx.saved_tensors, ctx.context.number
+    own = saved[:number] if ctx.context.sources else saved
+    is_computed = any(t.is_floating_point() and id(t) not in ctx.input_ids for t in own)
+    stand_in = (douts[0].new_empty(0).requires_grad_(),) if is_computed else ()
+    return (*douts, *saved, *stand_in)
 
 
 def _explain_batched(context: BackwardContext, douts: Sequence[Tensor], error: RuntimeError) -> None:

@@ -33,6 +33,8 @@ def activation_spec(chosen: str | Activated, layout: str | Interleaved = "concat
         ValueError: an unknown activation or layout; a layout without a gate, or together with an op, which has its own.
     """
     block = layout.block if isinstance(layout, Interleaved) else layout
+    if not isinstance(layout, Interleaved) and layout != "concat":
+        raise ValueError(f"layout must be 'concat' or interleaved(n); got {layout!r}")
     if isinstance(chosen, Activated):
         if block != "concat":
             raise ValueError(f"layout: {type(chosen).__name__} has a layout of its own; leave the argument out")
@@ -43,11 +45,7 @@ def activation_spec(chosen: str | Activated, layout: str | Interleaved = "concat
 @constant
 def _named(name: str, block: str | int) -> ActivationSpec:
     if name in GATES:
-        if block == "concat":
-            return GATES[name]
-        if isinstance(block, int):
-            return replace(GATES[name], block=block)
-        raise ValueError(f"layout must be 'concat' or interleaved(n); got {block!r}")
+        return GATES[name] if isinstance(block, str) else replace(GATES[name], block=block)
     if name not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join((*GATES, *ACTIVATIONS))}, or an op; got {name!r}")
     if block != "concat":

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...fuser import Gradient, Grads, Op, Promises, TensorSpec
-from ..values.checks import check_floats, check_rows
+from ..values.checks import check_floats, check_numbers, check_rows
 from .link import Link, linear_program
 
 
@@ -56,16 +56,18 @@ class Scale(Op):
 
 
 class ConstantScale(Op):
-    """``y = x * scale`` for a constant number."""
+    """``y = x * scale`` for a constant number.
+
+    Raises:
+        ArgumentError: ``scale`` is not a finite number.
+    """
 
     promises = Promises(replayable=True, values_checked=frozenset())
 
     def __init__(self, scale: float) -> None:
         super().__init__()
-        try:
-            self.scale = float(scale)
-        except (TypeError, ValueError):
-            raise ValueError(f"ConstantScale: scale must be a number, got {scale!r}") from None
+        check_numbers("ConstantScale", scale=scale)
+        self.scale = float(scale)
 
     @property
     def link(self) -> Link:

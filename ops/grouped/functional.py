@@ -216,7 +216,8 @@ def _as_groups(name: str, tensor: Tensor, sizes: Tensor | None, ragged: bool) ->
     if not ragged:
         return GroupedTensor(tensor.contiguous())
     if sizes is None or sizes.dtype not in (torch.int32, torch.int64):
-        raise ArgumentError("grouped_gemm: plain tensors need split_sizes or offsets, int32 or int64 [E]")
+        came = "none" if sizes is None else str(sizes.dtype)
+        raise ArgumentError(f"grouped_gemm: plain tensors need split_sizes or offsets, int32 or int64 [E], got {came}")
     if sizes.device != tensor.device and sizes.device.type != "cpu":
         raise ArgumentError(
             f"grouped_gemm: split sizes must be on {tensor.device}, where {name} is, got {sizes.device}"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 from torch import Tensor, nn
 
-from ...fuser import Gradient, Grads, Promises, TensorSpec
+from ...fuser import ArgumentError, Gradient, Grads, Promises, TensorSpec
 from .. import kernels
 from ..formats.copies import Transposition, Weight
 from ..formats.forms import check_decoders
@@ -59,8 +59,8 @@ class GroupedLoRA(ExpertParameters):
         transposed_weight: the weight is stored as [E, K, N], and is read in that layout.
 
     Raises:
-        ArgumentError: a size that is not a positive int, or a dtype that is not floating-point with at least 16 bits;
-            in a call, arguments that do not fit.
+        ArgumentError: a size that is not a positive int, a negative rank, or a dtype that is not floating-point with
+            at least 16 bits; in a call, arguments that do not fit.
     """
 
     promises = Promises(replayable=True, values_checked=frozenset({"split_sizes"}))
@@ -90,7 +90,9 @@ class GroupedLoRA(ExpertParameters):
     ) -> None:
         super().__init__()
         sizes = {"num_groups": num_groups, "in_features": in_features, "out_features": out_features}
-        check_sizes("GroupedLoRA", dtype, **sizes, **({} if rank == 0 else {"rank": rank}))
+        check_sizes("GroupedLoRA", dtype, **sizes)
+        if isinstance(rank, bool) or not isinstance(rank, SupportsIndex) or int(rank) < 0:
+            raise ArgumentError(f"GroupedLoRA: rank must be an int from 0 on, 0 for no adapter, got {rank!r}")
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.rank, self.has_bias, self.transposed_weight = int(rank), bias, transposed_weight
         self.init_expert_parameters()

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ...fuser import ArgumentError
 from ..routed.choose import SCORES, ChoiceRule, log_scores, wide
 from ..values.checks import check_numbers, check_sizes
 from .route import Routes
@@ -119,6 +120,12 @@ class QuantileBias:
         within = (wanted - (before.gather(-1, at) - inside)) / inside.clamp(min=1)
         position = (low + (at + within) * ((high - low) / self.bins)).squeeze(-1)
         return torch.where(load.sum() > 0, position - position.mean(), bias).to(bias.dtype)
+
+
+def check_balance(op: str, balance: object) -> None:
+    """Raises for what is not a balance."""
+    if isinstance(balance, type) or not hasattr(balance, "next_bias"):
+        raise ArgumentError(f"{op}: balance must be one such as SignBias(1e-3), got {balance!r}")
 
 
 def balancing_step(counts: Tensor, rate: float) -> Tensor:

@@ -6,6 +6,7 @@ loss is 0. Gradients flow through probabilities and logits alone, as counts have
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -77,7 +78,8 @@ class GlobalLoss:
 
     Args:
         alpha: the factor.
-        group: ranks with other tokens, as ``torch.distributed`` takes it; None: all of them.
+        group: ranks with other tokens, as ``torch.distributed`` takes it; None: all of them, or this process where
+            ``torch.distributed`` is not initialised.
     """
 
     alpha: float
@@ -87,9 +89,10 @@ class GlobalLoss:
         check_numbers("GlobalLoss", alpha=self.alpha)
 
     def __call__(self, tally: Tally) -> Tensor:
-        slots = tally.slots.clone()
-        torch.distributed.all_reduce(slots, group=self.group)
-        ranks = torch.distributed.get_world_size(self.group)
+        slots, ranks = tally.slots.clone(), 1
+        if self.group is not None or torch.distributed.is_initialized():
+            torch.distributed.all_reduce(slots, group=self.group)
+            ranks = torch.distributed.get_world_size(self.group)
         return self.alpha * ranks * _balance(slots[:-1], tally.sums, slots[-1])
 
 
@@ -149,6 +152,14 @@ def _sequence_of_token(sequences: Tensor | int | None, tokens: int, device: torc
     begins = torch.zeros_like(ordered, dtype=torch.int64)
     begins[1:] = ordered[1:] != ordered[:-1]
     return torch.empty_like(begins).scatter_(0, order, begins.cumsum(0)), tokens
+
+
+def checked_losses(op: str, losses: Sequence[Loss]) -> tuple[Loss, ...]:
+    """The losses; raises for one without a sequence around it, and for what cannot be called."""
+    listed = tuple(losses) if isinstance(losses, Iterable) else (None,)
+    if all(callable(loss) and not isinstance(loss, type) for loss in listed):
+        return listed
+    raise ArgumentError(f"{op}: losses must be a sequence of losses, such as (SwitchLoss(0.01),), got {losses!r}")
 
 
 def check_sequences(op: str, losses: tuple[Loss, ...], sequences: object, tokens: int) -> None:

@@ -20,7 +20,7 @@ from ..routed.moe import Combine, Dispatch
 from ..values.activation_spec import ActivationSpec, Interleaved
 from ..values.checks import check_numbers, check_sizes
 from .balance import Balance, SignBias
-from .losses import Loss, SwitchLoss
+from .losses import Loss, SwitchLoss, checked_losses
 from .route import Groups, Routes
 from .router import Router
 from .shared_expert import SharedExpert
@@ -120,6 +120,7 @@ class MoE(nn.Module):
         check_numbers("MoE", **_without_none(balance_loss=balance_loss, bias_update_rate=bias_update_rate))
         if shared_gate and shared_ffn is None:
             raise ValueError("MoE: shared_gate is the gate of shared experts; give shared_ffn, their width")
+        losses = checked_losses("MoE", losses)
         if balance is not None and bias_update_rate is not None:
             raise ValueError("MoE: bias_update_rate=u is balance=SignBias(u); give one of them")
         self.hidden, self.balance_loss, self.bias_update_rate = hidden, balance_loss, bias_update_rate

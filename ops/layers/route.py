@@ -15,7 +15,7 @@ from ...fuser.contract.torch_private import serialized_as
 from ...fuser.contract.tracing import has_no_data
 from ...fuser.runtime.autograd import Runtime, run
 from ..routed.choose import SCORES, ChoiceRule, Choose, probabilities, wide
-from ..values.checks import check_sizes
+from ..values.checks import check_numbers, check_sizes
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def route(
             missing, and chosen as without. Another id below 0, or of E or more, is of no expert, with the weight 0.
 
     Raises:
-        ArgumentError: tensors of another shape or dtype.
+        ArgumentError: tensors of another shape or dtype; a ``top_k`` that is no positive int; no number as scale.
         ValueError: other scores; more choices than there are experts.
 
     >>> import torch, fusible
@@ -114,10 +114,15 @@ def route(
     >>> routes.top_k_index.tolist(), routes.tokens_per_expert.tolist()
     ([[0, 3], [-1, -1]], [1, 0, 0, 1])
     """
-    check_choice("route", logits.shape[-1], top_k, scores, groups)
+    check_sizes("route", None, top_k=top_k)
+    check_numbers("route", scale=scale)
+    if not (groups is None or isinstance(groups, Groups)):
+        raise ArgumentError(f"route: groups must be a fusible.Groups, such as Groups(8, keep=4), got {groups!r}")
     check_tensors("route", logits, top_k, valid, ids)
-    if bias is not None and (bias.shape != logits.shape[1:] or not bias.is_floating_point()):
-        raise ArgumentError(f"route: bias must be floating-point [E], E={logits.shape[1]}, got {_form(bias)}")
+    check_choice("route", logits.shape[1], top_k, scores, groups)
+    floating = isinstance(bias, Tensor) and bias.is_floating_point()
+    if bias is not None and not (floating and bias.shape == logits.shape[1:]):
+        raise ArgumentError(f"route: bias must be floating-point [E], E={logits.shape[1]}, got {form(bias)}")
     _check_device("route", logits, bias=bias)
     rule = rule_of(top_k, scores, top_k > 1 if normalize is None else normalize, scale, groups)
     if torch.compiler.is_dynamo_compiling():
@@ -187,23 +192,26 @@ def check_choice(op: str, num_experts: int, top_k: int, scores: str, groups: Gro
 
 def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids: Tensor | None) -> None:
     """Raises for tensors of another shape or dtype; with ``config(debug=True)`` also for ids without an expert."""
-    if logits.dim() != 2 or not logits.is_floating_point():
-        raise ArgumentError(f"{op}: logits must be floating-point [T, E], got {_form(logits)}")
+    if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
+        raise ArgumentError(f"{op}: logits must be floating-point [T, E], got {form(logits)}")
     tokens, experts = logits.shape
-    if valid is not None and (valid.dtype != torch.bool or valid.shape != (tokens,)):
+    is_mask = isinstance(valid, Tensor) and valid.dtype == torch.bool
+    if valid is not None and not (is_mask and valid.shape == (tokens,)):
         raise ArgumentError(
-            f"{op}: valid must be bool [T], True for a real token, T={tokens}; got {_form(valid)}; "
+            f"{op}: valid must be bool [T], True for a real token, T={tokens}; got {form(valid)}; "
             "a padding mask is valid=~mask"
         )
-    _check_device(op, logits, valid=valid, ids=ids)
+    _check_device(op, logits, valid=valid)
     if ids is None:
         return
-    is_whole = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    is_tensor = isinstance(ids, Tensor)
+    is_whole = is_tensor and not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     if not is_whole or ids.shape != (tokens, top_k):
         raise ArgumentError(
             f"{op}: ids must be whole numbers [T, top_k], T={tokens}, top_k={top_k}, -1 for a missing row; "
-            f"got {_form(ids)}"
+            f"got {form(ids)}"
         )
+    _check_device(op, logits, ids=ids)
     if active_config().debug and not torch.compiler.is_dynamo_compiling() and not has_no_data(ids):
         _check_ids(op, ids, experts)
 
@@ -222,5 +230,8 @@ def _check_ids(op: str, ids: Tensor, experts: int) -> None:
         raise ArgumentError(f"{op}: ids must be from -1 to {experts - 1}, got {ids[row].tolist()} in row {row}")
 
 
-def _form(tensor: Tensor) -> str:
+def form(tensor: object) -> str:
+    """The dtype and shape of a tensor, or what came in its place."""
+    if not isinstance(tensor, Tensor):
+        return f"a {type(tensor).__name__}"
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

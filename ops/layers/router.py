@@ -16,10 +16,10 @@ from ..parameters.wide_buffers import WideBuffers
 from ..routed.choose import SCORES, Choose
 from ..routed.gate import Gate
 from ..values.checks import check_numbers, check_sizes
-from .balance import Balance
-from .losses import Loss, Tally, check_sequences
+from .balance import Balance, check_balance
+from .losses import Loss, Tally, check_sequences, checked_losses
 from .record import Record
-from .route import Groups, Routes, check_choice, check_tensors, rule_of, whole
+from .route import Groups, Routes, check_choice, check_tensors, form, rule_of, whole
 from .token_count import TokenCount
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Router(WideBuffers):
         sizes = {"features": features, "num_experts": num_experts, "top_k": top_k}
         check_sizes("Router", dtype, **sizes)
         check_numbers("Router", scale=scale)
-        self.groups = groups if isinstance(groups, Groups) else _groups(groups, top_groups)
+        self.groups = _groups(groups, top_groups)
         check_choice("Router", num_experts, top_k, scores, self.groups)
         normalize = top_k > 1 if normalize is None else normalize
         if normalize and top_k == 1:
@@ -100,12 +100,13 @@ class Router(WideBuffers):
                 "gradient but that of losses",
                 stacklevel=2,
             )
-        self.losses, self.balance = tuple(losses), balance
+        self.losses, self.balance = checked_losses("Router", losses), balance
         self.gate = Gate()
         self.rule = rule_of(top_k, scores, normalize, scale, self.groups, bool(self.losses))
         self.choice = Sequential(Choose(self.rule))
         self.token_count: TokenCount | None = None
         if balance is not None:
+            check_balance("Router", balance)
             balance.check(num_experts, self.rule)
             self.token_count = TokenCount(balance.shape(num_experts), device)
         self.weight = nn.Parameter(torch.empty(num_experts, features, device=device, dtype=dtype))
@@ -151,8 +152,9 @@ class Router(WideBuffers):
             sequences: for :class:`SequenceLoss`: the number of each token's sequence, whole numbers [T]; or the length
                 of all.
         """
-        if x.dim() != 2 or x.shape[1] != self.weight.shape[1]:
-            raise ArgumentError(f"Router: x must be tokens [T, {self.weight.shape[1]}], got shape {list(x.shape)}")
+        is_rows = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
+        if not is_rows or x.shape[1] != self.weight.shape[1]:
+            raise ArgumentError(f"Router: x must be floating-point tokens [T, {self.weight.shape[1]}], got {form(x)}")
         logits: Tensor = self.gate(x, weight=self.weight, logit_bias=self.bias)
         check_tensors("Router", logits, self.top_k, valid, ids)
         check_sequences("Router", self.losses, sequences, x.shape[0])
@@ -240,8 +242,12 @@ def update_biases(model: nn.Module, group: ProcessGroup | None = None) -> None:
         router.update_bias()
 
 
-def _groups(count: int, keep: int) -> Groups | None:
-    """The groups for two numbers; None for one group of all experts."""
+def _groups(count: Groups | int, keep: int) -> Groups | None:
+    """The groups, given or as two numbers; None for one group of all experts."""
+    if isinstance(count, Groups):
+        if keep != 1:
+            raise ValueError(f"Router: groups={count} says how many are kept; leave top_groups={keep} out")
+        return count
     check_sizes("Router", None, groups=count, top_groups=keep)
     if keep > count:
         raise ValueError(

@@ -202,7 +202,8 @@ def _check(x: Tensor, experts: _Experts, spec: ActivationSpec, transposed: bool)
         raise ArgumentError(f"routed_experts: w_up must be {wanted}, got shape {list(up.shape)}")
     groups, rows, columns = up.mT.shape if transposed else up.shape
     if spec.gated and rows % (2 * (spec.block or 1)):
-        raise ArgumentError(f"routed_experts: w_up must have gate and up for {spec.name}, got shape {list(up.shape)}")
+        parts = f"blocks of {spec.block} rows of gate and up" if spec.block else "gate and up"
+        raise ArgumentError(f"routed_experts: w_up must have {parts} for {spec.name}, got shape {list(up.shape)}")
     width = spec.out_features(rows)
     _check_form("w_down", down, (groups, width, columns) if transposed else (groups, columns, width), up)
     _check_form("up_bias", up_bias, (groups, rows), up)

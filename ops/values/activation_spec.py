@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
+from numbers import Real
 
 from ..programs.activations import ACTIVATIONS, Curve, program_of
 from ..programs.compose import is_linear_in_scale, scaled
@@ -117,10 +118,9 @@ def gated(
 
 
 def _number(name: str, value: float) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"{name} must be a number; got {value!r}") from None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ValueError(f"{name} must be a number; got {value!r}")
+    return float(value)
 
 
 def interleaved(block: int) -> Interleaved:

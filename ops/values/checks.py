@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from numbers import Real
 from typing import SupportsIndex
 
@@ -34,8 +35,8 @@ def check_sizes(op: str, dtype: torch.dtype | None, **sizes: object) -> None:
 def check_numbers(op: str, **numbers: object) -> None:
     """Checks factors in a constructor: finite numbers."""
     for name, number in numbers.items():
-        if isinstance(number, bool) or not isinstance(number, Real):
-            raise ArgumentError(f"{op}: {name} must be a number, got {number!r}")
+        if isinstance(number, bool) or not isinstance(number, Real) or not isfinite(number):
+            raise ArgumentError(f"{op}: {name} must be a finite number, got {number!r}")
 
 
 def check_split_sizes(split_sizes: object, groups: int, x: TensorSpec | None) -> None:

@@ -9,6 +9,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
+from ...fuser import ArgumentError
 from ...fuser.contract.spec import layout_of, not_dense
 from ...fuser.contract.stored_values import check_stores_values
 from .checks import is_dense, is_free_to_read
@@ -55,6 +56,8 @@ class GroupedTensor:
         Raises:
             ValueError: no matrices, not all of them two-dimensional, or of different dtypes or devices.
         """
+        if other := [t for t in tensors if not isinstance(t, Tensor)]:
+            raise ArgumentError(f"from_tensors: expected matrices, got a {type(other[0]).__name__}")
         kinds = {(t.dim(), t.dtype, t.device) for t in tensors}
         if len(kinds) != 1 or tensors[0].dim() != 2:
             raise ValueError(f"from_tensors: expected matrices of one dtype and device, got {kinds or 'none'}")
@@ -127,6 +130,8 @@ class GroupedTensor:
 
 def _check(data: Tensor, first_dims: Tensor | None, last_dims: Tensor | None, rows: int | None) -> None:
     dims = 3 if first_dims is None and last_dims is None else 2 if last_dims is None else 1
+    if not isinstance(data, Tensor):
+        raise ArgumentError(f"GroupedTensor: data must be a tensor, got a {type(data).__name__}")
     if not is_dense(data):
         raise not_dense("GroupedTensor: data", layout_of(data))
     check_stores_values("data", data, "GroupedTensor")

@@ -259,6 +259,12 @@ def test_keyword_that_the_op_does_not_take_raises():
     assert refusal(unrunnable(), op_kwargs={1: {"scale": ONE}}) == message
 
 
+def test_keyword_that_is_no_name_raises():
+    message = "op_kwargs: op 1 (Scale) takes no 1; its keywords are: scales"
+
+    assert refusal(unrunnable(), op_kwargs={1: {1: ONE}}) == message
+
+
 def test_keyword_for_an_op_without_any_raises():
     message = "op_kwargs: op 0 (MustNotRun) takes no 'scales'; its keywords are: none"
 

@@ -128,6 +128,8 @@ def test_unregistering_what_is_not_there_raises():
     assert there.endswith("GroupedLinearResidual, GroupedLinearGLU, GroupedLinearChain, GLUScale")
     with pytest.raises(KeyError, match=f"no fusion is named 'Product'; there are {there}"):
         unregister("Product")
+    with pytest.raises(TypeError, match="unregister: expected the name of a fusion, or its class, got 3"):
+        unregister(3)
 
 
 @pytest.mark.parametrize(("priority", "taken"), [(-1, "Product"), (0, "Product"), (1, "Other")])
@@ -214,6 +216,8 @@ def test_name_of_no_fusion_is_warned_of():
 
 def test_one_string_of_disabled_fusions_raises():
     with pytest.raises(ValueError, match=r"such as \{'GroupedMLP'\}"), config(disable_fusions="GroupedMLP"):
+        pass
+    with pytest.raises(ValueError, match=r"such as \{'GroupedMLP'\}, got 1"), config(disable_fusions={1}):
         pass
 
 

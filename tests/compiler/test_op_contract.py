@@ -12,9 +12,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fusible import (
+    Activation,
     ArgumentError,
     Buffer,
     Composite,
+    ConstantScale,
     DoubleBackwardError,
     FusedOp,
     GroupedLinear,
@@ -22,6 +24,8 @@ from fusible import (
     Op,
     Scale,
     Sequential,
+    SwiGLU,
+    config,
 )
 from fusible.fuser import Keyword
 
@@ -432,6 +436,47 @@ def test_second_derivative_raises_a_named_error():
 
     with pytest.raises(DoubleBackwardError, match="Square has first-order gradients only"):
         dx.sum().backward()
+
+
+EXPERTS = (GroupedLinear(2, 4, 8), SwiGLU(), GroupedLinear(2, 4, 4))
+CURVED = {
+    "frozen experts": (EXPERTS, {"split_sizes": torch.tensor([2, 2])}),
+    "a frozen linear and its gate": (EXPERTS[:2], {"split_sizes": torch.tensor([2, 2])}),
+    "one program": ((ConstantScale(2.0), Activation("silu")), {}),
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", CURVED)
+def test_a_derivative_of_what_fwd_computed_is_no_constant(name: str, fused: bool):
+    """Nothing that they save requires a gradient, so a penalty on the gradient was a constant without a word."""
+    ops, keywords = CURVED[name]
+    x = torch.randn(4, 4, requires_grad=True)
+    with config(disable_fusions=set() if fused else {"GroupedMLP", "GroupedLinearGLU", "PointwiseChain"}):
+        y = Sequential(*ops).requires_grad_(False)(x, **keywords)
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+
+    with pytest.raises(DoubleBackwardError, match="first-order gradients only"):
+        dx.square().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("op", "keywords"),
+    [
+        (Scale(), {"scales": torch.rand(4)}),
+        (GroupedLinear(2, 4, 4).requires_grad_(False), {"split_sizes": torch.tensor([2, 2])}),
+        (
+            GroupedLinear(2, 4, 4, single_grouped_weight=False).requires_grad_(False),
+            {"split_sizes": torch.tensor([2, 2])},
+        ),
+    ],
+    ids=["scale", "linear", "linear of several parameters"],
+)
+def test_a_constant_derivative_may_be_used_again(op: Op, keywords: dict[str, torch.Tensor]):
+    x = torch.randn(4, 4, requires_grad=True)
+    (dx,) = torch.autograd.grad(op(x, **keywords).sum(), x, create_graph=True)
+
+    assert not dx.requires_grad
 
 
 def test_create_graph_that_nobody_uses_is_fine():

@@ -7,6 +7,7 @@ import torch
 from reference import ACTIVATIONS, assert_as_good, glu, leaves, run, split_glu, unit
 
 from fusible import GEGLU, GLU, QGEGLU, Activation, ArgumentError, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU, interleaved
+from fusible.ops.basic.named_activation import activation_spec
 from fusible.ops.values.activation_spec import ActivationSpec
 
 BLOCKS = [None, 1, 4, 32]
@@ -187,6 +188,10 @@ def test_activation_is_deterministic(op):
         (lambda: GLU("silu", alpha=float("inf")), "alpha and linear_offset must be finite; got inf and 0.0"),
         (lambda: GLU("silu", linear_offset=float("-inf")), "alpha and linear_offset must be finite; got 1.0 and -inf"),
         (lambda: GLU("silu", alpha="steep"), "alpha must be a number; got 'steep'"),
+        (lambda: GLU("silu", alpha=True), "alpha must be a number; got True"),
+        (lambda: ClampedSwiGLU(limit="7"), "limit must be a number; got '7'"),
+        (lambda: activation_spec("swiglu", 1), r"layout must be 'concat' or interleaved\(n\); got 1"),
+        (lambda: activation_spec("relu", "blocks"), r"layout must be 'concat' or interleaved\(n\); got 'blocks'"),
         (lambda: GLU("silu", limit=[7]), r"limit must be a number; got \[7\]"),
         (lambda: ActivationSpec("silu", block=-3), "block must be at least 1 or None; got -3"),
         (lambda: ActivationSpec("swish"), "activation must be one of silu, .*; got 'swish'"),

@@ -297,9 +297,9 @@ def test_extra_input_error(more, message):
         AddExtraInput("more")(torch.ones(2, 3), more=more)
 
 
-@pytest.mark.parametrize("scale", ["a", None, [2.0]])
+@pytest.mark.parametrize("scale", ["a", "2", None, [2.0], True, float("inf")])
 def test_a_constant_that_is_no_number_is_named(scale):
-    with pytest.raises(ValueError, match="ConstantScale: scale must be a number, got"):
+    with pytest.raises(ValueError, match="ConstantScale: scale must be a finite number, got"):
         ConstantScale(scale)
 
 

@@ -335,8 +335,8 @@ def inference(*shape):
     ("call", "message"),
     [
         (lambda: grouped_gemm(A, B, SIZES, layout="TT"), "layout must be NT, NN or TN, got 'TT'"),
-        (lambda: grouped_gemm(A, B), "plain tensors need split_sizes or offsets, int32 or int64"),
-        (lambda: grouped_gemm(A, B, SIZES.float()), "plain tensors need split_sizes or offsets, int32 or int64"),
+        (lambda: grouped_gemm(A, B), r"plain tensors need split_sizes or offsets, int32 or int64 \[E\], got none"),
+        (lambda: grouped_gemm(A, B, SIZES.float()), r"offsets, int32 or int64 \[E\], got torch\.float32"),
         (lambda: grouped_gemm(A, B, [3, 0, 5]), r"split_sizes must be an int32 or int64 tensor \[E\], got a list"),
         (
             lambda: grouped_gemm(A, B[:0], torch.tensor([], dtype=torch.int64)),
@@ -586,6 +586,9 @@ def dims(*values):
             "rows must be an int that is not negative, got -1",
         ),
         (lambda: GroupedTensor(torch.ones(4), None, dims(2), rows=1.5), "rows must be an int .*, got 1.5"),
+        (lambda: GroupedTensor(None), "GroupedTensor: data must be a tensor, got a NoneType"),
+        (lambda: GroupedTensor([[1.0]], dims(1)), "GroupedTensor: data must be a tensor, got a list"),
+        (lambda: GroupedTensor.from_tensors([[[1.0]]]), "from_tensors: expected matrices, got a list"),
         (lambda: GroupedTensor.from_tensors([]), "expected matrices of one dtype and device, got none"),
         (lambda: GroupedTensor.from_tensors([torch.ones(2)]), "expected matrices of one dtype and device"),
         (lambda: GroupedTensor.from_tensors([torch.ones(1, 1), torch.ones(1, 1).int()]), "matrices of one dtype"),

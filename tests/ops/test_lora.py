@@ -92,7 +92,7 @@ def test_lora_b_starts_as_zeros() -> None:
 
 @pytest.mark.parametrize("rank", [-1, 2.5, True, "4"])
 def test_a_rank_that_is_none_raises(rank) -> None:
-    with pytest.raises(ArgumentError, match="rank"):
+    with pytest.raises(ArgumentError, match="rank must be an int from 0 on, 0 for no adapter, got"):
         GroupedLoRA(E, H, F, rank)
 
 

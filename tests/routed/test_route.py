@@ -246,6 +246,14 @@ GOOD = torch.zeros(T, E)
         ),
         ({"ids": torch.zeros(T, K)}, "got float32 [9, 3]"),
         ({"scores": "relu"}, "route: scores must be one of softmax, sigmoid, sqrtsoftplus, got 'relu'"),
+        ({"logits": [[0.0] * E] * T}, "route: logits must be floating-point [T, E], got a list"),
+        ({"valid": [True] * T}, "got a list; a padding mask is valid=~mask"),
+        ({"ids": [[0] * K] * T}, "-1 for a missing row; got a list"),
+        ({"bias": [0.0] * E}, "route: bias must be floating-point [E], E=8, got a list"),
+        ({"top_k": 0}, "route: top_k must be at least 1, got 0"),
+        ({"top_k": True}, "route: top_k must be an int, got True"),
+        ({"scale": "2"}, "route: scale must be a finite number, got '2'"),
+        ({"groups": 4}, "route: groups must be a fusible.Groups, such as Groups(8, keep=4), got 4"),
         ({"top_k": 9}, "route: top_k must be at most num_experts=8, got 9"),
         ({"groups": Groups(3, 1)}, "route: groups must divide num_experts=8, got groups=3"),
         ({"groups": Groups(4, 1)}, "route: 1 of 4 groups hold 2 experts, which are fewer than top_k=3"),
@@ -254,6 +262,15 @@ GOOD = torch.zeros(T, E)
 def test_calls_that_cannot_be(how: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
         route(**{"logits": GOOD, "top_k": K, **how})
+
+
+def test_a_refused_choice_leaves_the_next_one_right() -> None:
+    """7.0 and 7 are equal keys of a cache."""
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=r"route: top_k must be an int, got 7\.0"):
+            route(GOOD, 7.0)  # type: ignore[arg-type]
+
+    assert route(GOOD, 7).top_k_index.shape == (T, 7)
 
 
 @pytest.mark.parametrize(

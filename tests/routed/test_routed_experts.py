@@ -311,6 +311,10 @@ def test_compiled_code_follows_the_switches() -> None:
         ({"up_bias": 0.0}, "up_bias must be a tensor, got a float"),
         ({"w_up": torch.zeros(E, 7, H, dtype=D)}, "w_up must have gate and up for silu, got shape [5, 7, 6]"),
         (
+            {"w_up": torch.zeros(E, 8, H, dtype=D), "layout": interleaved(3)},
+            "w_up must have blocks of 3 rows of gate and up for silu, got shape [5, 8, 6]",
+        ),
+        (
             {"w_down": torch.zeros(E, F, H, dtype=D)},
             "w_down must be [5, 6, 4], torch.float64, to fit w_up [5, 8, 6], got",
         ),

@@ -354,7 +354,27 @@ def test_a_layer_takes_the_routes_of_another_router() -> None:
 
 
 WRONG: list[tuple[Callable[[], object], str]] = [
-    (lambda: router()(numbers(2, T, H)), "Router: x must be tokens [T, 6], got shape [2, 12, 6]"),
+    (lambda: router()(numbers(2, T, H)), "Router: x must be floating-point tokens [T, 6], got float64 [2, 12, 6]"),
+    (lambda: router()(numbers(T, H).long()), "Router: x must be floating-point tokens [T, 6], got int64 [12, 6]"),
+    (lambda: router()([[0.0] * H]), "Router: x must be floating-point tokens [T, 6], got a list"),
+    (
+        lambda: Router(H, E, K, losses=ZLoss(0.1)),
+        "Router: losses must be a sequence of losses, such as (SwitchLoss(0.01),), got",
+    ),
+    (lambda: Router(H, E, K, losses=(0.01,)), "Router: losses must be a sequence of losses"),
+    (lambda: Router(H, E, K, losses=(ZLoss,)), "Router: losses must be a sequence of losses"),
+    (lambda: MoE(H, 8, E, K, balance_loss=0.1, losses=0.1), "MoE: losses must be a sequence of losses"),
+    (lambda: router(balance=1e-3), "Router: balance must be one such as SignBias(1e-3), got 0.001"),
+    (lambda: router(balance=SignBias), "Router: balance must be one such as SignBias(1e-3), got <class"),
+    (lambda: router(groups=Groups(4, 2), top_groups=2), "says how many are kept; leave top_groups=2 out"),
+    (
+        lambda: MoE(H, 8, E, K)(numbers(T, H).float(), routes=Router(H, E + 1, K)(numbers(T, H).float())),
+        "MoE: routes must be to 8 experts, as the layer has, got routes to 9",
+    ),
+    (
+        lambda: MoE(H, 8, E, K)(torch.zeros(T, H), routes=(1, 2)),
+        "MoE: routes must be the Routes of a router, got a tuple",
+    ),
     (
         lambda: router()(numbers(T, H), ids=torch.zeros(T, K)),
         "Router: ids must be whole numbers [T, top_k], T=12, top_k=3, -1 for a missing row; got float32 [12, 3]",
@@ -417,7 +437,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: Router(H, K, K, balance=QuantileBias(), scores="sigmoid"),
         "Router: QuantileBias needs experts that are not chosen; got top_k=num_experts=3",
     ),
-    (lambda: SwitchLoss("1"), "SwitchLoss: alpha must be a number, got '1'"),
+    (lambda: SwitchLoss("1"), "SwitchLoss: alpha must be a finite number, got '1'"),
     (lambda: QuantileBias(0), "QuantileBias: bins must be at least 1, got 0"),
 ]
 
@@ -517,6 +537,13 @@ def _global_loads(rank: int, world: int) -> None:
         for layer in layers:
             assert torch.equal(layer.router.selection_bias, alone.router.selection_bias)
             assert not layer.load.any()
+
+
+def test_a_process_alone_is_all_ranks() -> None:
+    """``torch.distributed`` is not initialised."""
+    x = numbers(T, H)
+
+    assert torch.equal(router(GlobalLoss(0.5))(x).loss, router(SwitchLoss(0.5))(x).loss)
 
 
 def _sharded_gate(rank: int, world: int) -> None:
