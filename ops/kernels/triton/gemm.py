@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....fuser.replay.capture import refuse
-from ..problems.gemm import Activate, GroupedGemm, factor_refusal, first
+from ..problems.gemm import Activate, GroupedGemm, Layout, factor_refusal, first
 from ..pytorch import wrong_sizes
 from .installed import DTYPES, NAME, groups_refusal, on_device_of, triton_refusal
 
@@ -39,11 +39,12 @@ def _factor_refusal(p: GroupedGemm) -> str | None:
 
 def _matrices_refusal(p: GroupedGemm) -> str | None:
     """Rows must be dense; the matrices of several groups have the same strides."""
+    of_groups = "out" if p.layout is Layout.TN else "b"
     for name, matrices in (("a", p.a), ("b", p.b), ("out", p.out)):
         tensor = first(matrices)
         if tensor.stride(-1) != 1 or 0 in tensor.shape[1:]:
             return f"needs rows of {name} that are dense and not empty, got strides {list(tensor.stride())}"
-        if tensor.shape[-1] * tensor.stride(-2) >= 2**31 and name != "a" and tensor.dim() == 3:
+        if name == of_groups and tensor.shape[-2] * tensor.stride(-2) >= 2**31:
             return f"needs matrices of {name} of fewer than 2^31 elements, got shape {list(tensor.shape)}"
         if not isinstance(matrices, Tensor) and any(matrix.stride() != tensor.stride() for matrix in matrices):
             return f"needs matrices of {name} with the same strides"

@@ -13,12 +13,12 @@ __all__ = ["NAME", "column_sums", "refusal", "row_dots", "zero_tail"]
 
 
 def refusal(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> str | None:
-    """Why the kernels do not take these rows [T, N], of any pitch; None: they do."""
+    """Why the kernels do not take these rows [T, N], of any pitch; None: they do. Zeros may be of any type."""
     if (why := triton_refusal(tokens)) is not None:
         return why
     if tokens.stride(-1) != 1 and tokens.shape[-1] != 1:
         return f"needs dense rows, got strides {list(tokens.stride())}"
-    if tokens.dtype not in DTYPES or out.dtype not in DTYPES:
+    if out is not tokens and (tokens.dtype not in DTYPES or out.dtype not in DTYPES):
         return f"needs rows of 16 or 32 bits, got {tokens.dtype} and {out.dtype}"
     return groups_refusal(split_sizes, tokens.shape[0])
 
@@ -29,7 +29,7 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
 
     refuse("a kernel of Triton runs")
     with on_device_of(out):
-        passes.column_sums(rows, split_sizes, out, scale)
+        passes.column_sums(rows, split_sizes, out, None if scale is None else scale.contiguous())
     torch.autograd.graph.increment_version(out)
 
 

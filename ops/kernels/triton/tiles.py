@@ -111,7 +111,7 @@ def choose(
     elif kind != "tn" and rows_per_group <= _SHORT_ROWS:
         m = 32 if rows_per_group <= 32 else 64
         tile = ProgramTile(m, min(tile.n, 128), tile.k, 4, tile.stages, tile.strip, tma=tile.tma)
-    elif rows_per_group <= FEW_ROWS:
+    elif rows_per_group <= FEW_ROWS and itemsize == 2:
         tile = FEW.get(architecture, {}).get(kind, tile)
     if itemsize == 4:
         tile = tile._replace(k=max(16, tile.k // 2), n=min(tile.n, 128))

@@ -182,7 +182,7 @@ def numbers_of_columns(vectors, group, f, COUNT: tl.constexpr, FEATURES: tl.cons
     values = ()
     for i in tl.static_range(COUNT):
         pointer, pitch, block_pitch = vectors[i]
-        at = pointer + group * pitch + column_of(f, block_pitch, FEATURES, BLOCK)
+        at = pointer + group.to(tl.int64) * pitch + column_of(f, block_pitch, FEATURES, BLOCK)
         values = values + (tl.load(at, mask=f < FEATURES, other=0.0).to(tl.float32)[None, :],)
     return values
 
