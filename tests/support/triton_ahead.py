@@ -235,6 +235,7 @@ if __name__ == "__main__":
     parser.add_argument("targets", nargs="*", default=["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", nargs="*", default=["long"])
+    parser.add_argument("--sizes", nargs=2, type=int, default=(2048, 768), help="hidden and inner features")
     parser.add_argument("--products", nargs="*", default=["fc1", "fc2", "dgrad2", "dgrad1", "wgrad1"])
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--tf32", action="store_true", help="float32 may be rounded")
@@ -254,6 +255,6 @@ if __name__ == "__main__":
         sys.exit()
     for architecture in arguments.targets:
         for rows in arguments.rows:
-            of_rows = problems(128, 2048, 768, ROWS[rows], getattr(torch, arguments.dtype), arguments.wide)
+            of_rows = problems(128, *arguments.sizes, ROWS[rows], getattr(torch, arguments.dtype), arguments.wide)
             for name in arguments.products:
                 print(f"{architecture:7} {rows:6} {name:7} {report(architecture, of_rows[name])}", flush=True)

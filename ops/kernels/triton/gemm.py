@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....fuser.replay.capture import refuse
 from ..problems.gemm import Activate, GroupedGemm, Layout, factor_refusal, first
 from ..pytorch import wrong_sizes
-from .installed import DTYPES, NAME, groups_refusal, on_device_of, triton_refusal
+from .installed import DTYPES, NAME, groups_refusal, launches_on, triton_refusal
 
 __all__ = ["NAME", "epilogue_refusal", "name_of", "refusal", "run"]
 
@@ -88,8 +87,7 @@ def run(problem: GroupedGemm) -> None:
     from .device import launch
 
     wrong_sizes.look_at(problem.split_sizes, problem.rows)
-    refuse("a kernel of Triton runs")
-    with on_device_of(problem.a):
+    with launches_on(problem.a):
         launch.run(problem)
     if not problem.fresh:
         torch.autograd.graph.increment_version(problem.out)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ....fuser.replay.capture import refuse
 from ..problems.routing import GatherSlots, OrderSlots, Permuting, SpreadRows, SumRows
-from .installed import DTYPES, MAX_GROUPS, MAX_ROWS, NAME, on_device_of, triton_refusal
+from .installed import DTYPES, MAX_GROUPS, MAX_ROWS, NAME, launches_on, triton_refusal
 
 __all__ = ["NAME", "refusal", "run"]
 
@@ -29,8 +28,7 @@ def run(p: Permuting) -> None:
     """Solves a problem that is not refused."""
     from .device import permutation
 
-    refuse("a kernel of Triton runs")
-    with on_device_of(p.ids):
+    with launches_on(p.ids):
         match p:
             case OrderSlots():
                 p.out = permutation.order(p.ids, p.num_experts, p.weights)

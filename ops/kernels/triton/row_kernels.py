@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....fuser.replay.capture import refuse
 from ..problems.gemm import Matrices, stacked
-from .installed import DTYPES, NAME, groups_refusal, on_device_of, triton_refusal
+from .installed import DTYPES, NAME, groups_refusal, launches_on, triton_refusal
 
 __all__ = ["NAME", "column_sums", "refusal", "row_dots", "zero_tail"]
 
@@ -27,8 +26,7 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
     """``out[g]`` = the sum of the rows of group g, each times its ``scale``, in a fixed order."""
     from .device import passes
 
-    refuse("a kernel of Triton runs")
-    with on_device_of(out):
+    with launches_on(out):
         passes.column_sums(rows, split_sizes, out, None if scale is None else scale.contiguous())
     torch.autograd.graph.increment_version(out)
 
@@ -37,8 +35,7 @@ def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) 
     """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
     from .device import passes
 
-    refuse("a kernel of Triton runs")
-    with on_device_of(out):
+    with launches_on(out):
         passes.row_dots(rows, stacked(vectors).contiguous(), split_sizes, out)
     torch.autograd.graph.increment_version(out)
 
@@ -47,6 +44,5 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     """Zeros the rows past the last group."""
     from .device import passes
 
-    refuse("a kernel of Triton runs")
-    with on_device_of(out):
+    with launches_on(out):
         passes.zero_tail(out, split_sizes)

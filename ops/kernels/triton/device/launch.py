@@ -63,7 +63,8 @@ def tile_of(problem: GroupedGemm, measured: bool = True) -> ProgramTile:
     architecture, of_card = architecture_of(p.a.device), tuned.tiles_of(p.a.device) if measured else {}
     if not (isinstance(p.b, Tensor) and is_aligned(p.a) and is_aligned(p.b)):
         architecture, of_card = tiles.WITHOUT_BULK_COPIES.get(architecture, architecture), {}
-    return tiles.choose(architecture, kind, p.rows / p.groups, dtype.itemsize, strict, of_card)
+    odd = min(_unit(p.a), _unit(first(p.b))) * dtype.itemsize < 16
+    return tiles.choose(architecture, kind, p.rows / p.groups, dtype.itemsize, strict, of_card, odd)
 
 
 @lru_cache(maxsize=64)
