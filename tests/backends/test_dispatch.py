@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from emulation import harness
@@ -18,6 +20,7 @@ from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, Activa
 from fusible.ops.kernels.problems.interface import Implementation
 from fusible.ops.kernels.problems.rows import ActivateRows, ColumnSums
 from fusible.ops.kernels.pytorch import grouped_mm_cpu, loop
+from fusible.ops.kernels.triton import gemm as triton_gemm
 from fusible.ops.values.activation_spec import gated, interleaved
 
 T, E, F, K = 6, 2, 64, 32
@@ -159,6 +162,29 @@ def test_backends_are_asked_in_the_order_of_their_registration():
             pytest.raises(RefusedError, match="strict: the pass over rows falls back to b, because a"),
         ):
             dispatch.choose(sums())
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("form", "solved", "why"),
+    [
+        ({}, "hopper", ""),
+        ({"groups": 600}, "hopper", ""),
+        ({"dtype": torch.float32}, "triton", "hopper needs bfloat16 or float16 operands, got torch.float32 and "),
+        ({"features": 33}, "triton", "hopper needs features that are multiples of 8, got 32 and 33"),
+    ],
+)
+def test_triton_is_next_once_it_runs_unasked(form, solved, why, monkeypatch):
+    """A product that Hopper's kernels can is another's only if they refuse it, with a reason."""
+    monkeypatch.setattr(triton_gemm, "triton_refusal", lambda rows: None)
+    groups, features, dtype = form.get("groups", E), form.get("features", F), form.get("dtype", BF16)
+    x, weight, out = dense(T, K, dtype=dtype), dense(groups, features, K, dtype=dtype), dense(T, features, dtype=dtype)
+    sizes = torch.zeros(groups, dtype=torch.int32)
+    with asked(kinds.GEMM, *[replace(kernels, by_name=False) for kernels in kinds.GEMM.kernels]):
+        choice = dispatch.choose(GroupedGemm(Layout.NT, x, weight, sizes, out, fresh=True), tracing=True)
+
+    assert choice.kernels.backend == solved
+    assert choice.reason.startswith(why)
 
 
 @pytest.mark.usefixtures("gpu")

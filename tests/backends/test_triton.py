@@ -11,11 +11,12 @@ import torch
 import triton_interpreter
 from checks import fused, gemm
 from checks.functions import ACTS_OF_COLUMNS, ACTS_OF_MATRICES, PUBLISHED, op_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusible import config
 from fusible.fuser import RefusedError
 from fusible.ops import kernels
-from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout, first
 from fusible.ops.kernels.pytorch import wrong_sizes
 from fusible.ops.kernels.triton import gemm as triton
 from fusible.ops.kernels.triton import row_kernels
@@ -103,7 +104,7 @@ def test_sizes_out_of_the_buffer(interpreter: Any) -> None:
     plan = interpreter.plan_of(torch.tensor([4, -3, 2**31 - 1, 5, 2**30]), 20, 16)
 
     assert plan.starts.tolist() == [[0, 4, 4, 20, 20, 20], [0, 1, 1, 2, 2, 2]]
-    assert plan.tiles[[0, 1, 2]].tolist() == [2, 0, 2]
+    assert plan.tiles[:7].tolist() == [2, 0, 0, 4, 2, 4, 20]
 
 
 @pytest.mark.usefixtures("small")
@@ -188,6 +189,22 @@ def test_passes_over_rows(interpreter: Any) -> None:
     assert dots[valid:].eq(0).all()
     row_kernels.zero_tail(rows, sizes)
     assert rows[valid:].eq(0).all()
+
+
+def test_a_scale_with_gaps(interpreter: Any) -> None:
+    sizes, rows, scales = torch.tensor(SIZES), torch.randn(sum(SIZES), 24), torch.rand(sum(SIZES), 2)
+    sums = torch.full((len(SIZES), 24), torch.nan)
+    row_kernels.column_sums(rows, sizes, sums, scales[:, 1])
+
+    parts = (rows.double() * scales[:, 1:].double()).split(list(SIZES))
+    torch.testing.assert_close(sums.double(), torch.stack([part.sum(0) for part in parts]), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_are_one_in_memory_come_without_bulk_copies(interpreter: Any) -> None:
+    row = torch.randn(1, 24)
+
+    assert interpreter.is_aligned(row.repeat(4, 1))
+    assert not interpreter.is_aligned(row.expand(4, 24))
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:

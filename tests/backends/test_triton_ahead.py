@@ -12,9 +12,16 @@ import pytest
 from triton_interpreter import needs_triton
 
 SCRIPT = Path(__file__).parents[1] / "support/triton_ahead.py"
-EXPECTED = {"sm_80": "mma.sync", "sm_89": "mma.sync", "sm_120": "mma.sync", "sm_90": "wgmma", "sm_100": "tcgen05"}
+EXPECTED = {
+    **{"sm_80": "mma.sync", "sm_86": "mma.sync", "sm_89": "mma.sync", "sm_120": "mma.sync"},
+    **{"sm_90": "wgmma", "sm_100": "tcgen05", "sm_103": "tcgen05", "gfx942": "v_mfma", "gfx950": "v_mfma"},
+}
 
 SPILLED = 40  # bytes of a thread, in the one kernel whose registers nearly suffice
+
+
+def spilled(line: str) -> int:
+    return int(re.search(r"(\d+) spilled", line)[1])  # type: ignore[index]
 
 
 def compiled(cache: Path, *arguments: str) -> list[str]:
@@ -34,9 +41,58 @@ def test_compiles(architecture: str, arguments: tuple[str, ...], tmp_path: Path)
     assert len(printed) >= 2
     for line in printed:
         assert " fits " in line
-        spilled = int(re.search(r"(\d+) spilled", line)[1])  # type: ignore[index]
-        assert spilled <= (SPILLED if " dgrad2 " in line and architecture == "sm_90" else 0), line
-        assert ("fma.rn.f32" if arguments else EXPECTED[architecture]) in line
+        assert spilled(line) <= (SPILLED if " dgrad2 " in line and architecture == "sm_90" else 0), line
+        without_matrices = arguments and architecture.startswith("sm_")
+        assert ("fma.rn.f32" if without_matrices else EXPECTED[architecture]) in line
+
+
+@needs_triton
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx950"])
+def test_float32_that_may_be_rounded(architecture: str, tmp_path: Path) -> None:
+    """TF32 is a format of NVIDIA's."""
+    form = "--dtype", "float32", "--tf32", "--rows", "middle", "--products", "fc1", "dgrad2", "wgrad1"
+    printed = compiled(tmp_path, architecture, *form)
+
+    assert len(printed) == 3
+    for line in printed:
+        assert " fits " in line
+        assert spilled(line) <= (SPILLED if " dgrad2 " in line else 0), line
+        assert {**EXPECTED, "gfx950": "v_mfma_f32_32x32x2_f32"}[architecture] in line
+
+
+@needs_triton
+@pytest.mark.parametrize("architecture", [name for name in EXPECTED if name.startswith("sm_")])
+def test_rows_that_begin_anywhere(architecture: str, tmp_path: Path) -> None:
+    """Loads of single numbers, each with an address of its own."""
+    sizes = "--sizes", "1407", "333", "--rows", "middle", "long"
+    printed = compiled(tmp_path, architecture, *sizes, "--products", "fc2", "dgrad2")
+
+    assert len(printed) == 4
+    for line in printed:
+        assert " fits " in line
+        assert spilled(line) == 0, line
+
+
+@needs_triton
+@pytest.mark.parametrize("architecture", EXPECTED)
+def test_compiles_passes_over_rows(architecture: str, tmp_path: Path) -> None:
+    printed = compiled(tmp_path, architecture, "--passes")
+
+    assert len(printed) == 39
+    for line in printed:
+        assert spilled(line) == 0, line
+
+
+@needs_triton
+def test_one_kernel_serves_all_numbers_of_tokens(tmp_path: Path) -> None:
+    """Triton compiles for integers that are 1 or multiples of 16, unless it is told not to."""
+    tokens = "1", "16", "23", "64"
+    printed = [line.partition(" ") for line in compiled(tmp_path, "--forms", *tokens)]
+    first, *others = ([form for count, _, form in printed if count == each] for each in tokens)
+
+    assert len(first) == 40
+    for other in others:
+        assert other == first
 
 
 @needs_triton
@@ -54,6 +110,7 @@ def test_every_tile_takes_less_shared_memory_than_its_card_has() -> None:
         for kind in kinds:
             for rows in (1.0, 40.0, 500.0, 1e4):
                 for itemsize in (2, 4):
-                    tile = tiles.choose(architecture, kind, rows, itemsize)
-                    used = tile.stages * (tile.m + tile.n) * tile.k * itemsize
-                    assert used <= tiles.SHARED[architecture] * 1024, (architecture, kind, rows, itemsize)
+                    for odd in (False, True):
+                        tile = tiles.choose(architecture, kind, rows, itemsize, odd=odd)
+                        used = tile.stages * (tile.m + tile.n) * tile.k * itemsize
+                        assert used <= tiles.SHARED[architecture] * 1024, (architecture, kind, rows, itemsize, odd)

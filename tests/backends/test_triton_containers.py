@@ -62,6 +62,7 @@ def routed() -> Sequential:
 
 SPLIT, SCALED = {"split_sizes": SIZES}, {"split_sizes": SIZES, "scales": torch.rand(T)}
 ROUTED = {"top_k_index": torch.rand(T, E).argsort(-1)[:, :2], "top_k_weights": torch.rand(T, 2)}
+ABSENT = {**ROUTED, "top_k_index": torch.tensor([[-1, 2], [0, E]]).repeat(T, 1)[:T].int()}
 CONTAINERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
     "one linear": (lambda: GroupedLinear(E, K, 2 * F), SPLIT),
     "experts": (lambda: mlp(SwiGLU(), Scale()), SCALED),
@@ -81,6 +82,9 @@ CONTAINERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
     "a residual": (lambda: Sequential(GroupedLinear(E, K, K), AddExtraInput()), {**SPLIT, "extra": torch.randn(T, K)}),
     "adapters": (adapted, SCALED),
     "routed": (routed, ROUTED),
+    "routed, partly to no expert": (routed, ABSENT),
+    "routed, with weights of 16 bits": (routed, {**ROUTED, "top_k_weights": torch.rand(T, 2).half()}),
+    "routed, with weights of 64 bits": (routed, {**ROUTED, "top_k_weights": torch.rand(T, 2).double()}),
     "a layer": (lambda: MoE(K, F, E, top_k=2), {}),
 }
 

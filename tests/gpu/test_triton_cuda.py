@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from checks import fused, gemm
+from checks import fused, gemm, routing
 from checks.functions import ACTS_OF_COLUMNS, ACTS_OF_MATRICES, PUBLISHED, op_of
 from triton_interpreter import needs_triton
 
 from fusible import GroupedLinear, Scale, Sequential, SwiGLU, config
 from fusible.ops import kernels
+from fusible.ops.kernels.doors import routing as door
 from fusible.ops.kernels.problems.gemm import Layout
 from fusible.ops.kernels.triton import gemm as triton
 from fusible.ops.kernels.triton import row_kernels
@@ -182,6 +183,43 @@ def test_nothing_waits_for_the_host() -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("kind", ["any", "absent", "one", "few"])
+def test_tokens_go_to_experts_and_come_back(kind: str) -> None:
+    with config(backend=triton.NAME):
+        for tokens, slots, experts in routing.SHAPES:
+            routing.check_route_sorts_stably("cuda", tokens, slots, experts, kind)
+            for dtype, columns in ((BF16, 1032), (F16, 8), (F32, 33)):
+                routing.check_rows_go_and_come_back("cuda", tokens, slots, experts, columns, dtype, kind)
+
+
+def test_slots_and_ids_of_any_kind() -> None:
+    with config(backend=triton.NAME):
+        routing.check_ids_that_lie_stay_inside("cuda")
+        routing.check_rows_with_a_pitch("cuda")
+        for dtype in DTYPES:
+            routing.check_numbers_of_slots("cuda", dtype)
+            routing.check_route_brings_weights_of_any_type("cuda", dtype)
+
+
+def test_a_graph_routes_other_ids() -> None:
+    ids, x = routing.draw("cuda", 700, 8, 64), routing.numbers("cuda", 700, 33)
+
+    def run() -> torch.Tensor:
+        found = door.route(ids, 64, F32)
+        return door.unpermute(door.permute(x, found), found)
+
+    with config(backend=triton.NAME):
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = run()
+        for kind in ("absent", "one", "few"):
+            ids.copy_(routing.draw("cuda", 700, 8, 64, kind))
+            graph.replay()
+            assert torch.equal(y, run())
 
 
 def check(**changes: Any) -> None:

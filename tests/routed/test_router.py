@@ -368,14 +368,6 @@ WRONG: list[tuple[Callable[[], object], str]] = [
     (lambda: router(balance=SignBias), "Router: balance must be one such as SignBias(1e-3), got <class"),
     (lambda: router(groups=Groups(4, 2), top_groups=2), "says how many are kept; leave top_groups=2 out"),
     (
-        lambda: MoE(H, 8, E, K)(numbers(T, H).float(), routes=Router(H, E + 1, K)(numbers(T, H).float())),
-        "MoE: routes must be to 8 experts, as the layer has, got routes to 9",
-    ),
-    (
-        lambda: MoE(H, 8, E, K)(torch.zeros(T, H), routes=(1, 2)),
-        "MoE: routes must be the Routes of a router, got a tuple",
-    ),
-    (
         lambda: router()(numbers(T, H), ids=torch.zeros(T, K)),
         "Router: ids must be whole numbers [T, top_k], T=12, top_k=3, -1 for a missing row; got float32 [12, 3]",
     ),

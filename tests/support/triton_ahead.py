@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
 from fusible.ops.kernels.triton import gemm as triton_gemm
 from fusible.ops.kernels.triton import tiles
-from fusible.ops.kernels.triton.device import launch, passes, plan
+from fusible.ops.kernels.triton.device import launch, passes, permutation, plan
 from fusible.ops.kernels.triton.shape import ProgramTile
 from fusible.ops.values.activation_spec import ActivationSpec, gated
 
@@ -49,14 +49,26 @@ class Recorder:
     def __getitem__(self, grid: Any) -> Any:
         return self.compile
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def bind(self, *args: Any, **kwargs: Any) -> Any:
+        """The arguments, of which their types and what the kernel is compiled for, and the options."""
         backend = make_backend(self.target)
         bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        return backend, kwargs, *bind(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
         kwargs = {"debug": False, "instrumentation_mode": "", **kwargs}
-        bound, specialization, options = bind(*args, **kwargs)
+        backend, kwargs, bound, specialization, options = self.bind(*args, **kwargs)
         packed, signature, constexprs, attrs = self.kernel._pack_args(backend, kwargs, bound, specialization, options)
         source = ASTSource(self.kernel, signature, constexprs, attrs)
         self.compiled.append(triton.compile(source, target=self.target, options=packed.__dict__))
+
+
+class FormRecorder(Recorder):
+    """Notes what each launch would compile a kernel for."""
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        _, _, _, specialization, _ = self.bind(*args, **{"debug": False, "instrumentation_mode": "", **kwargs})
+        self.compiled.append(f"{self.kernel.__name__} {specialization}")
 
 
 def target_of(name: str) -> GPUTarget:
@@ -64,17 +76,17 @@ def target_of(name: str) -> GPUTarget:
 
 
 @contextmanager
-def compiled_for(name: str) -> Iterator[list[Any]]:
+def compiled_for(name: str, recorder: type[Recorder] = Recorder) -> Iterator[list[Any]]:
     """In the body, launches become compilations for ``sm_80`` and the like; gives the list of what they compiled."""
     compiled = list[Any]()
     saved = [
         (module, key, value)
-        for module in (launch, passes, plan)
+        for module in (launch, passes, permutation, plan)
         for key, value in vars(module).items()
         if isinstance(value, JITFunction) and key.endswith("kernel")
     ]
     for module, key, value in saved:
-        setattr(module, key, Recorder(value, target_of(name), compiled))
+        setattr(module, key, recorder(value, target_of(name), compiled))
     architecture_of, launch.architecture_of = launch.architecture_of, lambda device: name
     try:
         yield compiled
@@ -133,6 +145,46 @@ def with_operands(architecture: str) -> list[Any]:
     return [kernel for kernel in compiled if kernel.name in PRODUCTS]
 
 
+def run_rows(tokens: int, slots: int, experts: int, columns: int, dtype: torch.dtype) -> None:
+    """Every pass over rows that is not a product, of tensors that nothing reads."""
+    ids, weights = torch.zeros(tokens, slots, dtype=torch.int64), torch.zeros(tokens, slots, dtype=dtype)
+    found = permutation.order(ids, experts, weights)
+    sizes, place = found.tokens_per_expert, found.row_of_slot
+    x, rows = torch.zeros(tokens, columns, dtype=dtype), torch.zeros(tokens * slots, columns, dtype=dtype)
+    permutation.spread(x, place, sizes, rows, True)
+    permutation.spread(x, place, sizes, rows, False)
+    permutation.sum_slots(rows, place, sizes, x)
+    permutation.gather(weights.view(-1).float(), place, sizes, weights)
+    vectors, dots = torch.zeros(experts, columns, dtype=dtype), torch.zeros(tokens * slots)
+    passes.column_sums(rows, sizes[:-1], vectors, dots)
+    passes.row_dots(rows, vectors, sizes[:-1], dots)
+    passes.zero_tail(rows, sizes[:-1])
+    passes.sum_dots(torch.zeros(tokens * slots, 3), sizes[:-1], dots)
+
+
+def of_rows(architecture: str) -> list[Any]:
+    """The kernels of passes over rows."""
+    with compiled_for(architecture) as compiled:
+        run_rows(300, 8, 128, 2048, torch.bfloat16)
+        run_rows(5, 1, 1, 1, torch.float32)
+        run_rows(5, 3, 4096, 1407, torch.float16)
+    return compiled
+
+
+def forms(tokens: int) -> list[str]:
+    """What the kernels of an MLP, and those of its rows, are compiled for where there are so many tokens."""
+    with compiled_for("sm_90", FormRecorder) as compiled:
+        for problem in problems(4, 64, 32, tokens, torch.bfloat16, False).values():
+            launch.run(problem, tiles.TABLE["sm_80"]["nt"])
+        for problem in problems(4, 64, 32, tokens, torch.bfloat16, False).values():
+            launch.run(problem, tiles.TABLE["sm_90"]["nt"])
+        run_rows(tokens, 2, 4, 64, torch.bfloat16)
+        apart = torch.zeros(64, 16, 64, dtype=torch.bfloat16).unbind(0)
+        shifted = [each.view(-1)[tokens % 2 :][:512].view(8, 64) for each in apart]
+        launch._table(shifted)
+    return compiled
+
+
 def report(architecture: str, problem: GroupedGemm, tile: ProgramTile | None = None) -> str:
     """A line on the kernel of a problem; it starts with ``over`` where the card has less shared memory."""
     with compiled_for(architecture) as compiled:
@@ -149,8 +201,14 @@ def summary(kernel: Any) -> str:
     names = r"wgmma\.mma_async|mma\.sync|tcgen05\.mma|cp\.async\.bulk\.tensor|cp\.async\.c[ag]|v_mfma_\w+|fma\.rn\.f32"
     counts = collections.Counter(re.findall(names, text))
     used = ", ".join(f"{name} {n}" for name, n in sorted(counts.items()))
-    registers, spills = ptxas(kernel) if "ptx" in kernel.asm else (0, 0)
+    registers, spills = ptxas(kernel) if "ptx" in kernel.asm else of_amd(text)
     return f"{registers} registers, {spills} spilled, {kernel.metadata.shared / 1024:.1f} KB; {used}"
+
+
+def of_amd(text: str) -> tuple[int, int]:
+    """Registers of a thread, and how many of them are spilled."""
+    found = {name: int(n) for name, n in re.findall(r"\.(\w+_count):\s+(\d+)", text)}
+    return found["vgpr_count"], found["vgpr_spill_count"] + found["sgpr_spill_count"]
 
 
 def ptxas(kernel: Any) -> tuple[int, int]:
@@ -177,17 +235,26 @@ if __name__ == "__main__":
     parser.add_argument("targets", nargs="*", default=["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rows", nargs="*", default=["long"])
+    parser.add_argument("--sizes", nargs=2, type=int, default=(2048, 768), help="hidden and inner features")
     parser.add_argument("--products", nargs="*", default=["fc1", "fc2", "dgrad2", "dgrad1", "wgrad1"])
     parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--tf32", action="store_true", help="float32 may be rounded")
     parser.add_argument("--operands", action="store_true", help="those of matrices apart and of functions instead")
+    parser.add_argument("--passes", action="store_true", help="those of passes over rows instead")
+    parser.add_argument("--forms", nargs="*", help="what kernels are compiled for, of so many tokens, instead")
     arguments = parser.parse_args()
-    if arguments.operands:
+    torch.backends.cuda.matmul.allow_tf32 = arguments.tf32
+    if arguments.forms:
+        for tokens in arguments.forms:
+            print("\n".join(f"{tokens} {form}" for form in forms(int(tokens))))
+        sys.exit()
+    if arguments.operands or arguments.passes:
         for architecture in arguments.targets:
-            for kernel in with_operands(architecture):
-                print(f"{architecture:7} {summary(kernel)}", flush=True)
+            for kernel in of_rows(architecture) if arguments.passes else with_operands(architecture):
+                print(f"{architecture:7} {kernel.name:20} {summary(kernel)}", flush=True)
         sys.exit()
     for architecture in arguments.targets:
         for rows in arguments.rows:
-            of_rows = problems(128, 2048, 768, ROWS[rows], getattr(torch, arguments.dtype), arguments.wide)
+            of_rows = problems(128, *arguments.sizes, ROWS[rows], getattr(torch, arguments.dtype), arguments.wide)
             for name in arguments.products:
                 print(f"{architecture:7} {rows:6} {name:7} {report(architecture, of_rows[name])}", flush=True)

@@ -1,4 +1,4 @@
-"""The door to the kernels that bring rows to experts and back: our own on a Hopper GPU, PyTorch's anywhere else.
+"""The door to the kernels that bring rows to experts and back: our own on a GPU, where one runs, or PyTorch's.
 
 T tokens have k slots each, S = T k in all, each with the id of its expert. The rows of the experts are the slots sorted
 by expert, stably. Ids below 0 and from E on are of no expert: their rows come last, add nothing, and get no gradient.
@@ -35,7 +35,7 @@ class Routing(NamedTuple):
         tokens_per_expert: int32 [E + 1]: how many rows each expert has, and how many all have together.
         slot_of_row: [S]: the slot, token * k + j, of each row.
         row_of_slot: [T, k]: the row of each slot.
-        is_native: whether the kernels of the extension made it, which alone read indices of 32 bits.
+        is_native: whether our own kernels made it, which alone read indices of 32 bits.
         scales: [S]: the weight of each row, in float32; None if no weights were given, weights of 64 bits, or by
             PyTorch's kernels.
     """

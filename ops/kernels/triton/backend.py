@@ -1,11 +1,13 @@
-"""The problems that Triton solves: products, and passes over rows that know groups."""
+"""The problems that Triton solves: products, passes over rows that know groups, and the routing of tokens."""
 
 from __future__ import annotations
+
+from operator import attrgetter
 
 from ..problems import kinds
 from ..problems.interface import GemmImplementation, Implementation, Implementations, solving
 from ..problems.rows import RowPass
-from . import gemm, row_kernels
+from . import gemm, permutation, row_kernels
 from .installed import NAME
 
 
@@ -27,7 +29,15 @@ _ROWS = Implementation(
     *(NAME, NAME, solving(row_kernels), _rows_refusal), device="cuda", interpreted=True, by_name=True
 )
 
+_PERMUTATION = Implementation(
+    *(NAME, lambda p: f"{NAME} ({p.PASS})", permutation.run, permutation.refusal, attrgetter("cache_key")),
+    device="cuda",
+    interpreted=True,
+    by_name=True,
+)
+
 KERNELS: Implementations = (
     (kinds.GEMM, _GEMM),
     (kinds.ROW_PASS, _ROWS),
+    (kinds.PERMUTATION, _PERMUTATION),
 )

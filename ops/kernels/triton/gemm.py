@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....fuser.replay.capture import refuse
 from ..problems.gemm import Activate, GroupedGemm, Layout, factor_refusal, first
 from ..pytorch import wrong_sizes
-from .installed import DTYPES, NAME, groups_refusal, on_device_of, triton_refusal
+from .installed import DTYPES, NAME, groups_refusal, launches_on, triton_refusal
 
 __all__ = ["NAME", "epilogue_refusal", "name_of", "refusal", "run"]
 
@@ -39,12 +38,12 @@ def _factor_refusal(p: GroupedGemm) -> str | None:
 
 def _matrices_refusal(p: GroupedGemm) -> str | None:
     """Rows must be dense; the matrices of several groups have the same strides."""
+    of_groups = "out" if p.layout is Layout.TN else "b"
     for name, matrices in (("a", p.a), ("b", p.b), ("out", p.out)):
         tensor = first(matrices)
         if tensor.stride(-1) != 1 or 0 in tensor.shape[1:]:
             return f"needs rows of {name} that are dense and not empty, got strides {list(tensor.stride())}"
-        of_groups = name == ("out" if p.layout is Layout.TN else "b")  # offsets in them are of 32 bits
-        if of_groups and tensor.shape[-2] * tensor.stride(-2) >= 2**31:
+        if name == of_groups and tensor.shape[-2] * tensor.stride(-2) >= 2**31:
             return f"needs matrices of {name} of fewer than 2^31 elements, got shape {list(tensor.shape)}"
         if not isinstance(matrices, Tensor) and any(matrix.stride() != tensor.stride() for matrix in matrices):
             return f"needs matrices of {name} with the same strides"
@@ -88,8 +87,7 @@ def run(problem: GroupedGemm) -> None:
     from .device import launch
 
     wrong_sizes.look_at(problem.split_sizes, problem.rows)
-    refuse("a kernel of Triton runs")
-    with on_device_of(problem.a):
+    with launches_on(problem.a):
         launch.run(problem)
     if not problem.fresh:
         torch.autograd.graph.increment_version(problem.out)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from ....fuser.replay.capture import refuse
 from ..architecture import Capability, assumed, capability_of
 
 NAME = "triton"
@@ -42,8 +43,9 @@ def triton_refusal(rows: Tensor) -> str | None:
     return None
 
 
-def on_device_of(rows: Tensor) -> AbstractContextManager[object]:
-    """The device of these rows as the current one, on which Triton launches."""
+def launches_on(rows: Tensor) -> AbstractContextManager[object]:
+    """The device of these rows as the current one, on which Triton launches; nothing of it is replayed."""
+    refuse("a kernel of Triton runs")
     return torch.cuda.device(rows.device) if rows.device.type == "cuda" else nullcontext()
 
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ....fuser.replay.capture import refuse
 from ..problems.gemm import Matrices, stacked
-from .installed import DTYPES, NAME, groups_refusal, on_device_of, triton_refusal
+from .installed import DTYPES, NAME, groups_refusal, launches_on, triton_refusal
 
 __all__ = ["NAME", "column_sums", "refusal", "row_dots", "zero_tail"]
 
 
 def refusal(tokens: Tensor, split_sizes: Tensor, out: Tensor) -> str | None:
-    """Why the kernels do not take these rows [T, N], of any pitch; None: they do."""
+    """Why the kernels do not take these rows [T, N], of any pitch; None: they do. Zeros may be of any type."""
     if (why := triton_refusal(tokens)) is not None:
         return why
     if tokens.stride(-1) != 1 and tokens.shape[-1] != 1:
         return f"needs dense rows, got strides {list(tokens.stride())}"
-    if tokens.dtype not in DTYPES or out.dtype not in DTYPES:
+    if out is not tokens and (tokens.dtype not in DTYPES or out.dtype not in DTYPES):
         return f"needs rows of 16 or 32 bits, got {tokens.dtype} and {out.dtype}"
     return groups_refusal(split_sizes, tokens.shape[0])
 
@@ -27,9 +26,8 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
     """``out[g]`` = the sum of the rows of group g, each times its ``scale``, in a fixed order."""
     from .device import passes
 
-    refuse("a kernel of Triton runs")
-    with on_device_of(out):
-        passes.column_sums(rows, split_sizes, out, scale)
+    with launches_on(out):
+        passes.column_sums(rows, split_sizes, out, None if scale is None else scale.contiguous())
     torch.autograd.graph.increment_version(out)
 
 
@@ -37,8 +35,7 @@ def row_dots(rows: Tensor, vectors: Matrices, split_sizes: Tensor, out: Tensor) 
     """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
     from .device import passes
 
-    refuse("a kernel of Triton runs")
-    with on_device_of(out):
+    with launches_on(out):
         passes.row_dots(rows, stacked(vectors).contiguous(), split_sizes, out)
     torch.autograd.graph.increment_version(out)
 
@@ -47,6 +44,5 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
     """Zeros the rows past the last group."""
     from .device import passes
 
-    refuse("a kernel of Triton runs")
-    with on_device_of(out):
+    with launches_on(out):
         passes.zero_tail(out, split_sizes)

@@ -54,6 +54,8 @@ TABLE: dict[str, dict[str, ProgramTile]] = {
         "tn": ProgramTile(128, 128, 32, 4, 2, strip=4),
     },
 }
+ODD = ProgramTile(64, 128, 32, 8, 3)
+"""Of rows that are no multiples of 16 bytes: each number has an address of its own, of which larger tiles spill."""
 _TWO_A_MULTIPROCESSOR = ProgramTile(128, 128, 64, 8, 3, per_sm=2, tma=True, registers=128)
 FEW: dict[str, dict[str, ProgramTile]] = {
     "sm_90": {"nt": _TWO_A_MULTIPROCESSOR, "activate_backward": _TWO_A_MULTIPROCESSOR._replace(part=16)}
@@ -90,6 +92,7 @@ def choose(
     itemsize: int,
     strict: bool = False,
     of_card: CardTiles = _NOTHING,
+    odd: bool = False,
 ) -> ProgramTile:
     """The tile of a product.
 
@@ -98,20 +101,22 @@ def choose(
         itemsize: bytes of an operand's element; a step of 4 has half the depth.
         strict: operands of float32 that are multiplied as such, without tensor cores.
         of_card: those that were measured, which go before the table.
+        odd: rows of operands are no multiples of 16 bytes.
     """
     measured = of_card.get((kind, rows_per_group <= FEW_ROWS)) if itemsize == 2 else None
     if measured is not None and (kind == "tn" or rows_per_group > _SHORT_ROWS):
         return measured
     architecture = nearest(architecture)
-    tile = TABLE[architecture][kind]
+    tile = ODD if odd and kind != "tn" else TABLE[architecture][kind]
     if strict:
         return ProgramTile(64, 64, 16, 8, 2, strip=tile.strip)
-    if kind != "tn" and rows_per_group <= 16:
+    if kind != "tn" and rows_per_group <= 16 and not odd:
         tile = SHORT[kind]
     elif kind != "tn" and rows_per_group <= _SHORT_ROWS:
         m = 32 if rows_per_group <= 32 else 64
-        tile = ProgramTile(m, min(tile.n, 128), tile.k, 4, tile.stages, tile.strip, tma=tile.tma)
-    elif rows_per_group <= FEW_ROWS:
+        warps = tile.warps if odd else 4
+        tile = ProgramTile(m, min(tile.n, 128), tile.k, warps, tile.stages, tile.strip, tma=tile.tma)
+    elif rows_per_group <= FEW_ROWS and itemsize == 2 and not odd:
         tile = FEW.get(architecture, {}).get(kind, tile)
     if itemsize == 4:
         tile = tile._replace(k=max(16, tile.k // 2), n=min(tile.n, 128))

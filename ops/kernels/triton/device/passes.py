@@ -20,7 +20,8 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
         scale,
         split_sizes,
         out,
-        (rows.shape[0], groups),
+        rows.shape[0],
+        groups,
         rows.stride(0),
         N=columns,
         GROUPS=triton.next_power_of_2(groups),
@@ -31,7 +32,7 @@ def column_sums(rows: Tensor, split_sizes: Tensor, out: Tensor, scale: Tensor | 
 def row_dots(rows: Tensor, vectors: Tensor, split_sizes: Tensor, out: Tensor) -> None:
     """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
     plan = plan_of(split_sizes, rows.shape[0], 16)
-    call(row_dots_kernel, (plan.most,), rows, vectors, (plan.tiles, plan.most), out, rows.stride(0), N=rows.shape[1])
+    call(row_dots_kernel, (plan.most,), rows, vectors, plan.tiles, out, rows.stride(0), N=rows.shape[1])
     zero_tail(out.unsqueeze(-1), split_sizes)
 
 
@@ -44,7 +45,8 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
         (triton.cdiv(rows, 16), triton.cdiv(columns, width)),
         out,
         split_sizes,
-        (rows, groups),
+        rows,
+        groups,
         out.stride(0),
         N=columns,
         GROUPS=sizes,
@@ -62,7 +64,8 @@ def sum_dots(dots: Tensor, split_sizes: Tensor, out: Tensor) -> None:
         dots,
         split_sizes,
         out,
-        (rows, groups),
+        rows,
+        groups,
         PARTS=parts,
         GROUPS=triton.next_power_of_2(groups),
         num_warps=4,
@@ -89,9 +92,8 @@ def sum_tiles(sums: Tensor, plan: TilePlan, groups: int, of_groups: bool, number
     return out
 
 
-@triton.jit(do_not_specialize=["counts"])
-def column_sums_kernel(rows, scale, split_sizes, out, counts, pitch, N: tl.constexpr, GROUPS: tl.constexpr):
-    count, groups = counts
+@triton.jit(do_not_specialize=["count", "groups"])
+def column_sums_kernel(rows, scale, split_sizes, out, count, groups, pitch, N: tl.constexpr, GROUPS: tl.constexpr):
     group, n = tl.program_id(0), tl.program_id(1) * 128 + tl.arange(0, 128)
     start, end, _, _ = row_range(split_sizes, group, count, groups, GROUPS)
     sums = tl.zeros([32, 128], tl.float32)
@@ -105,15 +107,14 @@ def column_sums_kernel(rows, scale, split_sizes, out, counts, pitch, N: tl.const
     tl.store(out + group.to(tl.int64) * N + n, tl.sum(sums, 0).to(out.dtype.element_ty), mask=n < N)
 
 
-@triton.jit(do_not_specialize=["plan"])
-def row_dots_kernel(rows, vectors, plan, out, pitch, N: tl.constexpr):
-    tiles, most = plan
+@triton.jit
+def row_dots_kernel(rows, vectors, tiles, out, pitch, N: tl.constexpr):
     if tl.program_id(0) < tl.load(tiles):
-        group, row, end = row_tile(tiles, tl.program_id(0), most)
+        group, row, end = row_tile(tiles, tl.program_id(0))
         m = row + tl.arange(0, 16)
-        dots = tl.zeros([16, 256], tl.float32)
-        for start in range(0, N, 256):
-            n = start + tl.arange(0, 256)
+        dots = tl.zeros([16, 128], tl.float32)
+        for start in range(0, N, 128):
+            n = start + tl.arange(0, 128)
             inside = (m < end)[:, None] & (n < N)[None, :]
             x = tl.load(rows + m[:, None].to(tl.int64) * pitch + n[None, :], mask=inside, other=0.0).to(tl.float32)
             v = tl.load(vectors + group.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)
@@ -121,9 +122,10 @@ def row_dots_kernel(rows, vectors, plan, out, pitch, N: tl.constexpr):
         tl.store(out + m, tl.sum(dots, 1).to(out.dtype.element_ty), mask=m < end)
 
 
-@triton.jit(do_not_specialize=["counts"])
-def zero_tail_kernel(out, split_sizes, counts, pitch, N: tl.constexpr, GROUPS: tl.constexpr, TILE_N: tl.constexpr):
-    rows, groups = counts
+@triton.jit(do_not_specialize=["rows", "groups"])
+def zero_tail_kernel(
+    out, split_sizes, rows, groups, pitch, N: tl.constexpr, GROUPS: tl.constexpr, TILE_N: tl.constexpr
+):
     _, end, _, _ = row_range(split_sizes, groups - 1, rows, groups, GROUPS)
     first = tl.program_id(0) * 16
     if first + 16 > end:
@@ -133,9 +135,8 @@ def zero_tail_kernel(out, split_sizes, counts, pitch, N: tl.constexpr, GROUPS: t
         tl.store(out + m[:, None].to(tl.int64) * pitch + n[None, :], zeros, mask=is_tail)
 
 
-@triton.jit(do_not_specialize=["counts"])
-def sum_dots_kernel(dots, split_sizes, out, counts, PARTS: tl.constexpr, GROUPS: tl.constexpr):
-    rows, groups = counts
+@triton.jit(do_not_specialize=["rows", "groups"])
+def sum_dots_kernel(dots, split_sizes, out, rows, groups, PARTS: tl.constexpr, GROUPS: tl.constexpr):
     _, end, _, _ = row_range(split_sizes, groups - 1, rows, groups, GROUPS)
     m = tl.program_id(0) * 128 + tl.arange(0, 128)
     total = tl.zeros([128], tl.float32)

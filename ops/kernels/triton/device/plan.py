@@ -20,8 +20,8 @@ class TilePlan(NamedTuple):
     Attributes:
         starts: int32 [2, E + 1]: the first row of each group, and the end of the last; inside the buffer. Then the
             first tile of each, and how many there are.
-        tiles: int32 [1 + 3 n]: how many row tiles there are, then the group of each, its first row, and the end of its
-            group's rows; n is at least as many as there can be.
+        tiles: int32 [1 + 3 n]: how many row tiles there are; then of each its group, its first row, and the end of its
+            group's rows. n is at least as many as there can be.
         most: n.
     """
 
@@ -45,7 +45,6 @@ def plan_of(split_sizes: Tensor, rows: int, tile_m: int) -> TilePlan:
         tiles,
         rows,
         groups,
-        most,
         TILE_M=tile_m,
         GROUPS=sizes,
         CHUNK=_CHUNK,
@@ -69,9 +68,9 @@ def row_range(split_sizes, group, rows, groups, GROUPS: tl.constexpr):
     return tl.sum(tl.where(mine, start, 0), 0), tl.sum(tl.where(mine, end, 0), 0), start, end
 
 
-@triton.jit(do_not_specialize=["rows", "groups", "most"])
+@triton.jit(do_not_specialize=["rows", "groups"])
 def plan_kernel(
-    split_sizes, starts, tiles, rows, groups, most, TILE_M: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr
+    split_sizes, starts, tiles, rows, groups, TILE_M: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr
 ):
     """A program per group: where its rows and its tiles begin, and what its tiles are."""
     group = tl.program_id(0)
@@ -88,10 +87,10 @@ def plan_kernel(
     mine = tl.cdiv(end - start, TILE_M)
     for i in range(0, mine, CHUNK):
         tile = i + tl.arange(0, CHUNK)
-        at = tiles + 1 + first + tile
+        at = tiles + 1 + 3 * (first + tile)
         tl.store(at, tl.zeros([CHUNK], tl.int32) + group, mask=tile < mine)
-        tl.store(at + most, start + tile * TILE_M, mask=tile < mine)
-        tl.store(at + 2 * most, tl.zeros([CHUNK], tl.int32) + end, mask=tile < mine)
+        tl.store(at + 1, start + tile * TILE_M, mask=tile < mine)
+        tl.store(at + 2, tl.zeros([CHUNK], tl.int32) + end, mask=tile < mine)
 
 
 @triton.jit
@@ -107,6 +106,7 @@ def position(tile, row_tiles, COLUMN_TILES: tl.constexpr, STRIP: tl.constexpr):
 
 
 @triton.jit
-def row_tile(tiles, t, most):
+def row_tile(tiles, t):
     """Group, first row and end of the group's rows of a row tile."""
-    return tl.load(tiles + 1 + t), tl.load(tiles + 1 + most + t), tl.load(tiles + 1 + 2 * most + t)
+    at = tiles + 1 + 3 * t
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)

@@ -9,11 +9,11 @@ from .plan import position, row_tile
 from .rows_io import gate_column, matrix_of
 
 
-@triton.jit(do_not_specialize=["plan"])
+@triton.jit
 def rows_kernel(
     a,
     b,
-    plan,
+    tiles,
     operands,
     pitches,
     SHAPE: tl.constexpr,
@@ -27,7 +27,7 @@ def rows_kernel(
 
     Args:
         a, b: pointers, or descriptors.
-        plan: the tiles of a :class:`TilePlan`, and how many there may be.
+        tiles: those of a :class:`TilePlan`.
         operands: of the epilogue.
         pitches: from row to row of a and of b, and from group to group, in units.
         SHAPE, TILE: see :class:`RowsShape` and :class:`ProgramTile`.
@@ -41,12 +41,11 @@ def rows_kernel(
     FLATTEN: tl.constexpr = TILE.flatten
     PRECISION: tl.constexpr = SHAPE.precision
     COLUMN_TILES: tl.constexpr = (N + TILE_N - 1) // TILE_N
-    tiles, most = plan
     row_tiles = tl.load(tiles)
     stored = tl.program_id(0)
     for tile in tl.range(tl.program_id(0), row_tiles * COLUMN_TILES, tl.num_programs(0), flatten=FLATTEN):
         t, j = position(tile, row_tiles, COLUMN_TILES, STRIP)
-        group, row, end = row_tile(tiles, t, most)
+        group, row, end = row_tile(tiles, t)
         acc = tl.zeros([TILE_M, TILE_N], tl.float32)
         for i in range(0, (K + TILE_K - 1) // TILE_K):
             x = load_rows(a, row, end, i * TILE_K, pitches, SHAPE, TILE)
@@ -58,7 +57,7 @@ def rows_kernel(
                 acc = tl.dot(x, w.T, acc, input_precision=PRECISION)
         # a counter of its own: pipelined loops of sm_100 cannot share one between loads and epilogue
         t, j = position(stored, row_tiles, COLUMN_TILES, STRIP)
-        group, row, end = row_tile(tiles, t, most)
+        group, row, end = row_tile(tiles, t)
         stored += tl.num_programs(0)
         EPILOGUE(acc, (group, row, end, t, j), operands, SHAPE, TILE, FUNCTION)
 
@@ -92,7 +91,7 @@ def load_nk(b, a, group, n, k, pitches, SHAPE: tl.constexpr, TILE: tl.constexpr)
             w = tl.reshape(b.load([group, n, k]), (TILE_N, TILE_K))
     else:
         ks, column = k + tl.arange(0, TILE.k), tl.minimum(columns_of(n, SHAPE, TILE), N - 1)
-        first = matrix_of(b, group, a.dtype, pitches[2] * SHAPE.unit_b, SHAPE.listed)
+        first = matrix_of(b, group, a.dtype, pitches[2], SHAPE.unit_b, SHAPE.listed)
         at = first + column[:, None] * (pitches[1] * SHAPE.unit_b) + ks[None, :]
         w = tl.load(at) if K % TILE_K == 0 else tl.load(at, mask=ks[None, :] < K, other=0.0)
     return w
@@ -112,7 +111,7 @@ def load_kn(b, a, group, n, k, pitches, SHAPE: tl.constexpr, TILE: tl.constexpr)
             w = tl.reshape(b.load([group, k, 0, n // 2]), (TILE_K, TILE_N))
     else:
         ks, column = k + tl.arange(0, TILE.k), columns_of(n, SHAPE, TILE)
-        first = matrix_of(b, group, a.dtype, pitches[2] * SHAPE.unit_b, SHAPE.listed)
+        first = matrix_of(b, group, a.dtype, pitches[2], SHAPE.unit_b, SHAPE.listed)
         at = first + ks[:, None] * (pitches[1] * SHAPE.unit_b) + column[None, :]
         w = tl.load(at, mask=(ks[:, None] < SHAPE.k) & (column[None, :] < SHAPE.n), other=0.0)
     return w

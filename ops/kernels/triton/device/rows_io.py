@@ -83,12 +83,16 @@ def store_gate_up(tokens, x, u, at, FEATURES: tl.constexpr, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def matrix_of(matrices, group, like, pitch, LISTED: tl.constexpr):
-    """Where the matrix of a group begins: in a stack, or at an address of a table, which says nothing of its type."""
+def matrix_of(matrices, group, like, pitch, UNIT: tl.constexpr, LISTED: tl.constexpr):
+    """Where the matrix of a group begins: in a stack, or at an address of a table, which says nothing of its type.
+
+    Args:
+        pitch: from matrix to matrix in units of so many elements; 32 bits may not hold all elements.
+    """
     if LISTED:
         first = tl.multiple_of(tl.load(matrices + group).to(like), LISTED)
     else:
-        first = matrices + group.to(tl.int64) * pitch
+        first = matrices + group.to(tl.int64) * pitch * UNIT
     return first
 
 

@@ -70,9 +70,9 @@ def store_weights(acc, out, to, factors, pitches, SHAPE: tl.constexpr):
         )
     first, table = out
     if SHAPE.listed:
-        first = matrix_of(table, group, first.dtype, 0, SHAPE.listed)
+        first = matrix_of(table, group, first.dtype, 0, 1, SHAPE.listed)
     else:
-        first = matrix_of(first, group, first.dtype, pitches[3] * SHAPE.unit_out, 0)
+        first = matrix_of(first, group, first.dtype, pitches[3], SHAPE.unit_out, 0)
     at = first + ms[:, None] * (pitches[2] * SHAPE.unit_out) + ns[None, :]
     inside = (ms < SHAPE.m)[:, None] & (ns < SHAPE.n)[None, :]
     if beta is not None:
