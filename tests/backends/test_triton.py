@@ -11,12 +11,11 @@ import torch
 import triton_interpreter
 from checks import fused, gemm
 from checks.functions import ACTS_OF_COLUMNS, ACTS_OF_MATRICES, PUBLISHED, op_of
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusible import config
 from fusible.fuser import RefusedError
 from fusible.ops import kernels
-from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout, first
+from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import wrong_sizes
 from fusible.ops.kernels.triton import gemm as triton
 from fusible.ops.kernels.triton import row_kernels
