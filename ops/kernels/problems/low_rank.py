@@ -8,7 +8,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from .gemm import Layout, SourceRows, nbytes
+from .gemm import Counted, Layout, SourceRows
 
 
 class LowRank(NamedTuple):
@@ -32,7 +32,7 @@ def rank_of(layout: Layout, factor: Tensor) -> int:
 
 @final
 @dataclass(slots=True)
-class LowRankPass(SourceRows):
+class LowRankPass(SourceRows, Counted):
     """One pass over rows for all results of an adapter of rank R.
 
     Attributes:
@@ -80,8 +80,3 @@ class LowRankPass(SourceRows):
         """The operations of the products."""
         products = (self.factor is not None) + (self.low is not None)
         return 2 * products * self.tokens * self.x.shape[1] * self.rank
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of operands and results, each once."""
-        return nbytes(self.x, self.slot_of_row, self.factor, self.low, *self.out)
