@@ -34,13 +34,6 @@ using fusible::Address;
 
 namespace {
 
-py::dict device_properties(int device) {
-  const fusible::DeviceProperties& properties = fusible::device_properties(device);
-  return py::dict("name"_a = properties.name, "capability"_a = py::make_tuple(properties.major, properties.minor),
-                  "multiprocessors"_a = properties.multiprocessors,
-                  "shared_memory_per_block"_a = properties.shared_memory_per_block, "l2_bytes"_a = properties.l2_bytes);
-}
-
 std::string grouped_gemm_config(int layout, int operand, int output, int device, int64_t groups, int64_t tokens,
                                 int64_t m, int64_t n, int64_t k, bool scale_bias, int64_t second_k) {
   const fusible::GemmProblem problem{static_cast<fusible::Layout>(layout),
@@ -157,7 +150,6 @@ PYBIND11_MODULE(_C, module) {
   module.doc() =
       "CUDA kernels of fusible. Takes pointers and sizes as integers; importing it does not initialise CUDA.";
   module.def("cuda_version", &fusible::cuda_version, "Version of the CUDA runtime that is linked in, e.g. 13000.");
-  module.def("device_properties", &device_properties, "device"_a);
   module.def("raise_wrong_sizes", &fusible::raise_wrong_sizes, "device"_a,
              "Raises what kernels have reported of split sizes on the device since the last call, and forgets it.");
   def_capture(module);

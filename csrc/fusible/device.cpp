@@ -27,8 +27,7 @@ DeviceProperties query(int device) {
   DeviceProperties found{.major = properties.major,
                          .minor = properties.minor,
                          .multiprocessors = properties.multiProcessorCount,
-                         .shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-                         .l2_bytes = properties.l2CacheSize};
+                         .shared_memory_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device)};
   std::ranges::copy(properties.name, found.name);
   return found;
 }

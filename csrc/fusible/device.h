@@ -8,7 +8,6 @@ struct DeviceProperties {
   int major = 0, minor = 0;  // compute capability
   int multiprocessors = 0;
   int shared_memory_per_block = 0;  // bytes, with the opt-in
-  int l2_bytes = 0;
 };
 
 // Version of the CUDA runtime that is linked in, e.g. 13000.

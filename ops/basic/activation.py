@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..values.activation_spec import activation
+from ..values.activation_spec import ActivationSpec
 from .glu import Activated
 
 
@@ -14,7 +14,7 @@ class Activation(Activated):
     """
 
     def __init__(self, name: str) -> None:
-        super().__init__(activation(name))
+        super().__init__(ActivationSpec(name))
 
     def extra_repr(self) -> str:
         return self.spec.name

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...fuser.contract.config import constant
 from ..programs.activations import ACTIVATIONS
-from ..values.activation_spec import ActivationSpec, Interleaved, activation
+from ..values.activation_spec import ActivationSpec, Interleaved
 from .activation import Activation
 from .glu import GEGLU, GLU, QGEGLU, Activated, ClampedSwiGLU, ReGLU, SReGLU, SwiGLU
 
@@ -50,7 +50,7 @@ def _named(name: str, block: str | int) -> ActivationSpec:
         raise ValueError(f"activation must be one of {', '.join((*GATES, *ACTIVATIONS))}, or an op; got {name!r}")
     if block != "concat":
         raise ValueError(f"layout: {name!r} has no gate; leave the argument out")
-    return activation(name)
+    return ActivationSpec(name)
 
 
 def activation_op(spec: ActivationSpec) -> Activated:

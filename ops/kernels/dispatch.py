@@ -170,6 +170,18 @@ def solve(problem: Measured, choice: Choice) -> None:
         _solve(problem, choice)
 
 
+def is_solved(problem: Measured) -> bool:
+    """Solves the problem, or tells a trace of it; False where its door's own operations do instead.
+
+    Raises:
+        RefusedError: as of :func:`choose`.
+    """
+    choice = choose(problem, trace.active())
+    if not choice.is_fallback:
+        solve(problem, choice)
+    return not choice.is_fallback
+
+
 def _solve(problem: Measured, choice: Choice) -> None:
     kind = _kinds[type(problem)]
     if not kind.reads(problem).is_meta and (kind.is_empty is None or not kind.is_empty(problem)):

@@ -82,6 +82,11 @@ def device_refusal(device: int) -> str | None:
     return None if capability == HOPPER else f"needs compute capability {HOPPER}, got {capability}"
 
 
+def hardware_refusal(tensor: Tensor) -> str | None:
+    """Why none of its kernels can be run where this tensor is; None: some can."""
+    return device_refusal(tensor.get_device()) if tensor.is_cuda else f"needs a CUDA device, got {tensor.device.type}"
+
+
 @contextmanager
 def assume(capability: Capability) -> Iterator[None]:
     """Within the body, every CUDA device has this capability, and the extension counts as built.

@@ -85,15 +85,6 @@ def spec_of_program(program: Program, block: int | None) -> ActivationSpec:
     return ActivationSpec(with_scale.name, gated=gated, block=block, program=with_scale)
 
 
-def activation(name: str) -> ActivationSpec:
-    """The ungated activation of that name.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
-    return ActivationSpec(name)
-
-
 def gated(
     name: str, limit: float | None, alpha: float, linear_offset: float, layout: str | Interleaved
 ) -> ActivationSpec:
@@ -109,7 +100,7 @@ def gated(
         raise ValueError("alpha must not be 0, with which silu is half of its argument")
     if alpha != 1.0 and name not in _SLOPED:
         raise ValueError(f"alpha is the slope inside silu, which {name!r} has not; leave it 1.0, got {alpha}")
-    spec = replace(activation(name), gated=True, limit=limit, alpha=alpha, linear_offset=linear_offset)
+    spec = replace(ActivationSpec(name), gated=True, limit=limit, alpha=alpha, linear_offset=linear_offset)
     if isinstance(layout, Interleaved):
         return replace(spec, block=layout.block)
     if layout != "concat":

@@ -1,5 +1,7 @@
 """Fusible operations: write basic ops in sequence, and let the compiler pick the kernels."""
 
+# ruff: noqa: F403, F405 (type checkers read the lists of the packages)
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -31,80 +33,8 @@ if TYPE_CHECKING:
         register_fusion,
         unregister,
     )
-    from .ops import (
-        GEGLU,
-        GLU,
-        GRAD_INPUT_BUFFER_KEY,
-        MXFP4,
-        MXFP8,
-        NF4,
-        NVFP4,
-        OUTPUT_BUFFER_KEY,
-        QGEGLU,
-        Activation,
-        AddExtraInput,
-        Bias,
-        ClampedSwiGLU,
-        Combine,
-        ConstantScale,
-        Delayed,
-        Dispatch,
-        Float8Block,
-        Float8Row,
-        Float8Tensor,
-        Float8Weight,
-        GLUScale,
-        GroupedLinear,
-        GroupedLinearChain,
-        GroupedLinearGLU,
-        GroupedLinearResidual,
-        GroupedLoRA,
-        GroupedMLP,
-        GroupedTensor,
-        Identity,
-        IdentityExperts,
-        Int4,
-        Linear,
-        MakeExtraOutput,
-        NoRecipe,
-        NVFP4Weight,
-        Pointwise,
-        PointwiseChain,
-        QuantizedGroupedTensor,
-        ReGLU,
-        RoutedLoRA,
-        RoutedMLP,
-        Scale,
-        ScaledActivation,
-        ScaledClampedSwiGLU,
-        ScaledSwiGLU,
-        SReGLU,
-        SwapExtra,
-        SwiGLU,
-        check_device_errors,
-        config,
-        gather_quantized,
-        grouped_gemm,
-        interleaved,
-        quantize_,
-        same_weights,
-    )
-    from .ops.layers import (
-        GlobalLoss,
-        Groups,
-        MoE,
-        MoEOutput,
-        QuantileBias,
-        Record,
-        Router,
-        Routes,
-        SequenceLoss,
-        SignBias,
-        SwitchLoss,
-        ZLoss,
-        record_routes,
-        update_biases,
-    )
+    from .ops import *
+    from .ops.layers import *
 
 __version__ = "0.1.0"
 

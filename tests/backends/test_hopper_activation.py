@@ -9,7 +9,7 @@ import torch
 
 from fusible.ops.kernels.hopper import epilogue
 from fusible.ops.kernels.problems.gemm import Activate, ActivateBackward, ActivationGrads, GroupedGemm, Layout
-from fusible.ops.values.activation_spec import activation, gated, interleaved
+from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 
 T, K, F, E = 6, 16, 96, 2
 SWIGLU = gated("silu", None, 1.0, 0.0, "concat")
@@ -47,7 +47,7 @@ def test_what_an_epilogue_takes(spec, scales):
 
 
 def test_an_activation_without_a_gate():
-    assert forward_refusal(product(columns=F), activation("relu2"), None, rows(F)) is None
+    assert forward_refusal(product(columns=F), ActivationSpec("relu2"), None, rows(F)) is None
 
 
 @pytest.mark.parametrize(("block", "forward", "backward"), [(3, True, True), (12, True, True), (24, True, False)])

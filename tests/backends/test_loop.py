@@ -10,7 +10,7 @@ import torch
 from fusible.ops import kernels
 from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import loop
-from fusible.ops.values.activation_spec import activation
+from fusible.ops.values.activation_spec import ActivationSpec
 
 E, K, N = 4, 8, 16
 
@@ -48,7 +48,7 @@ def test_tails_that_only_grouped_products_read_are_not_cleared(
     monkeypatch.setattr(loop, "zero_tail", lambda out, sizes: calls.append(len(out)))
     x, weight, sizes = torch.randn(9, K), torch.randn(E, N, K), torch.tensor([3, 0, 1, 2])
     call = kernels.ActivationCall(None, keep_preact=True, tail_unspecified=tail_unspecified)
-    kernels.grouped_linear_activation(x, weight, sizes, activation("silu"), kernels.NO_TERMS, call)
+    kernels.grouped_linear_activation(x, weight, sizes, ActivationSpec("silu"), kernels.NO_TERMS, call)
 
     assert len(calls) == cleared
 

@@ -7,11 +7,13 @@ import torch
 from checks import transposition as checks
 from checks.transposition import bytes_of
 from emulation import build, harness
+from torch import Tensor
 
 from fusible import config
 from fusible.fuser.contract import tracing
 from fusible.ops.kernels.doors.transposition import transpose_bytes
 from fusible.ops.kernels.hopper import transpose
+from fusible.ops.kernels.problems.transposition import ByteTransposition
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
@@ -42,6 +44,9 @@ def test_the_door_runs_the_kernel(shape: tuple[int, int, int]) -> None:
 
 
 def test_what_is_refused() -> None:
-    assert transpose.refusal(bytes_of(2, 16, 32)) is None
-    assert "elements of 8 bits, not torch.bfloat16" in str(transpose.refusal(torch.ones(2, 16, 16).bfloat16()))
-    assert "dense matrices, got strides" in str(transpose.refusal(bytes_of(2, 16, 32)[:, :, ::2]))
+    def refusal(data: Tensor) -> str | None:
+        return transpose.refusal(ByteTransposition(data, data))
+
+    assert refusal(bytes_of(2, 16, 32)) is None
+    assert "elements of 8 bits, not torch.bfloat16" in str(refusal(torch.ones(2, 16, 16).bfloat16()))
+    assert "dense matrices, got strides" in str(refusal(bytes_of(2, 16, 32)[:, :, ::2]))

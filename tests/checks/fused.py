@@ -35,11 +35,11 @@ from fusible.ops.kernels.problems.rows import ActivationKernels
 from fusible.ops.kernels.pytorch import activation as pointwise
 from fusible.ops.kernels.triton import gemm as triton
 from fusible.ops.programs.halves import join, split
-from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved
+from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 
 NAMES = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid")
 SPECS = {
-    **{name: activation(name) for name in NAMES},
+    **{name: ActivationSpec(name) for name in NAMES},
     **{f"{name} glu": gated(name, None, 1.0, 0.0, "concat") for name in NAMES},
     "clamped": gated("silu", 0.7, 1.702, 1.0, "concat"),
     "gpt-oss": gated("silu", 0.7, 1.702, 1.0, interleaved(1)),

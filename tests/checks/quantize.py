@@ -23,7 +23,7 @@ from fusible.ops.kernels.problems.quantized import (
     QuantizeRows,
     QuantizeWeight,
 )
-from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved
+from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 
 from .functions import ACTS_OF_COLUMNS, Act, op_of_columns
 
@@ -45,8 +45,8 @@ WEIGHTS: list[dict[str, Any]] = [
 ]
 SPECS: dict[str, ActivationSpec] = {
     "silu glu": gated("silu", None, 1.0, 0.0, "concat"),
-    "sigmoid": activation("sigmoid"),  # not 0 of 0, which rows that do not exist must be
-    "gelu_tanh": activation("gelu_tanh"),
+    "sigmoid": ActivationSpec("sigmoid"),  # not 0 of 0, which rows that do not exist must be
+    "gelu_tanh": ActivationSpec("gelu_tanh"),
     "relu2 glu": gated("relu2", None, 1.0, 0.0, "concat"),
     "limited": gated("silu", 1.5, 1.702, 1.0, "concat"),
     "blocks of 1": gated("silu", 7.0, 1.702, 1.0, interleaved(1)),

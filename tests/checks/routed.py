@@ -9,10 +9,10 @@ from torch import Tensor
 
 from fusible.ops.kernels.doors.inference import Experts
 from fusible.ops.kernels.pytorch import activation as pointwise
-from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved
+from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 
 GPT_OSS = gated("silu", 7.0, 1.702, 1.0, interleaved(1))
-SPECS = {"silu glu": gated("silu", None, 1.0, 0.0, "concat"), "gpt-oss": GPT_OSS, "relu2": activation("relu2")}
+SPECS = {"silu glu": gated("silu", None, 1.0, 0.0, "concat"), "gpt-oss": GPT_OSS, "relu2": ActivationSpec("relu2")}
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from fusible import check_device_errors
 from fusible.ops.kernels.hopper import rows
 from fusible.ops.kernels.problems.gemm import ActivationGrads
 from fusible.ops.kernels.pytorch import activation as pointwise
-from fusible.ops.values.activation_spec import ActivationSpec, activation, gated, interleaved
+from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 
 T = 37
 STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
 NAMES = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "sigmoid")
 SPECS = {
-    **{name: activation(name) for name in NAMES},
+    **{name: ActivationSpec(name) for name in NAMES},
     **{f"{name} glu": gated(name, None, 1.0, 0.0, "concat") for name in NAMES},
     "gpt-oss": gated("silu", 1.5, 1.702, 1.0, interleaved(1)),
     "blocks of 32": gated("silu", None, 1.0, 0.0, interleaved(32)),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fusible.ops.kernels.hopper import transpose
+from fusible.ops.kernels.problems.transposition import ByteTransposition
 
 from .quantize import assert_untouched, poisoned
 
@@ -46,5 +47,6 @@ def check_transpose(device: str, groups: int, rows: int, columns: int, offset: i
 def transposed_into(out: Tensor, data: Tensor) -> None:
     """By the kernel, of e4m3."""
     data, out = data.view(torch.float8_e4m3fn), out.view(torch.float8_e4m3fn)
-    assert transpose.refusal(data) is None, transpose.refusal(data)
-    transpose.run(data, out)
+    problem = ByteTransposition(data, out)
+    assert transpose.refusal(problem) is None, transpose.refusal(problem)
+    transpose.run(problem)

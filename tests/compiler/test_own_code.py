@@ -27,7 +27,7 @@ from fusible import (
 )
 from fusible.fuser import Grads, replay
 from fusible.fuser.replay.capture import Capture
-from fusible.ops.values.activation_spec import activation
+from fusible.ops.values.activation_spec import ActivationSpec
 
 E, K, F, SIZES = 3, 4, 6, [2, 0, 3]
 FUSIONS = {"GroupedMLP", "GroupedLinearGLU", "GLUScale"}
@@ -128,7 +128,7 @@ def test_decisions_see_edited_attributes() -> None:
     model, x = Sequential(Linear(K, K), Activation("relu")), torch.randn(5, K)
     with torch.no_grad():
         model(x)
-        model[1].spec = activation("silu")
+        model[1].spec = ActivationSpec("silu")
         y = model(x)
 
         assert steps(model) == ["Linear", "Activation"]

@@ -29,7 +29,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {};
   std::strcpy(properties->name, "emulated H200");
-  properties->major = 9, properties->multiProcessorCount = emulation::kMultiprocessors, properties->l2CacheSize = 50 << 20;
+  properties->major = 9, properties->multiProcessorCount = emulation::kMultiprocessors;
   return cudaSuccess;
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* status) {

@@ -68,7 +68,7 @@ def choose_experts(
     """:func:`choose`, by our own kernel."""
     out = _new_choice(logits, rule)
     p = Choosing(logits, rule, bias, valid, fixed_ids, out)
-    return out if _is_solved(p) else pytorch.forward(p)
+    return out if dispatch.is_solved(p) else pytorch.forward(p)
 
 
 def _new_gradient(logits: Tensor) -> Tensor:
@@ -87,15 +87,7 @@ def choose_experts_backward(
     """:func:`choose_backward`, by our own kernel."""
     out = _new_gradient(logits)
     p = ChoosingBackward(logits, rule, ids, d_weights, d_sums, d_squares, out)
-    return out if _is_solved(p) else pytorch.backward(p)
-
-
-def _is_solved(p: Choosing | ChoosingBackward) -> bool:
-    """Solves it, or tells a trace of it; False where PyTorch's operations do instead."""
-    choice = dispatch.choose(p, trace.active())
-    if not choice.is_fallback:
-        dispatch.solve(p, choice)
-    return not choice.is_fallback
+    return out if dispatch.is_solved(p) else pytorch.backward(p)
 
 
 def _refusal(p: Choosing | ChoosingBackward) -> str | None:

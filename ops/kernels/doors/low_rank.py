@@ -106,8 +106,7 @@ def one_pass(
     p = LowRankPass(layout, x, split_sizes, slot_of_row, top_k, *wanted, out)
     choice = dispatch.choose(p, trace.active())
     if choice.is_fallback:  # on another device than it was traced on, or under other switches
-        rows = x if slot_of_row is None else x.index_select(0, slot_of_row // top_k)
-        return _by_products(rows, layout, split_sizes, factor, low, gradient_dtype, want_rows)
+        return _by_products(p.gathered(), layout, split_sizes, factor, low, gradient_dtype, want_rows)
     dispatch.solve(p, choice)
     return out
 

@@ -108,21 +108,27 @@ class BackwardCopies(NamedTuple):
 
 
 def new_copies(
-    x: Tensor, split_sizes: Tensor, want_rows: bool, want_columns: bool, slot_of_row: Tensor | None
+    x: Tensor,
+    split_sizes: Tensor,
+    want_rows: bool,
+    want_columns: bool,
+    slot_of_row: Tensor | None = None,
+    columns: int | None = None,
+    has_whole_rows: bool = False,
 ) -> RowCopies:
-    """Memory for the wanted copies of rows like ``x``, or of as many as there are slots."""
-    rows = x.shape[0] if slot_of_row is None else slot_of_row.shape[0]
-    return _new_copies(x, rows, x.shape[1], split_sizes, want_rows, want_columns)
+    """Memory for the wanted copies of rows like ``x``, or of as many as there are slots.
 
-
-def _new_copies(
-    x: Tensor, rows: int, columns: int, split_sizes: Tensor, want_rows: bool, want_columns: bool
-) -> RowCopies:
+    Args:
+        columns: of a row, if not those of ``x``.
+        has_whole_rows: a scale is of a whole row, not of a block of it.
+    """
+    rows, columns = x.shape[0] if slot_of_row is None else slot_of_row.shape[0], columns or x.shape[1]
     number = rows // BLOCK + split_sizes.shape[0]
     by_row: tuple[Tensor | None, ...] = (None, None)
     by_column: tuple[Tensor | None, ...] = (None, None)
     if want_rows:
-        scales = x.new_empty((ceil_blocks(columns), (rows + 3) // 4 * 4), dtype=torch.float32)
+        shape = (rows,) if has_whole_rows else (ceil_blocks(columns), (rows + 3) // 4 * 4)
+        scales = x.new_empty(shape, dtype=torch.float32)
         by_row = x.new_empty((rows, columns), dtype=E4M3), scales
     if want_columns:
         scales = x.new_empty((number, columns), dtype=torch.float32)
@@ -145,7 +151,7 @@ def new_activation_copies(
 ) -> RowCopies:
     """Memory for the wanted copies of an activation."""
     columns = activation.out_features(preact.shape[1])
-    return _new_copies(preact, preact.shape[0], columns, split_sizes, want_rows, want_columns)
+    return new_copies(preact, split_sizes, want_rows, want_columns, columns=columns)
 
 
 def new_backward_copies(
@@ -158,8 +164,8 @@ def new_backward_copies(
     want_vectors: bool = False,
 ) -> BackwardCopies:
     """Memory for what is wanted of a backward through an activation."""
-    dpreact = _new_copies(preact, preact.shape[0], preact.shape[1], split_sizes, wanted.want_rows, wanted.want_columns)
-    postact = _new_copies(dpostact, dpostact.shape[0], dpostact.shape[1], split_sizes, False, wanted.want_postact)
+    dpreact = new_copies(preact, split_sizes, wanted.want_rows, wanted.want_columns)
+    postact = new_copies(dpostact, split_sizes, False, wanted.want_postact)
     dscales = scales.new_empty((preact.shape[0],)) if wanted.want_scales and scales is not None else None
     return BackwardCopies(*dpreact, *postact[2:], dscales, like_operands(vectors) if want_vectors else None)
 

@@ -5,30 +5,18 @@ Their copies have one scale for each row, the same in all rows of a group where 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from ...formats.copies import BLOCK, Scaling
+from ...formats.copies import Scaling
 from ..operators.custom_ops import kernel
 from ..problems.gemm import Matrices, first
 from ..problems.quantized import QuantizeRows, QuantizeWeight, RowWeight
-from .quantized import E4M3, RowCopies, quantize
+from .quantized import E4M3, RowCopies, new_copies, quantize
 
-
-def new_whole_rows(
-    x: Tensor, split_sizes: Tensor, want_rows: bool, want_columns: bool, slot_of_row: Tensor | None
-) -> RowCopies:
-    """Memory for the wanted copies of rows like ``x``, or of as many as there are slots."""
-    rows, features = x.shape[0] if slot_of_row is None else slot_of_row.shape[0], x.shape[1]
-    blocks = rows // BLOCK + split_sizes.shape[0]
-    by_row: tuple[Tensor | None, ...] = (None, None)
-    by_column: tuple[Tensor | None, ...] = (None, None)
-    if want_rows:
-        by_row = x.new_empty((rows, features), dtype=E4M3), x.new_empty((rows,), dtype=torch.float32)
-    if want_columns:
-        scales = x.new_empty((blocks, features), dtype=torch.float32)
-        by_column = x.new_empty((blocks, features, BLOCK), dtype=E4M3), scales
-    return RowCopies(*by_row, *by_column)
+new_whole_rows = partial(new_copies, has_whole_rows=True)
 
 
 def new_whole_weight(weight: Matrices, both: bool) -> RowWeight:

@@ -137,7 +137,7 @@ def spread_rows(x: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, fill:
     """:func:`permute`, by indices that our own kernels made."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = _new_rows(x, row_of_slot)
-    if _is_solved(SpreadRows(x, row_of_slot, tokens_per_expert, out, fill)):
+    if dispatch.is_solved(SpreadRows(x, row_of_slot, tokens_per_expert, out, fill)):
         return out
     return permute(x, _routing_of_torch(row_of_slot, tokens_per_expert))
 
@@ -160,17 +160,9 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor) -> Te
     """:func:`unpermute`, by indices that our own kernels made."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     out = _new_sums(rows, row_of_slot)
-    if _is_solved(SumRows(rows, row_of_slot, tokens_per_expert, out)):
+    if dispatch.is_solved(SumRows(rows, row_of_slot, tokens_per_expert, out)):
         return out
     return unpermute(rows, _routing_of_torch(row_of_slot, tokens_per_expert))
-
-
-def _is_solved(problem: SpreadRows | SumRows | GatherSlots) -> bool:
-    """Solves it, or tells a trace of it; False where PyTorch's kernels do instead."""
-    choice = dispatch.choose(problem, trace.active())
-    if not choice.is_fallback:
-        dispatch.solve(problem, choice)
-    return not choice.is_fallback
 
 
 def _routing_of_torch(row_of_slot: Tensor, tokens_per_expert: Tensor) -> Routing:
@@ -195,7 +187,7 @@ def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
     kinds_fit = numbers.dtype == torch.float32 and dtype in TYPE_CODES
     if routing.is_native and kinds_fit and not _is_traced(numbers):
         out = torch.empty_like(routing.row_of_slot, dtype=dtype)
-        if _is_solved(GatherSlots(numbers, routing.row_of_slot, routing.tokens_per_expert, out)):
+        if dispatch.is_solved(GatherSlots(numbers, routing.row_of_slot, routing.tokens_per_expert, out)):
             return out
     gathered = numbers.index_select(0, routing.row_of_slot.view(-1)).view_as(routing.row_of_slot)
     slots = torch.where(routing.row_of_slot < routing.num_rows, gathered, 0).to(dtype)

@@ -14,7 +14,6 @@ from ..problems.interface import GemmImplementation, Implementation, Implementat
 from ..problems.quantized import PackedGemm
 from ..problems.routing import GatherSlots, OrderSlots, Permuting, SlotOrder, SpreadRows, SumRows
 from ..problems.rows import Activating, FunctionOfRows, PointwisePass, RowPass
-from ..problems.transposition import ByteTransposition
 from . import (
     choice,
     epilogue,
@@ -86,14 +85,6 @@ def _permute(p: Permuting) -> None:
             permute.of_slots(p.source, p.ids, p.tokens_per_expert, p.out)
 
 
-def _transpose(p: ByteTransposition) -> None:
-    transpose.run(p.data, p.out)
-
-
-def _transposition_refusal(p: ByteTransposition) -> str | None:
-    return transpose.refusal(p.data)
-
-
 def _packed_refusal(p: PackedGemm) -> str | None:
     if p.rows > FEW_ROWS * p.groups:
         return f"{p.rows} rows of {p.groups} groups are not few: more than {FEW_ROWS} of each, on average"
@@ -134,7 +125,7 @@ KERNELS: Implementations = (
     (kinds.FUNCTION, _of(NAME, function_by(pointwise), _function_refusal)),
     (kinds.POINTWISE, _of(f"{NAME} (pointwise)", solving(pointwise), _pointwise_refusal)),
     (kinds.ROW_PASS, _of(lambda p: f"{NAME} ({p.PASS})", solving(rows), _groups_refusal)),
-    (kinds.TRANSPOSITION, _of(f"{NAME} (transpose)", _transpose, _transposition_refusal)),
+    (kinds.TRANSPOSITION, _of(f"{NAME} (transpose)", transpose.run, transpose.refusal)),
     (kinds.PERMUTATION, _of(lambda p: f"{permute.NAME} ({p.PASS})", _permute, _permutation_refusal, KEY)),
     (kinds.CHOICE, _CHOICE),
     (kinds.GATE, _GATE),

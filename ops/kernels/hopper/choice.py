@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from ..problems.choice import SCORES, ChoiceRule, Choosing, ChoosingBackward, Chosen
 
 NAME = "fusible"
@@ -18,9 +18,7 @@ MAX_TOKENS = 2**25
 def refusal(p: Choosing | ChoosingBackward) -> str | None:
     """Why the kernels do not take the problem; None: they do."""
     (tokens, experts), rule = p.logits.shape, p.rule
-    if not p.logits.is_cuda:
-        return f"needs a CUDA device, got {p.logits.device.type}"
-    if (why := device_refusal(p.logits.get_device())) is not None:
+    if (why := hardware_refusal(p.logits)) is not None:
         return why
     if p.logits.dtype not in TYPE_CODES:
         return f"needs logits of 16 or 32 bits, got {p.logits.dtype}"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...formats.copies import PackedFormat
 from ...formats.nvfp4 import NV_BLOCK
-from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from ..problems.fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 from ..problems.gemm import addresses, first
 from .quantize import (
@@ -30,10 +30,7 @@ _FORMAT_CODES = {PackedFormat.MXFP8: 0, PackedFormat.NVFP4: 1}
 
 def refusal(problem: FakeQuantizing) -> str | None:
     """Why the kernels do not take this; None: they do."""
-    tensor = problem.tensor
-    if not tensor.is_cuda:
-        return f"needs a CUDA device, got {tensor.device.type}"
-    if (why := device_refusal(tensor.get_device())) is not None:
+    if (why := hardware_refusal(problem.tensor)) is not None:
         return why
     if problem.format not in _FORMAT_CODES:
         return f"rounds to {' or '.join(f.value for f in _FORMAT_CODES)}, not {problem.format.value}"

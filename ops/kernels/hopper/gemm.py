@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..architecture import assumed
-from ..extension import TYPE_CODES, address, compiled, device_refusal, workspace_bytes
+from ..extension import TYPE_CODES, address, compiled, hardware_refusal, workspace_bytes
 from ..problems.gemm import Activate, GroupedGemm, Layout, Matrices, RowSlots, addresses, factor_refusal, first
 from . import epilogue
 from .operands import (
@@ -41,7 +41,8 @@ def refusal(problem: GroupedGemm) -> str | None:
         return f"needs features that are multiples of 8, got {a.shape[-1]} and {out.shape[-1]}"
     if p.split_sizes.dtype not in (torch.int32, torch.int64) or not p.split_sizes.is_contiguous():
         return "needs contiguous int32 or int64 split sizes"
-    return _factor_refusal(p) or _alignment_refusal(p)
+    why = _factor_refusal(p) or layout_refusal(a=p.a, b=p.b, out=p.out)
+    return why or vectors_refusal(a.device, bias=p.bias, bias_scale=p.bias_scale, row_scale=p.row_scale)
 
 
 def second_refusal(problem: GroupedGemm) -> str | None:
@@ -62,9 +63,7 @@ def second_refusal(problem: GroupedGemm) -> str | None:
 
 def operands_refusal(a: Tensor, b: Tensor, out: Tensor, groups: int) -> str | None:
     """Why no kernel multiplies on this device, from and to these dtypes, or as many groups; None: some do."""
-    if not a.is_cuda:
-        return f"needs a CUDA device, got {a.device.type}"
-    if (why := device_refusal(a.get_device())) is not None:
+    if (why := hardware_refusal(a)) is not None:
         return why
     if a.dtype not in (torch.bfloat16, torch.float16) or b.dtype != a.dtype:
         return f"needs bfloat16 or float16 operands, got {a.dtype} and {b.dtype}"
@@ -201,20 +200,25 @@ def _factor_refusal(p: GroupedGemm) -> str | None:
     return None
 
 
-def _alignment_refusal(p: GroupedGemm) -> str | None:
+def layout_refusal(**operands: Matrices) -> str | None:
     """Rows must be dense and begin at multiples of 16 bytes; the matrices of several groups have the same strides."""
-    for name, matrices in (("a", p.a), ("b", p.b), ("out", p.out)):
+    for name, matrices in operands.items():
         tensor = first(matrices)
         strides, step = tensor.stride(), 16 // tensor.element_size()
         if strides[-1] != 1 or any(stride % step for stride in strides[:-1]) or reduce(or_, addresses(matrices)) % 16:
             return f"needs rows of {name} that are dense and aligned to 16 bytes, got strides {list(strides)}"
         if not isinstance(matrices, Tensor) and any(matrix.stride() != strides for matrix in matrices):
             return f"needs matrices of {name} with the same strides"
-    for name, vectors in (("bias", p.bias), ("bias_scale", p.bias_scale), ("row_scale", p.row_scale)):
+    return None
+
+
+def vectors_refusal(device: torch.device, **factors: Matrices | None) -> str | None:
+    """Biases and factors must be dense, and on this device."""
+    for name, vectors in factors.items():
         if vectors is not None and any(vector.stride(-1) != 1 for vector in _listed(vectors)):
             return f"needs a dense {name}"
-        if vectors is not None and first(vectors).device != p.a.device:
-            return f"needs a {name} on {p.a.device}, got {first(vectors).device}"
+        if vectors is not None and first(vectors).device != device:
+            return f"needs a {name} on {device}, got {first(vectors).device}"
     return None
 
 

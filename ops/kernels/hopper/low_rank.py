@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from ..problems.gemm import Layout, addresses
 from ..problems.low_rank import LowRankPass
 from .gemm import MAX_GROUPS, MAX_ROWS
@@ -16,16 +16,14 @@ MAX_RANK = 64
 def refusal(p: LowRankPass) -> str | None:
     """Why the kernel does not take the pass; None: it does."""
     x, sizes = p.x, p.split_sizes
-    if not x.is_cuda:
-        return f"needs a CUDA device, got {x.device.type}"
-    if (why := device_refusal(x.get_device())) is not None:
+    if (why := hardware_refusal(x)) is not None:
         return why
     if x.dtype not in (torch.bfloat16, torch.float16):
         return f"needs bfloat16 or float16 rows, got {x.dtype}"
     if p.rank % 8 or not 8 <= p.rank <= MAX_RANK:
         return f"takes ranks that are multiples of 8, up to {MAX_RANK}, got {p.rank}"
-    if not 1 <= sizes.shape[0] <= MAX_GROUPS or p.num_rows > MAX_ROWS:
-        return f"takes 1 to {MAX_GROUPS} groups and at most {MAX_ROWS} rows, got {sizes.shape[0]} and {p.num_rows}"
+    if not 1 <= sizes.shape[0] <= MAX_GROUPS or p.tokens > MAX_ROWS:
+        return f"takes 1 to {MAX_GROUPS} groups and at most {MAX_ROWS} rows, got {sizes.shape[0]} and {p.tokens}"
     if sizes.dtype not in (torch.int32, torch.int64) or not sizes.is_contiguous():
         return "needs contiguous int32 or int64 split sizes"
     if p.slot_of_row is not None and p.slot_of_row.dtype != torch.int32:
@@ -54,7 +52,7 @@ def _alignment_refusal(p: LowRankPass) -> str | None:
 
 def run(p: LowRankPass) -> None:
     """Computes what ``p.out`` holds tensors for."""
-    device, (rows, columns) = p.x.get_device(), (p.num_rows, p.x.shape[1])
+    device, (rows, columns) = p.x.get_device(), (p.tokens, p.x.shape[1])
     size = compiled().low_rank_workspace(
         tokens=rows, columns=columns, rank=p.rank, gradient=p.out.gradient is not None, device=device
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...formats.copies import PackedFormat
-from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from ..problems.gemm import addresses
 from ..problems.quantized import PackedGemm
 from .gemm import MAX_GROUPS, MAX_ROWS
@@ -19,9 +19,7 @@ _VALUES_OF_16_BYTES = {PackedFormat.MXFP8: 16, PackedFormat.NVFP4: 32, PackedFor
 
 def refusal(p: PackedGemm) -> str | None:
     """Why the problem cannot be run here; None: it can."""
-    if not p.a.is_cuda:
-        return f"{NAME} needs a CUDA device, got {p.a.device.type}"
-    if (why := device_refusal(p.a.get_device())) is not None:
+    if (why := hardware_refusal(p.a)) is not None:
         return f"{NAME} {why}"
     return _shape_refusal(p) or _layout_refusal(p)
 

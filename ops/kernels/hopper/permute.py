@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from .gemm import MAX_GROUPS
 from .rows import scale_arguments
 
@@ -15,9 +15,7 @@ MAX_SLOTS = 2**30 - 1
 
 def refusal(ids: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
     """Why the kernels do not take these ids and rows of this dtype; None: they do."""
-    if not ids.is_cuda:
-        return f"needs a CUDA device, got {ids.device.type}"
-    if (why := device_refusal(ids.get_device())) is not None:
+    if (why := hardware_refusal(ids)) is not None:
         return why
     if ids.dtype not in (torch.int32, torch.int64):
         return f"needs int32 or int64 ids, got {ids.dtype}"
@@ -26,11 +24,6 @@ def refusal(ids: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
     if not 1 <= num_experts <= MAX_GROUPS or ids.numel() > MAX_SLOTS:
         return f"takes 1 to {MAX_GROUPS} experts and fewer than 2^30 rows, got {num_experts} and {ids.numel()}"
     return None
-
-
-def takes_weights(dtype: torch.dtype) -> bool:
-    """Whether the kernels read and write numbers of slots in this dtype; 64-bit ones stay with PyTorch."""
-    return dtype in TYPE_CODES
 
 
 def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:

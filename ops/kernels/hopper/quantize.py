@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...formats.copies import BLOCK, Columns, Rows, Scaling, ceil_blocks
-from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from ..problems.gemm import Matrices, addresses, first
 from ..problems.quantized import (
     PermuteQuantizedRows,
@@ -40,12 +40,7 @@ _SCALING_CODES = {Scaling.BLOCKS: 0, Scaling.ROWS: 1, Scaling.GROUPS: 2}
 
 def refusal(problem: Quantizing) -> str | None:
     """Why the kernels do not quantise this; None: they do."""
-    tensor = problem.tensor
-    if not tensor.is_cuda:
-        return f"needs a CUDA device, got {tensor.device.type}"
-    if (why := device_refusal(tensor.get_device())) is not None:
-        return why
-    return _refusal(problem)
+    return hardware_refusal(problem.tensor) or _refusal(problem)
 
 
 @singledispatch

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...programs.activations import CURVES
 from ...values.activation_spec import ActivationSpec
-from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from ..problems.gemm import ActivationGrads, Matrices, stacked
 
 NAME = "activation"
@@ -24,7 +24,7 @@ _CURVES = {name: code for code, name in enumerate(CURVES)}
 
 def activation_refusal(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> str | None:
     """Why the kernels do not compute the activation of ``preact`` with ``rows`` beside it; None: they do."""
-    if (why := _device_refusal(preact)) is not None:
+    if (why := hardware_refusal(preact)) is not None:
         return why
     dtype = preact.dtype
     if dtype not in TYPE_CODES or not preact.is_contiguous():
@@ -39,7 +39,7 @@ def activation_refusal(preact: Tensor, scales: Tensor | None, *rows: Tensor | No
 
 def groups_refusal(tokens: Tensor, split_sizes: Tensor | None, out: Tensor) -> str | None:
     """Why the kernels that know groups do not take these rows [T, N], of any pitch; None: they do."""
-    if (why := _device_refusal(tokens)) is not None:
+    if (why := hardware_refusal(tokens)) is not None:
         return why
     if tokens.stride(-1) != 1 and tokens.shape[-1] != 1:
         return f"needs dense rows, got strides {list(tokens.stride())}"
@@ -49,10 +49,6 @@ def groups_refusal(tokens: Tensor, split_sizes: Tensor | None, out: Tensor) -> s
     if tokens.dtype not in TYPE_CODES or out.dtype not in TYPE_CODES:
         return f"needs rows of 16 or 32 bits, got {tokens.dtype} and {out.dtype}"
     return None
-
-
-def _device_refusal(rows: Tensor) -> str | None:
-    return device_refusal(rows.get_device()) if rows.is_cuda else f"needs a CUDA device, got {rows.device.type}"
 
 
 def forward(preact: Tensor, spec: ActivationSpec, scales: Tensor | None, out: Tensor) -> None:

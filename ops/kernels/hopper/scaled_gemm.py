@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ...formats.copies import BLOCK, ceil_blocks
-from ..extension import TYPE_CODES, address, compiled, device_refusal, stream, workspace_bytes
-from ..problems.gemm import Matrices, addresses, first
+from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream, workspace_bytes
+from ..problems.gemm import first
 from ..problems.quantized import Multiplying, ScaledGemm, ScaledWgrad
-from .gemm import MAX_GROUPS, MAX_ROWS
+from .gemm import MAX_GROUPS, MAX_ROWS, layout_refusal, vectors_refusal
 from .operands import addressing, as_float32, bias_fields
 
 NAME = "hopper"
@@ -22,7 +22,7 @@ def refusal(problem: Multiplying) -> str | None:
     if (why := _operands_refusal(problem)) is not None:
         return why
     why = _gemm_refusal(problem) if isinstance(problem, ScaledGemm) else _wgrad_refusal(problem)
-    return why or _layout_refusal("out", problem.out)
+    return why or layout_refusal(out=problem.out)
 
 
 def run(problem: Multiplying) -> None:
@@ -131,9 +131,7 @@ def new_workspace(p: Multiplying) -> Tensor:
 def _operands_refusal(p: Multiplying) -> str | None:
     """The reason against the operands and sizes of either kind of product, or None."""
     data, sizes = p.a.data, p.split_sizes
-    if not data.is_cuda:
-        return f"needs a CUDA device, got {data.device.type}"
-    if (why := device_refusal(data.get_device())) is not None:
+    if (why := hardware_refusal(data)) is not None:
         return why
     other = p.weight if isinstance(p, ScaledGemm) else p.b.data
     if data.dtype != torch.float8_e4m3fn or other.dtype != torch.float8_e4m3fn:
@@ -159,7 +157,9 @@ def _gemm_refusal(p: ScaledGemm) -> str | None:
         return why
     if p.bias is not None and first(p.bias).dtype not in TYPE_CODES:
         return f"needs a bias of 16 or 32 bits, got {first(p.bias).dtype}"
-    return _layout_refusal("a", p.a.data) or _layout_refusal("the weight", p.weight) or _vectors_refusal(p)
+    factors = {"bias": p.bias, "bias_scale": p.bias_scale, "row_scale": p.row_scale, "alpha": p.alpha}
+    why = layout_refusal(**{"a": p.a.data, "the weight": p.weight})
+    return why or vectors_refusal(p.a.data.device, **factors)
 
 
 def _scales_refusal(p: ScaledGemm) -> str | None:
@@ -191,28 +191,4 @@ def _wgrad_refusal(p: ScaledWgrad) -> str | None:
             return f"needs contiguous blocks of {name} and float32 scales"
         if data.shape[0] < p.rows // BLOCK + p.groups:
             return f"needs {p.rows // BLOCK + p.groups} blocks of {name}, got {data.shape[0]}"
-    return None
-
-
-def _layout_refusal(name: str, matrices: Matrices) -> str | None:
-    """Rows must be dense and begin at multiples of 16 bytes."""
-    tensor, step = first(matrices), 16 // first(matrices).element_size()
-    strides = tensor.stride()
-    if strides[-1] != 1 or any(stride % step for stride in strides[:-1]) or any(at % 16 for at in addresses(matrices)):
-        return f"needs rows of {name} that are dense and aligned to 16 bytes, got strides {list(strides)}"
-    if not isinstance(matrices, Tensor) and any(matrix.stride() != strides for matrix in matrices):
-        return f"needs matrices of {name} with the same strides"
-    return None
-
-
-def _vectors_refusal(p: ScaledGemm) -> str | None:
-    for name, vectors in (
-        ("bias", p.bias),
-        ("bias_scale", p.bias_scale),
-        ("row_scale", p.row_scale),
-        ("alpha", p.alpha),
-    ):
-        listed = () if vectors is None else (vectors,) if isinstance(vectors, Tensor) else vectors
-        if any(vector.stride(-1) != 1 for vector in listed):
-            return f"needs a dense {name}"
     return None

@@ -5,18 +5,16 @@ It writes memory that the door has just allocated and no one else has seen, so i
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from ..extension import compiled, device_refusal, stream
+from ..extension import compiled, hardware_refusal, stream
+from ..problems.transposition import ByteTransposition
 
 NAME = "hopper"
 
 
-def refusal(data: Tensor) -> str | None:
+def refusal(p: ByteTransposition) -> str | None:
     """Why the kernel does not transpose matrices [E, N, K]; None: it does, whatever their sizes."""
-    if not data.is_cuda:
-        return f"needs a CUDA device, got {data.device.type}"
-    if (why := device_refusal(data.get_device())) is not None:
+    data = p.data
+    if (why := hardware_refusal(data)) is not None:
         return why
     if data.element_size() != 1:
         return f"transposes elements of 8 bits, not {data.dtype}"
@@ -25,15 +23,15 @@ def refusal(data: Tensor) -> str | None:
     return None
 
 
-def run(data: Tensor, out: Tensor) -> None:
+def run(p: ByteTransposition) -> None:
     """One launch on the current stream: ``out[e, k, n] = data[e, n, k]``."""
-    device, (groups, rows, columns) = data.get_device(), data.shape
+    device, (groups, rows, columns) = p.data.get_device(), p.data.shape
     compiled().transpose_bytes(
         device=device,
         stream=stream(device),
         groups=groups,
         rows=rows,
         columns=columns,
-        source=data.data_ptr(),
-        out=out.data_ptr(),
+        source=p.data.data_ptr(),
+        out=p.out.data_ptr(),
     )

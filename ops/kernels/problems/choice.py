@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple, final
 
 from torch import Tensor
 
-from .gemm import nbytes
+from .gemm import Counted
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
@@ -64,7 +64,7 @@ class Chosen(NamedTuple):
 
 @final
 @dataclass(slots=True)
-class Choosing:
+class Choosing(Counted):
     """T tokens choose experts.
 
     Attributes:
@@ -83,15 +83,10 @@ class Choosing:
     fixed_ids: Tensor | None
     out: Chosen | None = None
 
-    @property
-    def bytes(self) -> int:
-        """The bytes that are read, and those of the results where they exist."""
-        return nbytes(self.logits, self.bias, self.valid, self.fixed_ids, *(self.out or ()))
-
 
 @final
 @dataclass(slots=True)
-class ChoosingBackward:
+class ChoosingBackward(Counted):
     """The gradient of the logits.
 
     Attributes:
@@ -110,8 +105,3 @@ class ChoosingBackward:
     d_sums: Tensor | None
     d_squares: Tensor | None
     out: Tensor | None = None
-
-    @property
-    def bytes(self) -> int:
-        """The bytes that are read, and those of the results where they exist."""
-        return nbytes(self.logits, self.ids, self.d_weights, self.d_sums, self.d_squares, self.out)

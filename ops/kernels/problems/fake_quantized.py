@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...formats.copies import PackedFormat
-from .gemm import Matrices, first, nbytes
+from .gemm import Matrices, SourceRows, first, nbytes
 
 
 @dataclass(slots=True)
-class FakeQuantizeRows:
+class FakeQuantizeRows(SourceRows):
     """The values of the copies of rows of tokens, sorted by group.
 
     Attributes:
@@ -40,16 +40,6 @@ class FakeQuantizeRows:
     seed: Tensor | None = None
     slot_of_row: Tensor | None = None
     top_k: int = 1
-
-    @property
-    def tensor(self) -> Tensor:
-        """One that it reads, to ask for dtype and device."""
-        return self.x
-
-    @property
-    def tokens(self) -> int:
-        """How many rows there are: of experts, or T."""
-        return self.x.shape[0] if self.slot_of_row is None else self.slot_of_row.shape[0]
 
     @property
     def bytes(self) -> int:

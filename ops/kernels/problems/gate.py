@@ -7,12 +7,12 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from .gemm import Layout, nbytes
+from .gemm import Counted, Layout
 
 
 @final
 @dataclass(slots=True)
-class GateProduct:
+class GateProduct(Counted):
     """A product whose result is float32: few but important numbers.
 
     Attributes:
@@ -41,8 +41,3 @@ class GateProduct:
     def flops(self) -> int:
         """The operations of one product, however many passes make it."""
         return 2 * self.a.numel() * self.shape[1]
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of the operands and of the result."""
-        return nbytes(self.a, self.b, self.bias, self.out)

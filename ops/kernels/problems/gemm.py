@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, NamedTuple, final
 
@@ -351,6 +351,44 @@ def nbytes(*tensors: Matrices | Operands) -> int:
     """Bytes of all their elements; None has none."""
     present = [t for each in tensors if each is not None for t in ([each] if isinstance(each, Tensor) else each)]
     return sum(m.numel() * m.element_size() for m in present if m is not None)
+
+
+class Counted:
+    """A problem of which each tensor is read or written once; what says where rows are does not count."""
+
+    __slots__ = ()
+
+    @property
+    def bytes(self) -> int:
+        """Every operand read once, the result written once."""
+        values = [getattr(self, f.name) for f in fields(self) if f.name not in _OF_GROUPS]  # type: ignore[arg-type]
+        return nbytes(*[value for value in values if isinstance(value, Tensor | tuple | list)])
+
+
+_OF_GROUPS = ("split_sizes", "tokens_per_expert")
+
+
+class SourceRows:
+    """Rows of tokens ``x``: row r is that of the token ``slot_of_row[r] // top_k``; None: row r is ``x[r]``."""
+
+    __slots__ = ()
+    x: Tensor
+    slot_of_row: Tensor | None
+    top_k: int
+
+    @property
+    def tensor(self) -> Tensor:
+        """One that it reads, to ask for dtype and device."""
+        return self.x
+
+    @property
+    def tokens(self) -> int:
+        """How many rows there are: as many as slots, or T."""
+        return (self.x if self.slot_of_row is None else self.slot_of_row).shape[0]
+
+    def gathered(self) -> Tensor:
+        """The rows, from where their tokens lie."""
+        return self.x if self.slot_of_row is None else self.x.index_select(0, self.slot_of_row // self.top_k)
 
 
 class FunctionOperands(NamedTuple):

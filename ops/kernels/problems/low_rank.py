@@ -8,7 +8,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
-from .gemm import Layout, nbytes
+from .gemm import Counted, Layout, SourceRows
 
 
 class LowRank(NamedTuple):
@@ -32,7 +32,7 @@ def rank_of(layout: Layout, factor: Tensor) -> int:
 
 @final
 @dataclass(slots=True)
-class LowRankPass:
+class LowRankPass(SourceRows, Counted):
     """One pass over rows for all results of an adapter of rank R.
 
     Attributes:
@@ -79,14 +79,4 @@ class LowRankPass:
     def flops(self) -> int:
         """The operations of the products."""
         products = (self.factor is not None) + (self.low is not None)
-        return 2 * products * self.num_rows * self.x.shape[1] * self.rank
-
-    @property
-    def bytes(self) -> int:
-        """The bytes of operands and results, each once."""
-        return nbytes(self.x, self.slot_of_row, self.factor, self.low, *self.out)
-
-    @property
-    def num_rows(self) -> int:
-        """T, with the tail."""
-        return (self.x if self.slot_of_row is None else self.slot_of_row).shape[0]
+        return 2 * products * self.tokens * self.x.shape[1] * self.rank

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...formats.copies import Columns, PackedFormat, Rows, Scaling
 from ...values.activation_spec import ActivationSpec
-from .gemm import Matrices, Operands, first, nbytes
+from .gemm import Counted, Matrices, Operands, SourceRows, first, nbytes
 
 
 class QuantizedWeight(NamedTuple):
@@ -48,7 +48,7 @@ class RowWeight(NamedTuple):
 
 
 @dataclass(slots=True)
-class QuantizeRows:
+class QuantizeRows(SourceRows):
     """Quantises rows of tokens, sorted by group.
 
     Attributes:
@@ -73,16 +73,6 @@ class QuantizeRows:
     top_k: int = 1
     scaling: Scaling = Scaling.BLOCKS
     encode: Tensor | None = None
-
-    @property
-    def tokens(self) -> int:
-        """How many rows are quantised: R, or T."""
-        return self.x.shape[0] if self.slot_of_row is None else self.slot_of_row.shape[0]
-
-    @property
-    def tensor(self) -> Tensor:
-        """One that it reads, to ask for dtype and device."""
-        return self.x
 
     @property
     def bytes(self) -> int:
@@ -116,7 +106,7 @@ class QuantizeWeight:
 
     @property
     def tensor(self) -> Tensor:
-        """As of :class:`QuantizeRows`."""
+        """One that it reads, to ask for dtype and device."""
         return first(self.weight)
 
     @property
@@ -128,7 +118,7 @@ class QuantizeWeight:
 
 
 @dataclass(slots=True)
-class QuantizeActivation:
+class QuantizeActivation(Counted):
     """Quantises ``activation(preact) * scales``, which is rounded to the dtype of ``preact`` first.
 
     Attributes:
@@ -151,19 +141,15 @@ class QuantizeActivation:
 
     @property
     def tensor(self) -> Tensor:
-        """As of :class:`QuantizeRows`."""
+        """One that it reads, to ask for dtype and device."""
         return self.preact
-
-    @property
-    def bytes(self) -> int:
-        return nbytes(self.preact, self.scales, self.vectors) + copy_bytes(self.rows, self.columns)
 
     def __str__(self) -> str:
         return f"activation {'+'.join(copy_names(self.rows, self.columns))}"
 
 
 @dataclass(slots=True)
-class QuantizeActivationBackward:
+class QuantizeActivationBackward(Counted):
     """Quantises the gradient of ``preact``, and ``activation(preact) * scales`` computed again.
 
     Both are rounded to the dtype of ``preact`` first.
@@ -196,13 +182,8 @@ class QuantizeActivationBackward:
 
     @property
     def tensor(self) -> Tensor:
-        """As of :class:`QuantizeRows`."""
+        """One that it reads, to ask for dtype and device."""
         return self.preact
-
-    @property
-    def bytes(self) -> int:
-        read = nbytes(self.dpostact, self.preact, self.scales, self.dscales, self.vectors, self.dvectors)
-        return read + copy_bytes(self.rows, self.columns, self.postact_columns)
 
     def __str__(self) -> str:
         names = copy_names(self.rows, self.columns)
@@ -210,7 +191,7 @@ class QuantizeActivationBackward:
 
 
 @dataclass(slots=True)
-class PermuteQuantizedRows:
+class PermuteQuantizedRows(Counted):
     """Copies quantised rows of tokens, bytes and scales, to their rows of the experts.
 
     Attributes:
@@ -228,12 +209,8 @@ class PermuteQuantizedRows:
 
     @property
     def tensor(self) -> Tensor:
-        """As of :class:`QuantizeRows`."""
+        """One that it reads, to ask for dtype and device."""
         return self.source.data
-
-    @property
-    def bytes(self) -> int:
-        return nbytes(self.slot_of_row, self.row_of_slot) + copy_bytes(self.source, self.out)
 
     def __str__(self) -> str:
         return f"permute {' x '.join(map(str, self.row_of_slot.shape))} slots"
@@ -260,7 +237,7 @@ class _GroupedProduct:
 
 
 @dataclass(slots=True)
-class ScaledGemm(_GroupedProduct):
+class ScaledGemm(_GroupedProduct, Counted):
     """``out = row_scale * (alpha * A W^T + bias_scale * bias)``, by group: rows times quantised weights.
 
     The sum over blocks b of the depth is ``fma(a_scale[b] * w_scale[b], S_b, y)`` in float32 and increasing b, where
@@ -303,12 +280,6 @@ class ScaledGemm(_GroupedProduct):
     def mnk(self) -> tuple[int, int, int]:
         """Rows, columns and depth of the products, with T for the rows of all groups."""
         return self.rows, self.weight.shape[1], self.weight.shape[2]
-
-    @property
-    def bytes(self) -> int:
-        """Every operand read once, the result written once."""
-        read = nbytes(*self.a, self.weight, self.weight_scales, self.bias, self.bias_scale, self.row_scale, self.alpha)
-        return read + nbytes(self.out)
 
     def __str__(self) -> str:
         return f"NT {' x '.join(map(str, self.mnk))}{', fast accumulation' if self.fast_accumulation else ''}"
@@ -382,7 +353,7 @@ class ScaledWgrad(_GroupedProduct):
 
 
 @dataclass(slots=True)
-class PackedGemm(_GroupedProduct):
+class PackedGemm(_GroupedProduct, Counted):
     """``out = row_scale * (alpha * A W^T + bias_scale * bias)``, by group: bfloat16 rows times weights of 8 or 4 bits.
 
     Attributes:
@@ -419,11 +390,6 @@ class PackedGemm(_GroupedProduct):
     def factors(self) -> tuple[Tensor | None, ...]:
         """The factors of the bias in each row, of each row, and of each group."""
         return self.bias_scale, self.row_scale, self.alpha
-
-    @property
-    def bytes(self) -> int:
-        """Every operand read once, the result written once."""
-        return nbytes(self.a, self.data, self.scales, self.bias, *self.factors, self.out)
 
     def __str__(self) -> str:
         return f"NT {' x '.join(map(str, self.mnk))}, {self.format.value}, {self.bytes / 1e6:.1f} MB"

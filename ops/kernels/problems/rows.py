@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...programs.program import Program
 from ...values.activation_spec import ActivationSpec
-from .gemm import ActivationGrads, FunctionOperands, Matrices, PointwiseGrads, PointwiseRows, nbytes
+from .gemm import ActivationGrads, Counted, FunctionOperands, Matrices, PointwiseGrads, PointwiseRows, nbytes
 
 
 class ActivationKernels(Protocol):
@@ -154,7 +154,7 @@ class PointwiseBackward:
 
 
 @dataclass(slots=True)
-class ColumnSums:
+class ColumnSums(Counted):
     """``out[g]`` [N] = the sum of the rows [T, N] of group g, each times its ``scale`` [T], if there is one."""
 
     PASS: ClassVar[str] = "column sums"
@@ -163,16 +163,12 @@ class ColumnSums:
     out: Tensor
     scale: Tensor | None = None
 
-    @property
-    def bytes(self) -> int:
-        return nbytes(self.rows, self.scale, self.out)
-
     def solve(self, kernels: RowKernels) -> None:
         kernels.column_sums(self.rows, self.split_sizes, self.out, self.scale)
 
 
 @dataclass(slots=True)
-class RowDots:
+class RowDots(Counted):
     """``out[t]`` = rows[t] · vectors[group of t]; 0 past the last group."""
 
     PASS: ClassVar[str] = "row dots"
@@ -180,10 +176,6 @@ class RowDots:
     vectors: Matrices
     split_sizes: Tensor
     out: Tensor
-
-    @property
-    def bytes(self) -> int:
-        return nbytes(self.rows, self.vectors, self.out)
 
     def solve(self, kernels: RowKernels) -> None:
         kernels.row_dots(self.rows, self.vectors, self.split_sizes, self.out)

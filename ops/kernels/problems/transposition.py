@@ -6,17 +6,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from .gemm import Counted
+
 
 @dataclass(slots=True)
-class ByteTransposition:
+class ByteTransposition(Counted):
     """``out`` [E, K, N] = the transposes of dense matrices ``data`` [E, N, K] of a dtype of 8 bits."""
 
     data: Tensor
     out: Tensor
-
-    @property
-    def bytes(self) -> int:
-        return 2 * self.data.nbytes
 
     def __str__(self) -> str:
         return " x ".join(map(str, self.data.shape))

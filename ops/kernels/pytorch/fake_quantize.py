@@ -21,15 +21,8 @@ def run(problem: FakeQuantizing) -> None:
         (_mx_rows if is_mx else _nv_rows)(problem)
 
 
-def _gathered(problem: FakeQuantizeRows) -> Tensor:
-    """The rows, from where their tokens lie."""
-    if problem.slot_of_row is None:
-        return problem.x
-    return problem.x.index_select(0, problem.slot_of_row // problem.top_k)
-
-
 def _mx_rows(p: FakeQuantizeRows) -> None:
-    x = _gathered(p)
+    x = p.gathered()
     if p.rows is not None:
         p.rows.copy_(mxfp8.dequantize_rows(mxfp8.quantize_rows(x)))
     if p.columns is not None:
@@ -37,7 +30,7 @@ def _mx_rows(p: FakeQuantizeRows) -> None:
 
 
 def _nv_rows(p: FakeQuantizeRows) -> None:
-    x = _gathered(p)
+    x = p.gathered()
     if p.rows is not None and p.row_amax is not None:
         _copy(nvfp4.quantize_rows(x, p.split_sizes, p.seed), p.rows, p.row_amax)
     if p.columns is not None and p.column_amax is not None:

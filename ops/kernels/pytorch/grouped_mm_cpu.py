@@ -54,11 +54,6 @@ def refusal(problem: GroupedGemm) -> str | None:
     return None
 
 
-def is_there_for(dtype: torch.dtype) -> bool:
-    """Whether torch has products of a dtype."""
-    return dtype in _DTYPES and torch_grouped_mm() is not None
-
-
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out`` and the results of its epilogue; rows past the last group become zero."""
     p, epilogue = problem, problem.epilogue

@@ -36,19 +36,12 @@ def run(problem: Quantizing) -> None:
 def _rows(problem: QuantizeRows) -> None:
     if problem.scaling is not Scaling.BLOCKS:
         return _fill_whole(problem)
-    _fill(_gathered(problem), problem.split_sizes, problem.power_of_two, problem.rows, problem.columns)
-
-
-def _gathered(problem: QuantizeRows) -> Tensor:
-    """The rows, from where their tokens lie."""
-    if problem.slot_of_row is None:
-        return problem.x
-    return problem.x.index_select(0, problem.slot_of_row // problem.top_k)
+    _fill(problem.gathered(), problem.split_sizes, problem.power_of_two, problem.rows, problem.columns)
 
 
 def _fill_whole(problem: QuantizeRows) -> None:
     wanted = problem.rows is not None, problem.columns is not None
-    rows, columns = _recipe(problem).token_operands(_gathered(problem), problem.split_sizes, *wanted)
+    rows, columns = _recipe(problem).token_operands(problem.gathered(), problem.split_sizes, *wanted)
     for to, copy in ((problem.rows, rows), (problem.columns, columns)):
         if to is not None and copy is not None:
             _copy(copy, to.data, to.scales)
