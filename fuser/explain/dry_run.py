@@ -213,7 +213,7 @@ def _run_module(module: nn.Module, x: int, values: SlotValues, mode: FakeTensorM
     """The values with the module's output, or None if it cannot run without data."""
     try:
         whole = _WithoutHooks(module)
-        state = {name: mode.from_tensor(tensor) for name, tensor in _tensors_once(whole)}
+        state: dict[str, Tensor] = {name: mode.from_tensor(tensor) for name, tensor in _tensors_once(whole)}
         with torch.no_grad():
             y = torch.func.functional_call(whole, state, (values[x],), tie_weights=False)
     except Exception:  # whatever a module of the user's does with tensors that hold no data
