@@ -92,6 +92,8 @@ SLOW = {
     "test_triton": "runs the kernels on the CPU",
     "test_triton_ahead": "compiles with Triton",
     "test_triton_containers": "runs the kernels on the CPU",
+    "test_triton_drawn": "runs the kernels on the CPU",
+    "test_triton_routing": "runs the kernels on the CPU",
     "test_without_jax": "starts processes",
 }
 """What ``make test`` leaves out, by file, and why it takes so long; ``make test-all`` runs it."""

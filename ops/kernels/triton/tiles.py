@@ -55,7 +55,7 @@ TABLE: dict[str, dict[str, ProgramTile]] = {
     },
 }
 ODD = ProgramTile(64, 128, 32, 8, 3)
-"""Of rows that are no multiples of 16 bytes: each number has an address of its own, of which larger tiles spill."""
+"""Products of rows that are no multiples of 16 bytes: each number has its own address, and larger tiles spill those."""
 _TWO_A_MULTIPROCESSOR = ProgramTile(128, 128, 64, 8, 3, per_sm=2, tma=True, registers=128)
 FEW: dict[str, dict[str, ProgramTile]] = {
     "sm_90": {"nt": _TWO_A_MULTIPROCESSOR, "activate_backward": _TWO_A_MULTIPROCESSOR._replace(part=16)}
