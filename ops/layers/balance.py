@@ -72,7 +72,7 @@ class QuantileBias:
     counted in a histogram, between the least bias minus 1 and the highest plus 1.
 
     Args:
-        bins: of the histogram of an expert; its memory is int32 [E, bins].
+        bins: of the histogram of an expert; its memory is int64 [E, bins].
     """
 
     bins: int = 1000

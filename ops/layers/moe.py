@@ -194,11 +194,11 @@ class MoE(nn.Module):
         """Raises for routes of other tokens, or of a router with another number of experts."""
         if not isinstance(routes, Routes):
             raise ArgumentError(f"MoE: routes must be those that a Router returns, got a {type(routes).__name__}")
-        made, wanted = routes.logits.shape, (len(tokens), self.router.num_experts)
-        if made != wanted:
+        sizes = (len(tokens), self.router.num_experts)
+        if routes.logits.shape != sizes:
             raise ArgumentError(
                 "MoE: routes must be of the tokens, flattened, and of a router with as many experts: T={}, E={}; "
-                "got T={}, E={}".format(*wanted, *made)
+                "got T={}, E={}".format(*sizes, *routes.logits.shape)
             )
 
     def _flat(self, name: str, x: Tensor, value: T) -> T | Tensor:

@@ -183,18 +183,25 @@ def step(part: Router, x: Tensor, **given: Any) -> list[Tensor]:
     return [*routes[:3], routes.loss.detach(), part.weight.grad]
 
 
-GIVEN: list[dict[str, Any]] = [{}, {"valid": torch.arange(T) % 3 > 0}, {"ids": torch.arange(T * K).view(T, K) % E}]
+def arguments(names: tuple[str, ...], tokens: int, seed: int = 0) -> dict[str, Tensor]:
+    """These arguments of a call."""
+    ids = (torch.arange(tokens * K).view(tokens, K) + seed) % E
+    ids[::4] = -1  # missing rows
+    return {name: {"valid": (torch.arange(tokens) + seed) % 3 > 0, "ids": ids}[name] for name in names}
 
 
-@pytest.mark.parametrize("given", GIVEN, ids=lambda given: "".join(given))
-def test_a_router_runs_the_kernel(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+GIVEN = pytest.mark.parametrize("names", [(), ("valid",), ("ids",), ("valid", "ids")], ids="-".join)
+
+
+@GIVEN
+def test_a_router_runs_the_kernel(names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     part, x, made = router(), torch.randn(T, H), []
     for name in ("forward", "backward"):
         run = getattr(kernel, name)
         monkeypatch.setattr(kernel, name, lambda *a, name=name, run=run: (made.append(name), run(*a)))
-    ours = step(part, x, **given)
+    ours = step(part, x, **arguments(names, T))
     with config(backend="loop"):
-        theirs = step(part, x, **given)
+        theirs = step(part, x, **arguments(names, T))
 
     assert made == ["forward", "backward"]
     for mine, other in zip(ours, theirs, strict=True):
@@ -223,11 +230,12 @@ def replayed() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("replayed")
-def test_replays_give_the_bits_of_the_first_call() -> None:
+@GIVEN
+def test_replays_give_the_bits_of_the_first_call(names: tuple[str, ...]) -> None:
     part, before = router(), replay.stats().replayed
-    for tokens in (T, T, T, T + 3, T + 3, T + 5, 4):
+    for call, tokens in enumerate((T, T, T, T + 3, T + 3, T + 5, 4)):
         x = torch.randn(tokens, H)
-        ours, theirs = step(part, x), step(router(), x)
+        ours, theirs = (step(each, x, **arguments(names, tokens, call)) for each in (part, router()))
         assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
 
     assert replay.stats().replayed > before + 4
