@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from ...fuser.contract.torch_private import current_graph_task
+
 if TYPE_CHECKING:
     from .route import Routes
 
@@ -53,10 +55,11 @@ class Record:
 
 
 class _Noting:
-    """A forward hook that records a router's choice."""
+    """A forward hook that records a router's choice, once where a checkpoint computes it again in a backward."""
 
     def __init__(self, ids: list[Tensor]) -> None:
         self._ids = ids
 
     def __call__(self, router: nn.Module, arguments: object, routes: Routes) -> None:
-        self._ids.append(routes.top_k_index.to(torch.int16))
+        if torch.compiler.is_dynamo_compiling() or current_graph_task() == -1:
+            self._ids.append(routes.top_k_index.to(torch.int16))

@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from fusible import (
     ArgumentError,
@@ -327,6 +328,16 @@ def test_a_router_records_its_calls() -> None:
     assert torch.equal(record.ids, torch.cat([first.top_k_index, second.top_k_index]).to(torch.int16))
     assert record.ids[T + 2].tolist() == [-1] * K
     assert torch.equal(part(x, ids=record.ids[:T]).top_k_weights, first.top_k_weights)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_call_is_recorded_once(reentrant: bool) -> None:
+    layer, x = MoE(H, 8, E, K), torch.randn(T, H, requires_grad=True)
+
+    with record_routes(layer) as record:
+        checkpoint(lambda rows: layer(rows).y, x, use_reentrant=reentrant).sum().backward()
+
+    assert record.ids.shape == (T, 1, K)
 
 
 def test_a_record_of_unequal_calls_says_so() -> None:
