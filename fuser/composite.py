@@ -88,6 +88,11 @@ class Chain(Op):
         for role, part in reversed(self.parts.items()):
             if not needs[role]:
                 break
+            if not isinstance(saved, Mapping) or role not in saved:
+                raise RuntimeError(
+                    f"{type(self).__name__} has the bwd of its parts, so its fwd must return their residuals, a "
+                    f"dictionary of {', '.join(self.parts)}; there are none of {role}"
+                )
             douts = (dy, *[dextras[name] for name in part.extra_outputs])
             part_grads = call_bwd(part, saved[role], douts, needs[role])
             for name in needs[role] - {"x"}:

@@ -74,6 +74,7 @@ def from_mxfp4(state: StateDict, names: LinearNames, *, interleaved: bool = True
     Args:
         interleaved: gate and up rows alternate, as in gpt-oss.
     """
+    _check_names(names)
     rest = dict(state)
     for prefix, part in _packed_layers(state).items():
         for name in part:
@@ -119,6 +120,8 @@ def from_transformer_engine(
         te_names: the names of the two linears in that container.
         glu_interleave_size: the argument of its activation: rows of gate and up alternate in blocks of this size.
     """
+    _check_names(names)
+    _check_names(te_names)
     rest = {key: value for key, value in state.items() if not key.endswith("_extra_state")}
     for prefix, (up, down) in _pairs(rest, te_names, numbered=True):
         stored = zip(te_names, (up, down), strict=True)
@@ -135,6 +138,7 @@ def to_transformer_engine(
     state: StateDict, names: LinearNames, *, te_names: LinearNames = ("0", "2"), glu_interleave_size: int | None = None
 ) -> dict[str, object]:
     """The inverse of :func:`from_transformer_engine`."""
+    _check_names(te_names)
 
     def convert(layer: Layer) -> dict[str, Tensor]:
         parts = layouts.to_transformer_engine(layer, glu_interleave_size)
@@ -164,6 +168,7 @@ def with_layout(state: StateDict, name: str, layout: str | Interleaved) -> dict[
 def _convert(
     state: StateDict, pattern: str, names: LinearNames, convert: Callable[[Mapping[str, Tensor]], Layer]
 ) -> dict[str, object]:
+    _check_names(names)
     rest, layers = dict(state), dict[str, dict[str, Tensor]]()
     for key in state:
         match = re.match(pattern, key)
@@ -184,6 +189,7 @@ def _converted(prefix: str, part: layouts.Part, conversion: Callable[[], T]) -> 
 def _convert_back(
     state: StateDict, names: LinearNames, convert: Callable[[Layer], dict[str, Tensor]]
 ) -> dict[str, object]:
+    _check_names(names)
     rest = dict(state)
     for prefix, (up, down) in _pairs(state, names, numbered=False):
         for name, part in zip(names, (up, down), strict=True):
@@ -199,6 +205,13 @@ def _convert_back(
             rest[f"{first}.lora_b"] = layouts.deinterleave(factor, block, -2)
         rest.pop(f"{first}.{SUFFIX}", None)
     return rest
+
+
+def _check_names(names: object) -> None:
+    """Raises for anything but two names; the letters of one would name two linears."""
+    is_pair = isinstance(names, (tuple, list)) and len(names) == 2 and names[0] != names[1]
+    if not is_pair or not all(isinstance(name, str) for name in names):  # type: ignore[attr-defined]
+        raise ValueError(f"checkpoints: names of two linears expected, such as ('up', 'down'), got {names!r}")
 
 
 def _pairs(

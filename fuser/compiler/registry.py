@@ -172,10 +172,14 @@ def _decide(fusion: Fusion, match: Match, config: Config, taken: dict[str, str])
     others = {taken[node] for node in match.nodes.values() if node in taken}
     if others:
         return Decision(fusion, match, f"{min(others)} has taken one of the ops", benign=True)
-    refusal = fusion.pattern.refusal(match)
-    if refusal:
-        return Decision(fusion, match, refusal)
-    fused = fusion.op(**match.ops())
+    try:
+        refusal = fusion.pattern.refusal(match)
+        if refusal:
+            return Decision(fusion, match, refusal)
+        fused = fusion.op(**match.ops())
+    except Exception as error:
+        error.add_note(f"while fusion {fusion.name} was tried; config(disable_fusions={{{fusion.name!r}}}) skips it")
+        raise
     reads, misfit = _bind_keywords(match, fused)
     return Decision(fusion, match, legality.refusal(match, fused) or misfit, False, fused, reads)
 
@@ -191,6 +195,9 @@ def _bind_keywords(match: Match, fused: FusedOp) -> tuple[KeywordSources, str | 
         if reads.setdefault(name, source) != source:
             return reads, f"{owners[name]} and {role} read different {port}"
         owners[name] = role
+    unread = [name for name, keyword in fused.keywords.items() if keyword.required and name not in reads]
+    if unread:
+        return reads, f"{type(fused).__name__} needs {unread[0]!r}, which no op that it stands for was given"
     return reads, None
 
 

@@ -57,11 +57,13 @@ class Config:
         for name, value in vars(self).items():
             if isinstance(getattr(type(self), name), bool) and not isinstance(value, bool):
                 raise ValueError(f"config: {name} must be True or False, got {value!r}")
-        given = self.disable_fusions
-        if isinstance(given, str):
-            raise ValueError(f"config: disable_fusions must be a collection of names, such as {{{given!r}}}")
-        if other := [name for name in given if not isinstance(name, str)]:
-            raise ValueError(f"config: disable_fusions must be names, such as {{'GroupedMLP'}}, got {other[0]!r}")
+        if isinstance(self.disable_fusions, str):
+            raise ValueError(
+                f"config: disable_fusions must be a collection of names, such as {{{self.disable_fusions!r}}}"
+            )
+        for name in self.disable_fusions:
+            if not isinstance(name, str):
+                raise ValueError(f"config: disable_fusions must be names, such as {{'GroupedMLP'}}, got {name!r}")
 
     @cached_property
     def token(self) -> object:

@@ -228,8 +228,8 @@ def _anchors(ctx: _OpNode, douts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     A saved tensor that ``fwd`` computed, such as a pre-activation, depends on inputs, which autograd does not know.
     """
     saved, number = ctx.saved_tensors, ctx.context.number
-    own = saved[:number] if ctx.context.sources else saved
-    is_computed = any(t.is_floating_point() and id(t) not in ctx.input_ids for t in own)
+    residuals = saved[:number] if ctx.context.sources else saved  # the others are parameters
+    is_computed = any(t.is_floating_point() and id(t) not in ctx.input_ids for t in residuals)
     stand_in = (douts[0].new_empty(0).requires_grad_(),) if is_computed else ()
     return (*douts, *saved, *stand_in)
 

@@ -256,7 +256,7 @@ def call_fwd(
     if not isinstance(returned, tuple):
         raise RuntimeError(f"{type(op).__name__}.fwd must return (y, Saved), it returned a {type(returned).__name__}")
     result, saved = returned
-    return (result,) if isinstance(result, Tensor) else _in_order(op, result), saved
+    return (result,) if isinstance(result, Tensor) and not op.extra_outputs else _in_order(op, result), saved
 
 
 def call_bwd(op: Op, saved: object, douts: tuple[Tensor, ...], needs_grad: frozenset[str]) -> Grads:

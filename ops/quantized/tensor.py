@@ -15,6 +15,7 @@ from ..formats.copies import Columns, Rows, Scaling, Weight
 from ..formats.recipe import RECIPES, Recipe, is_recipe
 from ..formats.reference import groups_of
 from ..kernels.doors.quantized import quantize_rows, quantize_weight
+from ..values.checks import is_free_to_read
 from ..values.grouped_tensor import GroupedTensor
 
 Copy = Rows | Columns | Weight
@@ -154,12 +155,14 @@ class QuantizedGroupedTensor:
         """From what :meth:`state` gave.
 
         Raises:
-            ValueError: a recipe of another name, or tensors that do not fit.
+            ValueError: a recipe of another name, tensors that do not fit, or something is missing.
         """
+        _check_has(state, "recipe")
         fields = dict(state)
         switches = dict(fields.pop("recipe"))
         if (name := switches.pop("name")) not in RECIPES:
             raise ValueError(f"QuantizedGroupedTensor: no recipe {name!r}, only {', '.join(sorted(RECIPES))}")
+        _check_has(state, "shape", "dtype")
         return cls(RECIPES[name](**switches), **fields)
 
     def __repr__(self) -> str:
@@ -214,6 +217,22 @@ def _check_source(data: Tensor, recipe: Recipe, first_dims: Tensor | None, halve
     is_vector = isinstance(first_dims, Tensor) and first_dims.dim() == 1
     if not is_vector or first_dims.dtype not in (torch.int32, torch.int64) or first_dims.device != data.device:
         raise _error(f"first_dims must be int32 or int64 [E] on {data.device}, got {_form(first_dims)}")
+    _check_groups(first_dims, data.shape[0])
+
+
+def _check_groups(first_dims: Tensor, rows: int) -> None:
+    """Checks that the groups fit into the rows, if that needs no synchronisation."""
+    if not is_free_to_read(first_dims):
+        return
+    sizes = first_dims.tolist()
+    if min(sizes, default=0) < 0 or sum(sizes) > rows:
+        raise _error(f"first_dims {sizes} do not fit into {rows} rows")
+
+
+def _check_has(state: Mapping[str, Any], *names: str) -> None:
+    for name in names:
+        if name not in state:
+            raise _error(f"{name} is missing in the state; there are {', '.join(state) or 'none'}")
 
 
 def _error(reason: str) -> ValueError:
@@ -230,6 +249,11 @@ def _check(tensor: QuantizedGroupedTensor) -> None:
     if tensor.rowwise is None and tensor.columnwise is None:
         raise ValueError("QuantizedGroupedTensor: needs a rowwise or a columnwise copy")
     sizes = tensor.first_dims
+    if len(tensor.shape) != (3 if sizes is None else 2):
+        expected = "[E, N, K] without first_dims" if sizes is None else "[T, K] with first_dims"
+        raise _error(f"expected shape {expected}, got {list(tensor.shape)}")
+    if sizes is not None:
+        _check_groups(sizes, tensor.shape[0])
     data = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     for name in ("rowwise", "columnwise"):
         copy = tensor._copy(name)

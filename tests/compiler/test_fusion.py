@@ -123,6 +123,49 @@ def test_name_that_is_taken_raises():
         register_fusion(PAIR)(Product)
 
 
+def test_half_a_fusion_without_the_residuals_of_its_parts_is_named():
+    class OnlyForward(FusedOp):
+        def fwd(self, x: Tensor):
+            return x * 6, None
+
+    register_fusion(PAIR)(OnlyForward)
+    y = pair()(X.clone().requires_grad_())
+
+    with pytest.raises(
+        RuntimeError, match=r"OnlyForward has the bwd of its parts, .* a dictionary of a, b; .* none of b"
+    ):
+        y.sum().backward()
+
+
+def test_fusion_whose_keyword_no_op_was_given_declines():
+    class Needy(Product):
+        def fwd(self, x: Tensor, *, scales: Tensor):
+            return x * scales, None
+
+    register_fusion(PAIR)(Needy)
+    model = pair()
+
+    assert torch.equal(model(X), 6 * X)
+    assert reasons(model)["Needy"] == "Needy needs 'scales', which no op that it stands for was given"
+
+
+@pytest.mark.parametrize("where", ["predicate", "constructor"])
+def test_an_error_of_a_plugin_names_the_fusion(where: str):
+    class Broken(Product):
+        def __init__(self, **roles):
+            super().__init__(**roles)
+            raise ValueError(where)
+
+    def refuses(match):
+        raise ValueError(where)
+
+    register_fusion(PAIR.where("it works", refuses) if where == "predicate" else PAIR)(Broken)
+
+    with pytest.raises(ValueError, match=where) as raised:
+        pair()(X)
+    assert raised.value.__notes__ == ["while fusion Broken was tried; config(disable_fusions={'Broken'}) skips it"]
+
+
 def test_unregistering_what_is_not_there_raises():
     there = ", ".join(f.name for f in registry)
     assert there.endswith("GroupedLinearResidual, GroupedLinearGLU, GroupedLinearChain, GLUScale")

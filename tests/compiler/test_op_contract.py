@@ -427,6 +427,14 @@ def test_activation_checkpointing_runs_the_forward_again():
     assert torch.equal(x.grad, 2 * x)
 
 
+def test_op_that_forgets_its_extra_outputs_is_named():
+    class Forgetful(Square):
+        extra_outputs = ("residual",)
+
+    with pytest.raises(RuntimeError, match=r"Forgetful\.fwd returned outputs a Tensor; expected y, residual"):
+        Forgetful()(torch.randn(3))
+
+
 # ------------------------------------------------------------------------------------------------- first order only
 
 

@@ -162,6 +162,27 @@ def test_files_of_one_tensor_an_expert_are_refused(name: str) -> None:
         checkpoints.from_hugging_face(state, NAMES)
 
 
+@pytest.mark.parametrize("names", ["up", ("up",), ("up", "up"), ("up", 1), None], ids=str)
+@pytest.mark.parametrize(
+    "convert",
+    [
+        checkpoints.from_hugging_face,
+        checkpoints.to_hugging_face,
+        checkpoints.from_mxfp4,
+        checkpoints.from_torchtitan,
+        checkpoints.to_torchtitan,
+        checkpoints.from_transformer_engine,
+        checkpoints.to_transformer_engine,
+        lambda state, names: checkpoints.from_transformer_engine(state, NAMES, te_names=names),
+        lambda state, names: checkpoints.to_transformer_engine(state, NAMES, te_names=names),
+    ],
+)
+def test_names_that_are_not_two_are_refused(convert: Any, names: Any) -> None:
+    """The letters of "up" named two linears, and of two linears of one name the second replaced the first."""
+    with pytest.raises(ValueError, match=r"names of two linears expected, such as \('up', 'down'\), got "):
+        convert({}, names)
+
+
 def test_dense_layers_are_left_alone() -> None:
     state = {"mlp.w1": torch.zeros(4, 4), "mlp.down_proj": torch.zeros(4, 4), "0.weight": torch.zeros(4, 4)}
 

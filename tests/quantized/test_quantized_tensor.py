@@ -152,6 +152,14 @@ X = torch.ones(5, 32, dtype=torch.bfloat16)
 DATA = X.to(torch.float8_e4m3fn)
 
 
+def quantised() -> QuantizedGroupedTensor:
+    return QuantizedGroupedTensor.quantize(X, Float8Row(), torch.tensor([5]))
+
+
+def without(state: dict[str, Any], name: str) -> dict[str, Any]:
+    return {other: value for other, value in state.items() if other != name}
+
+
 @pytest.mark.parametrize(
     ("build", "text"),
     [
@@ -220,6 +228,29 @@ DATA = X.to(torch.float8_e4m3fn)
             lambda: QuantizedGroupedTensor.from_state({"recipe": {"name": "INT8"}}),
             "no recipe 'INT8', only Float8Block, Float8Row",
         ),
+        (
+            lambda: QuantizedGroupedTensor.quantize(X, Float8Row(), torch.tensor([3, 3])),
+            r"first_dims \[3, 3\] do not fit into 5 rows",
+        ),
+        (
+            lambda: QuantizedGroupedTensor.quantize(X, Float8Row(), torch.tensor([6, -1])),
+            r"first_dims \[6, -1\] do not fit into 5 rows",
+        ),
+        (
+            lambda: QuantizedGroupedTensor.from_state({**quantised().state(), "first_dims": torch.tensor([9])}),
+            r"first_dims \[9\] do not fit into 5 rows",
+        ),
+        (
+            lambda: QuantizedGroupedTensor.from_state(without(quantised().state(), "first_dims")),
+            r"expected shape \[E, N, K\] without first_dims, got \[5, 32\]",
+        ),
+        *[
+            (
+                lambda name=name: QuantizedGroupedTensor.from_state(without(quantised().state(), name)),
+                f"{name} is missing in the state; there are ",
+            )
+            for name in ("recipe", "shape", "dtype")
+        ],
     ],
 )
 def test_what_does_not_fit_is_refused(build: Any, text: str) -> None:
