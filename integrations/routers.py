@@ -57,8 +57,8 @@ def route(model: nn.Module) -> dict[str, str]:
             setattr(module, ATTRIBUTE, (formula, padding))
             module.forward = MethodType(_forward, module)
     if "" in reasons.values():
-        for each in {model, getattr(model, "base_model", model)}:  # which may be called alone
-            each.register_forward_pre_hook(partial(_note_padding, padding), with_kwargs=True)
+        for called in {model, getattr(model, "base_model", model)}:
+            called.register_forward_pre_hook(partial(_note_padding, padding), with_kwargs=True)
     return reasons
 
 
@@ -81,14 +81,14 @@ def _note_padding(padding: PaddingMask, model: nn.Module, args: tuple[object, ..
     call = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
     mask, tokens = call.get("attention_mask"), call.get("input_ids")
     tokens = call.get("inputs_embeds") if tokens is None else tokens
-    is_plain = isinstance(mask, Tensor) and mask.dim() == 2
-    if getattr(model, "base_model", None) is model and mask is not None and not is_plain:
+    is_2d = isinstance(mask, Tensor) and mask.dim() == 2
+    if getattr(model, "base_model", None) is model and mask is not None and not is_2d:
         return
     padding.valid = None
     implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if implementation != "fusible" or (model.training and model.is_gradient_checkpointing):
         return
-    if isinstance(mask, Tensor) and is_plain and isinstance(tokens, Tensor):
+    if isinstance(mask, Tensor) and is_2d and isinstance(tokens, Tensor):
         padding.valid = mask[:, -tokens.shape[1] :].bool()  # a cache has the others
 
 
