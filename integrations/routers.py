@@ -49,14 +49,16 @@ def route(model: nn.Module) -> dict[str, str]:
             continue
         form = _form(module)
         if form not in formulas:
-            formulas[form] = recognized(module, dtype)
+            with torch.inference_mode(False), torch.enable_grad():  # a trial compares gradients, too
+                formulas[form] = recognized(module, dtype)
         formula = formulas[form]
         reasons[name] = formula if isinstance(formula, str) else ""
         if isinstance(formula, Formula):
             setattr(module, ATTRIBUTE, (formula, padding))
             module.forward = MethodType(_forward, module)
     if "" in reasons.values():
-        model.register_forward_pre_hook(partial(_note_padding, padding), with_kwargs=True)
+        for called in {model, getattr(model, "base_model", model)}:
+            called.register_forward_pre_hook(partial(_note_padding, padding), with_kwargs=True)
     return reasons
 
 
@@ -72,14 +74,21 @@ def _forward(router: nn.Module, hidden_states: Tensor, *arguments: Tensor, **nam
 
 
 def _note_padding(padding: PaddingMask, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    """Keeps the mask of a call for its routers."""
+    """Keeps the mask of a call for its routers.
+
+    A model with a head may give its base model another form of the mask: then that of its own call stays.
+    """
+    call = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
+    mask, tokens = call.get("attention_mask"), call.get("input_ids")
+    tokens = call.get("inputs_embeds") if tokens is None else tokens
+    is_2d = isinstance(mask, Tensor) and mask.dim() == 2
+    if getattr(model, "base_model", None) is model and mask is not None and not is_2d:
+        return
     padding.valid = None
     implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if implementation != "fusible" or (model.training and model.is_gradient_checkpointing):
         return
-    call = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
-    mask, tokens = call.get("attention_mask"), call.get("input_ids", call.get("inputs_embeds"))
-    if isinstance(mask, Tensor) and mask.dim() == 2 and isinstance(tokens, Tensor):
+    if isinstance(mask, Tensor) and is_2d and isinstance(tokens, Tensor):
         padding.valid = mask[:, -tokens.shape[1] :].bool()  # a cache has the others
 
 

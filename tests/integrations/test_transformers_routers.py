@@ -220,6 +220,36 @@ def test_padding_is_kept_out_where_all_of_a_step_agrees() -> None:
     assert not masks_reach(model)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_formulas_are_found_where_no_gradients_are_recorded(mode: Any) -> None:
+    model = model_of("mixtral").eval()
+    with mode():
+        assert {*routers.route(model).values()} == {""}
+        assert masks_reach(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["mixtral", "qwen3"])
+def test_a_base_model_that_is_called_alone_has_the_mask_of_its_call(name: str) -> None:
+    model = model_of(name).eval()
+    routers.route(model)
+    expected = model.base_model(IDS)[0]
+    model(IDS, attention_mask=MASK)
+
+    assert torch.equal(model.base_model(IDS)[0], expected)
+    assert masks_reach(model.base_model)
+
+
+def test_masks_reach_routers_beside_embeddings() -> None:
+    model = model_of("mixtral")
+    routers.route(model)
+    embeddings = model.get_input_embeddings()(IDS).detach()
+    with chosen(model) as ids:
+        model(input_ids=None, inputs_embeds=embeddings, attention_mask=MASK)
+
+    assert any(bool((each == -1).any()) for each in ids)
+
+
 @torch.no_grad()
 def test_generation_with_padding_on_the_left() -> None:
     model = model_of("mixtral").eval()
