@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..contract.config import Config, thread_config
-from ..contract.op import Delivery, Gradient, Grads, Keywords, Op, SideEffects
+from ..contract.op import Delivery, Gradient, Grads, Keywords, Op, Outputs, SideEffects
 from ..contract.torch_private import engine_will_run
 from .buffers import overlap
 from .residuals import Source, pack, unpack
@@ -317,9 +317,10 @@ def _each_once(kept: list[Tensor]) -> tuple[list[Tensor], tuple[int, ...] | None
     return [*once.values()], tuple(map(places.__getitem__, ids))
 
 
-def _in_order(op: Op, outputs: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    names = outputs.keys() if isinstance(outputs, Mapping) else {f"a {type(outputs).__name__}"}
+def _in_order(op: Op, outputs: Outputs) -> tuple[Tensor, ...]:
+    named = outputs if isinstance(outputs, Mapping) else dict[str, Tensor]()
+    names = named.keys() or {f"a {type(outputs).__name__}"}
     if names != {"y", *op.extra_outputs}:
         expected = ", ".join(("y", *op.extra_outputs))
         raise RuntimeError(f"{type(op).__name__}.fwd returned outputs {', '.join(names)}; expected {expected}")
-    return tuple(outputs[name] for name in ("y", *op.extra_outputs))
+    return tuple(named[name] for name in ("y", *op.extra_outputs))

@@ -214,7 +214,7 @@ class Router(WideBuffers):
 def record_routes(model: nn.Module) -> Iterator[Record]:
     """Records within the body the experts that every :class:`Router` of the model chooses, in the order of the modules.
 
-    What a checkpoint computes again in a backward is not recorded again.
+    The recomputation of a checkpointed call is not recorded again.
     ``record.ids`` is int16 [T, L, k], as engines store routes, and ``record.names`` are the L routers. Layer i is given
     ``record.ids[:, i]`` again as ``ids``: weights are then those of its own logits, with their gradient (arxiv
     2510.11370).

@@ -250,8 +250,8 @@ def _check(tensor: QuantizedGroupedTensor) -> None:
         raise ValueError("QuantizedGroupedTensor: needs a rowwise or a columnwise copy")
     sizes = tensor.first_dims
     if len(tensor.shape) != (3 if sizes is None else 2):
-        expected = "[E, N, K] without first_dims" if sizes is None else "[T, K] with first_dims"
-        raise _error(f"expected shape {expected}, got {list(tensor.shape)}")
+        dims = "[E, N, K] without first_dims" if sizes is None else "[T, K] with first_dims"
+        raise _error(f"expected shape {dims}, got {list(tensor.shape)}")
     if sizes is not None:
         _check_groups(sizes, tensor.shape[0])
     data = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
