@@ -52,7 +52,7 @@ class DispatchedRows(NamedTuple):
 
     Attributes:
         table: a :class:`Table`.
-        rows: the rows of :meth:`Transport.pull`; ``scales``: their weights.
+        rows: [Q, columns of the tokens], as of :meth:`Transport.pull`; ``scales``: their weights.
         arriving: counters of the rows, which may still come while the next kernel runs that is told of them; None:
             whatever is launched next finds them. It is to be kept as long as the rows come.
     """

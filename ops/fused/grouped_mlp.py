@@ -18,7 +18,7 @@ from ..grouped.pointwise import Pointwise
 from ..kernels import ActivationCall, Terms
 from ..quantized.activation import ActivatedProduct, Hidden, Through, Wanted, through_activation
 from ..quantized.linear import in_force
-from ..quantized.operands import GatheredTokens, Tokens, tokens_for
+from ..quantized.operands import GatheredTokens, QuantizedTokens, Tokens, tokens_for
 from ..values.switches import active_switches
 from .activation_role import keyword_of, spec_of, vector_grads, vectors_of, wants_vectors
 from .mlp_pattern import EXPERTS
@@ -102,7 +102,7 @@ class GroupedMLP(FusedOp):
         y, saved = self.run(x, call)
         return with_rows_of(x, y) if call.output is None else call.output.detach(), saved
 
-    def run(self, x: Tensor | GatheredTokens, call: MLPCall) -> tuple[Tensor, Saved]:
+    def run(self, x: Tensor | GatheredTokens | QuantizedTokens, call: MLPCall) -> tuple[Tensor, Saved]:
         """The rows of the output, and the saved state."""
         needs, sizes, vectors = call.needs_grad, call.split_sizes, vectors_of(self.act)
         keep_preact = reads_preact(needs)

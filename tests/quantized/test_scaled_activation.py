@@ -32,7 +32,7 @@ def check(name: str, n: int, sizes: tuple[int, ...] = RAGGED, **asked: object) -
 
 @pytest.mark.parametrize("name", ["silu glu", "relu2 glu", "limited"])
 def test_gate_and_up_behind_one_another(name: str) -> None:
-    check(name, n=512)
+    check(name, n=512, gap=16)
     check(name, n=256, k=16, sizes=(3,), tail=0)
 
 

@@ -42,6 +42,12 @@ def test_shapes() -> None:
     check((300, 0, 129), k=16, n=8, tail=1)
 
 
+def test_rows_with_other_bytes_between_them() -> None:
+    """As those of tokens that travelled with their scales."""
+    check(gap=16)
+    check((300, 0, 129), k=144, n=520, tail=0, gap=48)
+
+
 def test_consumers_without_rows() -> None:
     """The depth has more blocks than there are stages."""
     check((30, 300, 0, 129, 200), k=784, n=136)
