@@ -26,7 +26,7 @@ RAGGED = (131, 0, 70, 1, 64)
 
 
 def check(name: str, n: int, sizes: tuple[int, ...] = RAGGED, **asked: object) -> None:
-    case = {key: asked.pop(key) for key in ("k", "tail", "out_dtype", "bias", "index") if key in asked}
+    case = {key: asked.pop(key) for key in ("k", "tail", "out_dtype", "bias", "index", "gap") if key in asked}
     checks.check_activation("cpu", replace(Case(sizes, n=n), **case), name, **asked)  # type: ignore[arg-type]
 
 
