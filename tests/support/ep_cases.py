@@ -230,10 +230,11 @@ def part_of_8_bits(group: ep.Group, lane: int = 0) -> Sequential:
 def wide_batch(group: ep.Group, counts: tuple[int, ...], seed: int = 0) -> Batch:
     """Tokens as wide as the group's, whose magnitudes differ by 40 powers of two, and by 6 from block to block."""
     batch, columns = batch_for(group, counts, seed), group.settings.hidden
-    draw, dtype = torch.Generator().manual_seed(seed), group.settings.dtype
-    x, dy = (torch.randn(len(batch.x), columns, generator=draw) for _ in range(2))
-    x = x * torch.logspace(-20, 20, len(x), base=2.0)[:, None] * torch.exp2(torch.arange(columns) // 128 * 6.0)
-    return batch._replace(x=x.to(dtype), dy=dy.to(dtype))
+    draw = torch.Generator().manual_seed(seed)
+    with torch.device("cpu"):  # the same numbers wherever they go
+        x, dy = (torch.randn(len(batch.x), columns, generator=draw) for _ in range(2))
+        x = x * torch.logspace(-20, 20, len(x), base=2.0)[:, None] * torch.exp2(torch.arange(columns) // 128 * 6.0)
+    return batch._replace(x=x.to(batch.x), dy=dy.to(batch.x))
 
 
 def rounded(batch: Batch) -> Batch:

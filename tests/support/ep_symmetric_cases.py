@@ -251,6 +251,16 @@ def tokens_of_8_bits_come_before_the_first_product(world: World) -> None:
 
 
 @case
+def rows_too_many_of_8_bits_are_nan_and_an_error(world: World) -> None:
+    group = world.group(dtype=torch.bfloat16, hidden=272, capacity=largest(world) - 1)
+    mine = ep_cases.wide_batch(group, counts_of(world)).of(world.rank)
+    with unchecked(group), config(recipe=Float8Block()):
+        assert forward(group, mine, ep_cases.part_of_8_bits(group)).isnan().all()
+    with raises(ep.CapacityError, "dispatch of exchange 0 on lane 0: rank"):
+        group.check()
+
+
+@case
 def checkpoints_send_tokens_of_8_bits_again(world: World) -> None:
     group = world.group(dtype=torch.bfloat16, hidden=272)
     batch = ep_cases.wide_batch(group, counts_of(world))
