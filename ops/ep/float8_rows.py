@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from ...fuser.contract.errors import shown
 from ..formats.copies import Rows, ceil_blocks
 from ..formats.formats import E4M3, from_e8m0
+from ..formats.quantized_tokens import QuantizedTokens
 from ..formats.recipe import Recipe
 from ..kernels.doors.quantized import quantize_rows
-from ..quantized.operands import QuantizedTokens
 from .settings import Settings
 
 _ALIGNED = 16  # bytes

@@ -13,12 +13,13 @@ from ...fuser.contract import tracing as trace
 from .. import kernels
 from ..basic.glu import Activated
 from ..basic.scale import Scale
+from ..formats.quantized_tokens import QuantizedTokens
 from ..grouped.grouped_linear import GroupedLinear, LinearCall, as_rows, flat, with_rows_of
 from ..grouped.pointwise import Pointwise
 from ..kernels import ActivationCall, Terms
 from ..quantized.activation import ActivatedProduct, Hidden, Through, Wanted, through_activation
 from ..quantized.linear import in_force
-from ..quantized.operands import GatheredTokens, QuantizedTokens, Tokens, tokens_for
+from ..quantized.operands import GatheredTokens, Tokens, tokens_for
 from ..values.switches import active_switches
 from .activation_role import keyword_of, spec_of, vector_grads, vectors_of, wants_vectors
 from .mlp_pattern import EXPERTS

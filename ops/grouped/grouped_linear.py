@@ -16,6 +16,7 @@ from ...fuser.runtime.buffers import CallerBuffer
 from .. import kernels
 from ..formats.copies import AMAX, SCALES, Columns, Transposition, Weight
 from ..formats.forms import check_decoders
+from ..formats.quantized_tokens import QuantizedTokens
 from ..formats.recipe import Recipe
 from ..kernels import Independent, Matrices, Terms
 from ..kernels.problems.gemm import stacked
@@ -23,14 +24,7 @@ from ..parameters.weight_grads import WeightGrads
 from ..parameters.wide_buffers import WideBuffers
 from ..quantized import linear as quantized
 from ..quantized.gathered_weights import expected_operands, is_gathered
-from ..quantized.operands import (
-    GatheredTokens,
-    QuantizedTokens,
-    Tokens,
-    quantized_tokens_for,
-    tokens_for,
-    weight_operands,
-)
+from ..quantized.operands import GatheredTokens, Tokens, quantized_tokens_for, tokens_for, weight_operands
 from ..quantized.weights import match_state, operands_of
 from ..values.checks import (
     check_buffer,

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ...fuser.contract import tracing as trace
 from ...fuser.replay import capture
-from ..formats.copies import BLOCK, Columns, Rows, Scaling, Transposition, Weight, WeightOperands
-from ..formats.recipe import Recipe, gives_blocks
+from ..formats.copies import Columns, Rows, Scaling, Transposition, Weight, WeightOperands
+from ..formats.quantized_tokens import QuantizedTokens
+from ..formats.recipe import Recipe
 from ..kernels import Matrices
 from ..kernels.doors.quantized import quantize_rows, quantize_weight
 from ..kernels.doors.quantized_whole import quantize_whole_rows, quantize_whole_weight
@@ -57,35 +58,6 @@ class GatheredTokens(NamedTuple):
     def rows(self) -> Tensor:
         """[R, K], gathered; those of no expert may be anything."""
         return self.tokens if self.routing is None else permute(self.tokens, self.routing, fill=False)
-
-
-class QuantizedTokens(NamedTuple):
-    """Rows of experts whose tokens were quantised before they came: e4m3, with a power of two for each 128 values.
-
-    Attributes:
-        rows: bytes [R, K], which may have a pitch, and scales.
-        dtype: of the tokens, which represents the values exactly.
-    """
-
-    rows: Rows
-    dtype: torch.dtype = torch.bfloat16
-
-    @staticmethod
-    def are_of(recipe: Recipe | None) -> bool:
-        """Whether they are what this recipe makes of tokens."""
-        return recipe is not None and gives_blocks(recipe) and recipe.is_power_of_two
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the rows, [R, K]."""
-        return self.rows.data.shape
-
-    def values(self) -> Tensor:
-        """[R, K], dequantised."""
-        count, columns = self.shape
-        assert self.rows.scales is not None
-        scales = self.rows.scales[:, :count].t().to(self.dtype)
-        return self.rows.data.to(self.dtype).mul_(scales.repeat_interleave(BLOCK, 1)[:, :columns])
 
 
 @dataclass(slots=True)

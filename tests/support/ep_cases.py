@@ -40,8 +40,8 @@ from fusible.ops import kernels
 from fusible.ops.ep import memory
 from fusible.ops.ep.collective import CollectiveTable, CollectiveTransport
 from fusible.ops.ep.symmetric import SymmetricTransport
+from fusible.ops.formats.quantized_tokens import QuantizedTokens
 from fusible.ops.kernels.doors import routing
-from fusible.ops.quantized.operands import QuantizedTokens
 from fusible.ops.routed.call import RoutedCall
 
 CASES: list[Callable[[World], None]] = []
