@@ -43,9 +43,9 @@ class EPDispatch(Op):
         group: the group of ranks.
         lane: the index of the group's lane that it uses.
         recipe: ``Float8Block()``: tokens are quantised before they are sent, which halves the traffic. Rows then hold
-        the dequantised values in bfloat16; a linear under that recipe gives the same output as for the tokens. The
-        operands of its weight gradients are quantised from those values, with one more rounding. None: tokens are sent
-        unchanged.
+        the dequantised values in bfloat16; a linear under that recipe gives the same output as for the tokens. A fused
+        op whose linears follow it reads the bytes. The operands of its weight gradients are quantised from the values,
+        with one more rounding. None: tokens are sent unchanged.
 
     Keywords:
         top_k_index: int32 or int64 [T, k]: the experts of each token, on all ranks. An id below 0, or of
@@ -73,7 +73,7 @@ class EPDispatch(Op):
     def __init__(self, group: Group, lane: int = 0, recipe: Float8Block | None = None) -> None:
         super().__init__()
         self.group, self.lane, self.recipe = group, check_lane("EPDispatch", group, lane), recipe
-        if recipe is not None and (why := float8_rows.refusal(recipe, group.settings, group.transport)) is not None:
+        if recipe is not None and (why := float8_rows.refusal(recipe, group.settings)) is not None:
             raise ValueError(f"EPDispatch: {why}")
 
     def check(
@@ -129,24 +129,29 @@ class EPDispatch(Op):
         outputs = {"y": rows, "split_sizes": table.split_sizes, "scales": scales, "row_of_slot": table.row_of_slot}
         return outputs, self.Saved(table, x.dtype, top_k_weights.dtype)
 
-    def exchange(self, call: RoutedCall, fill: bool, beside: bool = False) -> DispatchedRows:
+    def exchange(self, call: RoutedCall, fill: bool, beside: bool = False, as_sent: bool = False) -> DispatchedRows:
         """The table of a new exchange, and the rows and scales of this rank's experts.
 
         Args:
             fill: whether the tail of the rows must be zero; else it is arbitrary.
             beside: whether they may come while the kernel runs that is launched next.
+            as_sent: whether rows that are sent in 8 bits are returned as :class:`QuantizedTokens`; else as values.
         """
         call = replace(call, x=call.x.to(self.group.settings.dtype), needs_grad=call.needs_grad & _WANTED)
         if trace.active():
-            return self._foreseen(call.x, call.top_k_index, call.top_k_weights)
+            return self._decoded(self._foreseen(call.x, call.top_k_index, call.top_k_weights), as_sent)
         exchange = self.group.lane(self.lane).begin()
         if self.recipe is not None:
             call.x, call.needs_grad = float8_rows.packed(call.x), call.needs_grad | {EIGHT_BITS}
         with self.group.moving() as transport:
-            dispatched = transport.dispatch(exchange, call, fill, beside)
+            return self._decoded(transport.dispatch(exchange, call, fill, beside), as_sent)
+
+    def _decoded(self, dispatched: DispatchedRows, as_sent: bool) -> DispatchedRows:
+        """The rows as they are read, from those that travelled."""
         if self.recipe is None:
             return dispatched
-        return dispatched._replace(rows=float8_rows.unpacked(dispatched.rows, self.group.settings.hidden))
+        rows = float8_rows.arrived(dispatched.rows, self.group.settings.hidden)
+        return dispatched._replace(rows=rows if as_sent else rows.values())
 
     def _foreseen(self, x: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> DispatchedRows:
         """The result of a run without data; assumes as many rows as slots if only the data could tell."""
@@ -157,10 +162,9 @@ class EPDispatch(Op):
             torch.empty_like(top_k_index, dtype=torch.int64),
             count,
         )
-        rows = x.new_empty(count, x.shape[1])
-        travelling = rows if self.recipe is None else x.new_empty(count, float8_rows.width(x.shape[1]))
+        rows = x.new_empty(count, x.shape[1] if self.recipe is None else float8_rows.width(x.shape[1]))
         scales = x.new_empty(count, dtype=torch.promote_types(top_k_weights.dtype, torch.float32))
-        self.group.mover.foresee("dispatch", travelling, scales)
+        self.group.mover.foresee("dispatch", rows, scales)
         if self.recipe is not None:
             trace.note("tokens are quantised before they travel, and their rows have the values of the bytes")
         if self.group.local_capacity is None:

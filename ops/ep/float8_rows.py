@@ -8,26 +8,25 @@ them exactly.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...fuser.contract.errors import shown
-from ..formats.copies import BLOCK, ceil_blocks
+from ..formats.copies import Rows, ceil_blocks
 from ..formats.formats import E4M3, from_e8m0
-from ..formats.recipe import Recipe, gives_blocks
+from ..formats.quantized_tokens import QuantizedTokens
+from ..formats.recipe import Recipe
 from ..kernels.doors.quantized import quantize_rows
 from .settings import Settings
 
 _ALIGNED = 16  # bytes
 
 
-def refusal(recipe: Recipe | None, settings: Settings, transport: str) -> str | None:
+def refusal(recipe: Recipe | None, settings: Settings) -> str | None:
     """The reason why tokens of a group cannot be sent in 8 bits, or None."""
-    if recipe is None or not gives_blocks(recipe) or not recipe.is_power_of_two:
+    if not QuantizedTokens.are_of(recipe):
         return f"recipe must be Float8Block() with powers of two for scales, or None, got {shown(recipe)}"
     if settings.dtype != torch.bfloat16:
         return f"recipe needs a group of torch.bfloat16, which holds the values exactly, got {settings.dtype}"
-    if transport != "collective":
-        return f"recipe needs transport 'collective', got {transport!r}, whose memory has rows of 16 bits"
     return None
 
 
@@ -49,8 +48,9 @@ def packed(x: Tensor) -> Tensor:
     return out.view(torch.bfloat16)
 
 
-def unpacked(rows: Tensor, hidden: int) -> Tensor:
-    """Unpacks rows of :func:`packed` to bfloat16 [Q, H]."""
+def arrived(rows: Tensor, hidden: int) -> QuantizedTokens:
+    """The rows [Q, H] in rows of :func:`packed`: bytes where they are, scales laid out as products read them."""
     data = rows.view(torch.uint8)
-    scales = from_e8m0(data[:, hidden : hidden + ceil_blocks(hidden)]).repeat_interleave(BLOCK, 1)[:, :hidden]
-    return (data[:, :hidden].view(E4M3.dtype).float() * scales).bfloat16()
+    scales = from_e8m0(data[:, hidden : hidden + ceil_blocks(hidden)]).t()
+    scales = nn.functional.pad(scales, (0, -rows.shape[0] % 4)).contiguous()
+    return QuantizedTokens(Rows(data[:, :hidden].view(E4M3.dtype), scales))

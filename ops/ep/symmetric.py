@@ -23,7 +23,7 @@ from ..kernels.hopper import peers as kernels
 from ..kernels.hopper import permute as sorting
 from ..kernels.problems.gemm import RowSlots
 from ..routed.call import RoutedCall
-from . import memory, messages
+from . import float8_rows, memory, messages
 from .barrier import barrier
 from .errors import CapacityError, PeerError
 from .memory import SharedMemory
@@ -78,10 +78,11 @@ class Regions(NamedTuple):
     def of(cls, settings: Settings, overlaps: Overlaps, ranks: int, capacity: int, first: int) -> Regions:
         """The regions of a lane that starts at byte ``first``."""
         slots, row, tokens = settings.slots, settings.hidden * settings.dtype.itemsize, settings.max_tokens
+        sent = max(row, 2 * float8_rows.width(settings.hidden))  # of few columns, more in 8 bits, as it is padded
         reduced = settings.combine == "reduced"
         sizes = (
             *(2 * ranks * kernels.SIGNAL_BYTES, 4 * ranks * slots, _NUMBER_BYTES * ranks * slots),
-            *(tokens * row, capacity * _NUMBER_BYTES, 0 if reduced else capacity * row),
+            *(tokens * sent, capacity * _NUMBER_BYTES, 0 if reduced else capacity * row),
             *(slots * row if overlaps.combine else 0, ranks * tokens * row if reduced else 0),
         )
         return cls(*accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=first))
@@ -188,10 +189,10 @@ class SymmetricTransport:
         scales = numbers.new_empty(self._capacity)
         kernels.numbers_to_rows(lane.launch, exchange.number, table.slots, lane.regions.slot_numbers, scales)
         if not (beside and self.overlaps.dispatch):
-            return DispatchedRows(table, self._pulled(lane, table, fill), scales)
+            return DispatchedRows(table, self._pulled(lane, table, call.x.shape[1], fill), scales)
         counters = waiting.counters(self._capacity, table.split_sizes.shape[0], self._device)
         arriving = kernels.RowsArriving(slot_of_row, counters, self.overlaps.dispatch)
-        return DispatchedRows(table, self._pulled(lane, table, fill, arriving), scales, arriving)
+        return DispatchedRows(table, self._pulled(lane, table, call.x.shape[1], fill, arriving), scales, arriving)
 
     def _write_tokens(self, lane: SymmetricLane, tokens: Tensor, exchange: Exchange) -> None:
         lane.will_write("tokens", exchange)
@@ -213,10 +214,15 @@ class SymmetricTransport:
         return SymmetricTable(exchange, sizes, slots, mine, self._capacity, wanted, sent), slot_of_row
 
     def _pulled(
-        self, lane: SymmetricLane, table: SymmetricTable, fill: bool, arriving: kernels.RowsArriving | None = None
+        self,
+        lane: SymmetricLane,
+        table: SymmetricTable,
+        columns: int,
+        fill: bool,
+        arriving: kernels.RowsArriving | None = None,
     ) -> Tensor:
-        """The rows, pulled from published tokens."""
-        rows = torch.empty(self._capacity, self._settings.hidden, dtype=self._settings.dtype, device=self._device)
+        """The rows, pulled from published tokens of so many columns."""
+        rows = torch.empty(self._capacity, columns, dtype=self._settings.dtype, device=self._device)
         moved = lane.launch, table.exchange.number, table.slots, lane.regions.tokens, rows, fill
         kernels.pull(*moved) if arriving is None else kernels.pull_blocks(*moved, arriving)
         return rows
@@ -226,7 +232,7 @@ class SymmetricTransport:
         self._write_tokens(lane, tokens, table.exchange)
         lane.meet(table.exchange, kind, table.wanted)
         lane.reads("tokens")
-        return self._pulled(lane, table, fill)
+        return self._pulled(lane, table, tokens.shape[1], fill)
 
     def start_sum(
         self, rows: Tensor | None, table: SymmetricTable, kind: str, products_follow: bool = False
@@ -375,7 +381,7 @@ class SymmetricTransport:
         if theirs != kind:
             return PeerError(messages.other_step(report.peer, f"{theirs} on lane {lane}", named))
         flags = report.kind_seen >> _WANTED_BIT, report.kind >> _WANTED_BIT
-        return PeerError(messages.other_gradients(report.peer, *flags, named))
+        return PeerError(messages.other_wishes(report.peer, *flags, named))
 
     def finish(self) -> None:
         if self._device.type == "cuda":

@@ -52,13 +52,15 @@ class DispatchedRows(NamedTuple):
 
     Attributes:
         table: a :class:`Table`.
-        rows: the rows of :meth:`Transport.pull`; ``scales``: their weights.
+        rows: of a transport [Q, columns of the tokens], as of :meth:`Transport.pull`; of an :class:`EPDispatch` what it
+        makes of them.
+        scales: their weights.
         arriving: counters of the rows, which may still come while the next kernel runs that is told of them; None:
             whatever is launched next finds them. It is to be kept as long as the rows come.
     """
 
     table: Any
-    rows: Tensor
+    rows: Any
     scales: Tensor
     arriving: Any = None
 

@@ -51,7 +51,8 @@ class EPGroupedMLP(InnerMLP):
 
     def run(self, call: RoutedCall) -> tuple[Tensor, Saved]:
         group, scaled_by = self.dispatch.group, self.scaled_by
-        table, rows, scales, arriving = self.dispatch.exchange(call, fill=False, beside=self._rows_may_come())
+        moved = self.dispatch.exchange(call, fill=False, beside=self._rows_may_come(), as_sent=True)
+        table, rows, scales, arriving = moved
         buffer, slots = (
             (None, None) if trace.active() else (group.mover.row_buffer(table), group.mover.row_slots(table))
         )
@@ -73,8 +74,8 @@ class EPGroupedMLP(InnerMLP):
 
     def _rows_may_come(self) -> bool:
         """Whether rows may come while the first product runs; a choice of the group's is followed if it waits."""
-        group = self.dispatch.group
-        if not group.mover.overlaps.dispatch or group.settings.overlap_dispatch is not None:
+        group, in_bytes = self.dispatch.group, self.dispatch.recipe is not None
+        if not group.mover.overlaps.dispatch or (group.settings.overlap_dispatch is not None and not in_bytes):
             return True
         why = self._not_waiting(group.settings.dtype)
         if why is not None:
@@ -84,6 +85,8 @@ class EPGroupedMLP(InnerMLP):
     def _not_waiting(self, dtype: torch.dtype) -> str | None:
         """The reason why the first product cannot start before all rows of this dtype are there, or None."""
         recipe, weight = followed_by(self.fc1), self.fc1.one_parameter("weight")
+        if self.dispatch.recipe is not None:
+            return "the scales of their bytes are put in order for it"
         if recipe is not None:
             return f"they are quantised for it, under {recipe}"
         if weight.dtype != dtype:

@@ -13,6 +13,7 @@ from ...fuser.contract import tracing as trace
 from .. import kernels
 from ..basic.glu import Activated
 from ..basic.scale import Scale
+from ..formats.quantized_tokens import QuantizedTokens
 from ..grouped.grouped_linear import GroupedLinear, LinearCall, as_rows, flat, with_rows_of
 from ..grouped.pointwise import Pointwise
 from ..kernels import ActivationCall, Terms
@@ -102,7 +103,7 @@ class GroupedMLP(FusedOp):
         y, saved = self.run(x, call)
         return with_rows_of(x, y) if call.output is None else call.output.detach(), saved
 
-    def run(self, x: Tensor | GatheredTokens, call: MLPCall) -> tuple[Tensor, Saved]:
+    def run(self, x: Tensor | GatheredTokens | QuantizedTokens, call: MLPCall) -> tuple[Tensor, Saved]:
         """The rows of the output, and the saved state."""
         needs, sizes, vectors = call.needs_grad, call.split_sizes, vectors_of(self.act)
         keep_preact = reads_preact(needs)

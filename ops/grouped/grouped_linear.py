@@ -16,6 +16,7 @@ from ...fuser.runtime.buffers import CallerBuffer
 from .. import kernels
 from ..formats.copies import AMAX, SCALES, Columns, Transposition, Weight
 from ..formats.forms import check_decoders
+from ..formats.quantized_tokens import QuantizedTokens
 from ..formats.recipe import Recipe
 from ..kernels import Independent, Matrices, Terms
 from ..kernels.problems.gemm import stacked
@@ -23,7 +24,7 @@ from ..parameters.weight_grads import WeightGrads
 from ..parameters.wide_buffers import WideBuffers
 from ..quantized import linear as quantized
 from ..quantized.gathered_weights import expected_operands, is_gathered
-from ..quantized.operands import GatheredTokens, Tokens, tokens_for, weight_operands
+from ..quantized.operands import GatheredTokens, Tokens, quantized_tokens_for, tokens_for, weight_operands
 from ..quantized.weights import match_state, operands_of
 from ..values.checks import (
     check_buffer,
@@ -264,12 +265,16 @@ class GroupedLinear(WideBuffers, WeightGrads):
         y, saved = self.multiply(self.reads(x, call, autocast_dtype), call, out=out)
         return with_rows_of(x, y) if output is None else output.detach(), saved
 
-    def reads(self, x: Tensor | GatheredTokens, call: LinearCall, autocast_dtype: torch.dtype | None) -> Tokens:
+    def reads(
+        self, x: Tensor | GatheredTokens | QuantizedTokens, call: LinearCall, autocast_dtype: torch.dtype | None
+    ) -> Tokens:
         """``x`` as the products read it: rows of the dtype of the product, or what its recipe makes of them."""
         if isinstance(x, Tensor):
             x = as_rows(x, product_dtype(x.dtype, autocast_dtype))
-        wgrad = "weight" in call.needs_grad
-        return tokens_for(self, quantized.applied(self, x.dtype), x, call.split_sizes, rows=True, wgrad=wgrad)
+        recipe, wgrad = quantized.applied(self, x.dtype), "weight" in call.needs_grad
+        if isinstance(x, QuantizedTokens):
+            return quantized_tokens_for(self, recipe, x, call.split_sizes, wgrad)
+        return tokens_for(self, recipe, x, call.split_sizes, rows=True, wgrad=wgrad)
 
     def multiply(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...fuser.contract import tracing as trace
 from ...fuser.replay import capture
 from ..formats.copies import Columns, Rows, Scaling, Transposition, Weight, WeightOperands
+from ..formats.quantized_tokens import QuantizedTokens
 from ..formats.recipe import Recipe
 from ..kernels import Matrices
 from ..kernels.doors.quantized import quantize_rows, quantize_weight
@@ -137,6 +138,20 @@ def tokens_for(
         wanted = WantedOperands(rows, columns, is_gradient)
         by_row, by_column = QUANTISERS[on.kernels(is_gradient)].tokens(on, tokens, split_sizes, wanted)
     return Tokens(tokens.dtype, kept, kept if by_column is None else by_column, by_row, recipe, tokens.shape[0])
+
+
+def quantized_tokens_for(
+    reader: nn.Module, recipe: Recipe | None, tokens: QuantizedTokens, split_sizes: Tensor, wgrad: bool
+) -> Tokens:
+    """:func:`tokens_for` of rows that a product of this recipe reads as they came; others read their values."""
+    if not tokens.are_of(recipe):
+        return tokens_for(reader, recipe, tokens.values(), split_sizes, rows=True, wgrad=wgrad)
+    trace.note("products read the bytes of the rows as they came")
+    if not wgrad:
+        return Tokens(tokens.dtype, None, None, tokens.rows, recipe, tokens.shape[0])
+    read = tokens_for(reader, recipe, tokens.values(), split_sizes, rows=False, wgrad=True)
+    read.rows = tokens.rows
+    return read
 
 
 def weight_operands(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:

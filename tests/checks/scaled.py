@@ -44,6 +44,7 @@ class Case:
     fast: bool = False  # sums are not promoted
     same_sign: bool = False
     index: torch.dtype = torch.int32
+    gap: int = 0  # bytes between a row and the next
 
 
 def check_gemm(device: str, case: Case) -> None:
@@ -72,7 +73,7 @@ def make_gemm(device: str, case: Case) -> tuple[ScaledGemm, Tensor, Tensor]:
     """The problem; its result of the rows of groups in float64, and that of the magnitudes of all operands."""
     random, groups, rows = _generator(device, case), len(case.sizes), sum(case.sizes)
     tokens = rows + case.tail
-    data = _bytes(random, case, tokens, case.k)
+    data = _with_gaps(_bytes(random, case, tokens, case.k), case.gap)
     data.view(torch.uint8)[rows:] = NAN_BYTE
     weight = _bytes(random, case, groups, case.n, case.k)
     scales, of_values = _row_scales(random, case, tokens)
@@ -302,6 +303,11 @@ def _generator(device: str, case: Case | WgradCase) -> torch.Generator:
 def _bytes(random: torch.Generator, case: Case | WgradCase, *shape: int) -> Tensor:
     numbers = torch.randn(shape, generator=random, device=random.device) * 100
     return (numbers.abs() if case.same_sign else numbers).clamp(-448, 448).to(E4M3)
+
+
+def _with_gaps(data: Tensor, gap: int) -> Tensor:
+    """The same rows, between which are bytes of NaN."""
+    return torch.nn.functional.pad(data.view(torch.uint8), (0, gap), value=NAN_BYTE).view(E4M3)[:, : data.shape[1]]
 
 
 def _scales(random: torch.Generator, *shape: int) -> Tensor:

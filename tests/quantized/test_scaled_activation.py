@@ -26,13 +26,13 @@ RAGGED = (131, 0, 70, 1, 64)
 
 
 def check(name: str, n: int, sizes: tuple[int, ...] = RAGGED, **asked: object) -> None:
-    case = {key: asked.pop(key) for key in ("k", "tail", "out_dtype", "bias", "index") if key in asked}
+    case = {key: asked.pop(key) for key in ("k", "tail", "out_dtype", "bias", "index", "gap") if key in asked}
     checks.check_activation("cpu", replace(Case(sizes, n=n), **case), name, **asked)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["silu glu", "relu2 glu", "limited"])
 def test_gate_and_up_behind_one_another(name: str) -> None:
-    check(name, n=512)
+    check(name, n=512, gap=16)
     check(name, n=256, k=16, sizes=(3,), tail=0)
 
 

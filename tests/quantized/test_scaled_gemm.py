@@ -14,7 +14,9 @@ from checks.accumulator_probe import accumulated
 from checks.scaled import Case, WgradCase
 from emulation import build
 
+from fusible.ops.ep import float8_rows
 from fusible.ops.formats.copies import Rows
+from fusible.ops.kernels.doors.quantized import quantize_rows
 from fusible.ops.kernels.hopper import scaled_gemm as hopper
 
 pytestmark = [
@@ -40,6 +42,27 @@ def test_shapes() -> None:
     check()
     check((300, 0, 129), k=144, n=520, tail=0)
     check((300, 0, 129), k=16, n=8, tail=1)
+
+
+def test_rows_with_other_bytes_between_them() -> None:
+    """As those of tokens that travelled with their scales."""
+    check(gap=16)
+    check((300, 0, 129), k=144, n=520, tail=0, gap=48)
+
+
+def test_rows_that_travelled_give_the_bits_of_those_that_did_not() -> None:
+    problem, _, _ = scaled.make_gemm("cpu", Case(RAGGED))
+    x = torch.randn(problem.rows, 272).bfloat16() * torch.exp2(torch.arange(272) // 128 * 6.0)
+    here = quantize_rows(x.bfloat16(), problem.split_sizes, power_of_two=True).rows
+    products = []
+    for rows in (here, float8_rows.arrived(float8_rows.packed(x.bfloat16()), 272).rows):
+        each = replace(problem, a=rows, out=torch.zeros_like(problem.out))
+        assert hopper._gemm_refusal(each) is None
+        hopper.launch_gemm(each)
+        products.append(each.out)
+
+    assert products[0].any()
+    assert torch.equal(products[0], products[1])
 
 
 def test_consumers_without_rows() -> None:

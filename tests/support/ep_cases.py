@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ep_world import Batch, H, Results, World, check_step, experts, part, same, trained, whole
+from ep_world import Batch, H, Results, World, check_step, experts, part, same, trained, unchecked, whole
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ from fusible.ops import kernels
 from fusible.ops.ep import memory
 from fusible.ops.ep.collective import CollectiveTable, CollectiveTransport
 from fusible.ops.ep.symmetric import SymmetricTransport
+from fusible.ops.formats.quantized_tokens import QuantizedTokens
 from fusible.ops.kernels.doors import routing
 from fusible.ops.routed.call import RoutedCall
 
@@ -219,21 +220,77 @@ def delayed_scales_are_those_of_each_linear(world: World) -> None:
         assert torch.equal(ours[name], value), name
 
 
+def part_of_8_bits(group: ep.Group, lane: int = 0) -> Sequential:
+    """The part of a rank, to which tokens travel in 8 bits."""
+    layer = part(group, lane)
+    layer[0] = ep.EPDispatch(group, lane, Float8Block())
+    return layer
+
+
+def wide_batch(group: ep.Group, counts: tuple[int, ...], seed: int = 0) -> Batch:
+    """Tokens as wide as the group's, whose magnitudes differ by 40 powers of two, and by 6 from block to block."""
+    batch, columns = batch_for(group, counts, seed), group.settings.hidden
+    draw = torch.Generator().manual_seed(seed)
+    with torch.device("cpu"):  # the same numbers wherever they go
+        x, dy = (torch.randn(len(batch.x), columns, generator=draw) for _ in range(2))
+        x = x * torch.logspace(-20, 20, len(x), base=2.0)[:, None] * torch.exp2(torch.arange(columns) // 128 * 6.0)
+    return batch._replace(x=x.to(batch.x), dy=dy.to(batch.x))
+
+
+def rounded(batch: Batch) -> Batch:
+    """Tokens with the values that they have in 8 bits."""
+    tokens = QuantizedGroupedTensor.quantize(batch.x, Float8Block(), torch.tensor([len(batch.x)]))
+    return batch._replace(x=tokens.dequantize())
+
+
 @case
 def tokens_of_8_bits_are_the_rows_of_their_recipe(world: World) -> None:
     """A step has the bits of one process whose tokens were rounded before, by fused and by unfused ops."""
-    for recipe in (None, Float8Block()):  # of the linears
-        group = world.group(dtype=torch.bfloat16, hidden=H)
-        batch = batch_for(group, counts_of(world))
-        batch.x.mul_(torch.logspace(-20, 20, len(batch.x), base=2.0)[:, None])
-        tokens = QuantizedGroupedTensor.quantize(batch.x, Float8Block(), torch.tensor([len(batch.x)]))
+    recipes = (None, Float8Block(), Float8Block(wgrad="bfloat16"), Float8Block(scales="float32"))  # of the linears
+    for recipe, hidden in itertools.product(recipes, (H, 272)):
+        group = world.group(dtype=torch.bfloat16, hidden=hidden)
+        batch = wide_batch(group, counts_of(world))
         with config(recipe=recipe):
-            expected = trained(whole(group), batch._replace(x=tokens.dequantize())).of(batch.counts, group)
+            expected = trained(whole(group), rounded(batch)).of(batch.counts, group)
             for fusions in (set(), {"EPGroupedMLP", "GroupedMLP"}):
-                layer = part(group)
-                layer[0] = ep.EPDispatch(group, recipe=Float8Block())
                 with config(disable_fusions=fusions):
-                    same(trained(layer, batch.of(world.rank)), expected)
+                    same(trained(part_of_8_bits(group), batch.of(world.rank)), expected)
+
+
+@case
+def tokens_of_8_bits_are_within_half_a_step(world: World) -> None:
+    """Rows are tokens to half a step of e4m3, or of the smallest step of their block; sums are near float64's."""
+    group = world.group(dtype=torch.bfloat16, hidden=272)
+    batch = batch_for(group, counts_of(world))
+    x = torch.randn(len(batch.x), 272, generator=torch.Generator().manual_seed(4)).bfloat16()
+    mine = batch._replace(x=x, dy=x, ids=batch.ids.clamp(max=group.settings.num_experts - 1)).of(world.rank)
+    ends = Sequential(ep.EPDispatch(group, recipe=Float8Block()), ep.EPCombine(group))
+    sums = ends(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)  # of three rows, rounded once
+    exact, largest = mine.x.double(), nn.functional.pad(mine.x.double().abs(), (0, 112)).unflatten(1, (3, 128)).amax(2)
+    step = torch.maximum(exact.abs() * 2**-4, largest.repeat_interleave(128, 1)[:, :272] * 2**-16)
+    assert ((sums.double() / 3 - exact).abs() <= step + exact.abs() * 2**-8).all()
+    with config(recipe=Float8Block()):
+        y = part_of_8_bits(group)(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+    truth = whole(group).double()(exact, top_k_index=mine.ids, top_k_weights=mine.weights.double())
+    assert (y.double() - truth).norm() <= 0.07 * truth.norm()
+
+
+@case
+def rows_of_8_bits_are_not_quantised_again(world: World) -> None:
+    """Without gradients nothing reads the values of rows; a product whose recipe is another one does."""
+    group = world.group(dtype=torch.bfloat16, hidden=272)
+    mine = wide_batch(group, counts_of(world)).of(world.rank)
+    call, layer = {"top_k_index": mine.ids, "top_k_weights": mine.weights}, part_of_8_bits(group)
+    for recipe, dequantised in ((Float8Block(), 0), (Float8Block(scales="float32"), 1), (None, 1)):
+        with (
+            config(recipe=recipe),
+            torch.no_grad(),
+            patch.object(QuantizedTokens, "values", autospec=True, side_effect=QuantizedTokens.values) as read,
+        ):
+            layer(mine.x, **call)
+            assert read.call_count == dequantised
+            said = str(layer.explain(mine.x, **call))
+        assert ("products read the bytes of the rows as they came" in said) == (not dequantised)
 
 
 @contextmanager
@@ -273,10 +330,11 @@ def tokens_of_8_bits_with_values_that_are_not_finite(world: World) -> None:
 def ranks_that_send_tokens_of_other_bits(world: World) -> None:
     group = world.group(dtype=torch.bfloat16)
     mine = batch_for(group, counts_of(world)).of(world.rank)
-    layer = part(group)
-    layer[0] = ep.EPDispatch(group, recipe=None if world.rank else Float8Block())
+    layer = part(group) if world.rank else part_of_8_bits(group)
     with raises(ep.PeerError, r"rank \d sends tokens of \d+ bits in dispatch .*the same recipe on all ranks"):
-        layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+        with unchecked(group):
+            layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+        group.check()
 
 
 @case

@@ -12,7 +12,15 @@ from typing import NamedTuple
 
 import torch
 from ep_carried import Carried
-from ep_cases import batch_for, check_checkpoints, counts_of, largest, of_one_owner, raises
+from ep_cases import (
+    batch_for,
+    check_checkpoints,
+    counts_of,
+    largest,
+    of_one_owner,
+    raises,
+    tokens_of_8_bits_are_the_rows_of_their_recipe,
+)
 from ep_training import HIDDEN, assert_same_curve
 from ep_world import Batch, World, check_step, part, same, trained, unchecked, whole
 from torch import Tensor
@@ -101,6 +109,9 @@ def sums_by_rank_are_near_those_of_one_gpu_and_repeat(world: World) -> None:
                 torch.testing.assert_close(ours, exact, rtol=2e-2, atol=2e-2)
         group.check(synchronize=True)
         group.close()
+
+
+case(tokens_of_8_bits_are_the_rows_of_their_recipe)
 
 
 @case

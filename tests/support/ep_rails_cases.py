@@ -14,7 +14,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from ep_cases import batch_for, counts_of, raises
+from ep_cases import batch_for, counts_of, part_of_8_bits, raises, wide_batch
+from ep_cases import rounded as rounded_tokens
 from ep_sharded_cases import page
 from ep_world import TIMEOUT, Batch, H, Results, World, part, same, trained, whole
 from torch import Tensor
@@ -101,6 +102,22 @@ def a_step_has_the_bits_of_hosts_that_round_their_sums(world: World) -> None:
             check(group, batch_for(group, counts, seed))
     with config(disable_fusions=frozenset({"EPGroupedMLP"})):
         check(group, batch_for(group, counts_of(world), 3))
+
+
+@case
+def tokens_of_8_bits_cross_between_hosts(world: World) -> None:
+    group, sent = rails(world, dtype=torch.bfloat16, hidden=272), []
+    gathered = Rail.gathered
+
+    def noted(self: Rail, x: Tensor, named: str) -> Tensor:
+        sent.append(tuple(x.shape))
+        return gathered(self, x, named)
+
+    batch = wide_batch(group, counts_of(world))
+    with patch.object(Rail, "gathered", noted):
+        came = trained(part_of_8_bits(group), batch.of(world.rank))
+    same(came, expected_of(group, rounded_tokens(batch)))
+    assert sent[3] == (group.settings.max_tokens, 288 // 2)
 
 
 @case

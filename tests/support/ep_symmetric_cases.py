@@ -6,9 +6,10 @@ that each fault shows every time, however busy the machine is.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -19,10 +20,11 @@ from ep_cases import batch_for, counts_of, largest, raises
 from ep_world import Batch, H, Results, World, check_step, part, same, trained, unchecked, whole
 from torch import Tensor
 from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from fusible import ArgumentError, Float8Block, config, ep
 from fusible.ops import kernels
-from fusible.ops.ep import overlap
+from fusible.ops.ep import float8_rows, overlap
 from fusible.ops.ep.symmetric import SymmetricLane, SymmetricTransport
 from fusible.ops.kernels import products
 from fusible.ops.kernels.hopper import peers
@@ -49,6 +51,10 @@ SHARED = (
     ep_cases.a_checkpoint_gives_gradients_of_the_routing_that_it_computes_again,
     ep_cases.a_retained_graph_runs_backward_twice,
     ep_cases.frozen_parts_get_no_gradients_and_the_rest_keeps_its_bits,
+    ep_cases.tokens_of_8_bits_are_the_rows_of_their_recipe,
+    ep_cases.tokens_of_8_bits_are_within_half_a_step,
+    ep_cases.rows_of_8_bits_are_not_quantised_again,
+    ep_cases.ranks_that_send_tokens_of_other_bits,
     ep_cases.exchanges_that_are_not_paired,
     ep_cases.a_closed_group_says_so,
 )
@@ -168,6 +174,186 @@ def forward(group: ep.Group, mine: Batch, layer: Any = None) -> Tensor:
     with torch.no_grad():
         y: Tensor = (layer or part(group))(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
     return y
+
+
+# ------------------------------------------------------------------------------------------------ tokens of 8 bits
+
+
+def by_collectives(world: World, batch: Batch, **settings: Any) -> Results:
+    group = world.group(**settings, transport="collective")
+    return trained(ep_cases.part_of_8_bits(group), batch.of(world.rank))
+
+
+def poison_tokens(group: ep.Group) -> None:
+    """Bytes and scales of tokens are NaN, and no rank is in an exchange."""
+    regions = lane_of(group).regions
+    dist.barrier()
+    lane_of(group).view("tokens", torch.uint8, regions.row_numbers - regions.tokens).fill_(0xFF)
+    dist.barrier()
+
+
+@case
+def tokens_of_8_bits_have_the_bits_of_collectives(world: World) -> None:
+    """Even, skewed, empty, and without room for all rows; on both lanes; with sums of either kind."""
+    none = (0,) * world.size
+    for combine, capacity in itertools.product(("exact", "reduced"), ("worst", 3)):
+        settings = {"dtype": torch.bfloat16, "hidden": 272, "lanes": 2, "combine": combine, "capacity": capacity}
+        group = world.group(**settings, overflow="drop")
+        for seed, counts in enumerate((counts_of(world), none, (13,) * world.size)):
+            batch = ep_cases.wide_batch(group, counts, seed)
+            for each in (batch, batch._replace(ids=torch.full_like(batch.ids, group.settings.num_experts - 1))):
+                poison_tokens(group)
+                with config(recipe=Float8Block()):
+                    came = trained(ep_cases.part_of_8_bits(group, seed % 2), each.of(world.rank))
+                    same(came, by_collectives(world, each, **settings, overflow="drop"))
+        assert (group.statistics().dropped > 0) == (capacity == 3)
+
+
+@case
+def tokens_of_8_bits_travel_as_bytes(world: World) -> None:
+    """272 bytes and 3 exponents, padded; few columns need more room in 8 bits than in 16."""
+    pulled, pull = [], peers.pull
+
+    def noted(lane: Any, exchange: int, slots: Any, at: int, out: Tensor, fill: bool) -> None:
+        pulled.append(out.shape[1] * out.element_size())
+        pull(lane, exchange, slots, at, out, fill)
+
+    for hidden, sent in ((272, 288), (1, 16)):
+        group = world.group(dtype=torch.bfloat16, hidden=hidden, max_tokens=130)
+        mine = ep_cases.wide_batch(group, (130,) * world.size).of(world.rank)
+        regions = lane_of(group).regions
+        assert regions.row_numbers - regions.tokens >= 130 * max(sent, 2 * hidden)
+        dispatch = ep.EPDispatch(group, recipe=Float8Block())
+        with patch.object(peers, "pull", noted):
+            rows, _, _, row_of_slot = dispatch(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+        assert pulled.pop() == sent
+        counted = (mine.ids < group.settings.num_experts).sum(1, keepdim=True)
+        y = ep.EPCombine(group)(rows.div(2), row_of_slot=row_of_slot)
+        want = ep_cases.rounded(mine).x.double() * counted / 2
+        torch.testing.assert_close(y.double(), want, rtol=2**-8, atol=0)
+
+
+@case
+def tokens_of_8_bits_come_before_the_first_product(world: World) -> None:
+    """Whether the group has chosen to bring rows beside it, or was asked to. Its rows still go to slots."""
+    for asked in ({}, {"overlap_dispatch": 1, "overlap_combine": True}):
+        with patch.object(overlap, "_LEAST_BYTES", 0), patch.object(overlap, "_BRINGING", 1):
+            group = world.group(dtype=torch.bfloat16, hidden=272, **asked)
+        assert group.mover.overlaps[:2] == (1, True)
+        batch = ep_cases.wide_batch(group, counts_of(world))
+        expected = trained(whole(group), ep_cases.rounded(batch)).of(batch.counts, group)
+        layer, mine = ep_cases.part_of_8_bits(group), batch.of(world.rank)
+        with patch.object(peers, "pull_blocks", side_effect=peers.pull_blocks) as by_blocks:
+            same(trained(layer, mine), expected)
+        assert not by_blocks.call_count
+        said = str(layer.explain(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights))
+        assert "rows come before the first product: the scales of their bytes are put in order for it" in said
+
+
+@case
+def rows_too_many_of_8_bits_are_nan_and_an_error(world: World) -> None:
+    group = world.group(dtype=torch.bfloat16, hidden=272, capacity=largest(world) - 1)
+    mine = ep_cases.wide_batch(group, counts_of(world)).of(world.rank)
+    with unchecked(group), config(recipe=Float8Block()):
+        assert forward(group, mine, ep_cases.part_of_8_bits(group)).isnan().all()
+    with raises(ep.CapacityError, "dispatch of exchange 0 on lane 0: rank"):
+        group.check()
+
+
+@case
+def checkpoints_send_tokens_of_8_bits_again(world: World) -> None:
+    group = world.group(dtype=torch.bfloat16, hidden=272)
+    batch = ep_cases.wide_batch(group, counts_of(world))
+    expected = trained(whole(group), ep_cases.rounded(batch)).of(batch.counts, group)
+    layer, mine = ep_cases.part_of_8_bits(group), batch.of(world.rank)
+
+    def poisoned(x: Tensor, **call: Tensor) -> Tensor:
+        y: Tensor = checkpoint(layer, x, use_reentrant=False, **call)
+        poison_tokens(group)
+        return y
+
+    came = trained(poisoned, mine)
+    same(came, expected._replace(parameters=()))
+    for parameter, grad in zip(layer.parameters(), expected.parameters, strict=True):
+        assert torch.equal(parameter.grad, grad)
+    assert group.statistics().exchanges == 2
+
+
+def check_bytes(group: ep.Group, batch: Batch, exchanges: int) -> None:
+    """Checks forwards whose tokens travel in 8 bits, other ones each time."""
+    for number in range(exchanges):
+        each = ep_cases.rounded(batch._replace(x=batch.x.roll(number, 0)))
+        mine = each.of(group.rank)
+        with torch.no_grad(), config(recipe=Float8Block()):
+            y = ep_cases.part_of_8_bits(group)(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+            group.check()
+            expected = whole(group)(each.x, top_k_index=each.ids, top_k_weights=each.weights)
+        assert torch.equal(y, expected[sum(batch.counts[: group.rank]) :][: len(y)])
+
+
+@case
+def faults_of_tokens_of_8_bits_are_seen(world: World) -> None:
+    """Planted in one rank: scales of the token before, bytes of the exchange before, bytes behind the signal, no wait
+    for the signals of others.
+    """
+    pack, write, meet = float8_rows.packed, SymmetricTransport._write_tokens, SymmetricLane.meet
+
+    def other_scales(x: Tensor) -> Tensor:
+        out = pack(x).view(torch.uint8)
+        out[:, x.shape[1] :] = out[:, x.shape[1] :].roll(1, 0)
+        return out.view(torch.bfloat16)
+
+    def forgets(self: SymmetricTransport, lane: SymmetricLane, tokens: Tensor, exchange: Any) -> None:
+        if exchange.number != 1:
+            write(self, lane, tokens, exchange)
+
+    def behind(self: SymmetricTransport, lane: SymmetricLane, tokens: Tensor, exchange: Any) -> None:
+        late.append((self, lane, tokens, exchange))
+
+    def signals(self: SymmetricLane, exchange: Any, kind: str, *rest: Any) -> None:
+        meet(self, exchange, kind, *rest)
+        if kind == "dispatch":
+            dist.barrier()  # all have read what was there
+            write(*late.pop()) if late else None
+
+    def skips(self: SymmetricLane, exchange: Any, kind: str, *rest: Any) -> None:
+        if kind == "dispatch":
+            dist.barrier()
+        if kind != "dispatch" or world.rank:
+            meet(self, exchange, kind, *rest)
+
+    def reads_first(self: SymmetricTransport, *arguments: Any) -> Tensor:
+        rows = pulled(self, *arguments)
+        dist.barrier()
+        return rows
+
+    late: list[Any] = []
+    pulled, mine = SymmetricTransport._pulled, world.rank == 0
+    group = world.group(dtype=torch.bfloat16, hidden=272)
+    check_bytes(group, ep_cases.wide_batch(group, (13,) * world.size), 3)
+    faults: tuple[tuple[int, tuple[tuple[Any, str, Any, bool], ...]], ...] = (
+        (1, ((float8_rows, "packed", other_scales, mine),)),
+        (3, ((SymmetricTransport, "_write_tokens", forgets, mine),)),
+        (
+            1,
+            (
+                (SymmetricTransport, "_write_tokens", behind, mine),
+                (SymmetricLane, "meet", signals, mine),
+                (SymmetricTransport, "_pulled", reads_first, not mine),
+            ),
+        ),
+        (1, ((SymmetricLane, "meet", skips, True),)),
+    )
+    for exchanges, planted in faults:
+        group = world.group(dtype=torch.bfloat16, hidden=272, timeout=2)
+        batch = ep_cases.wide_batch(group, (13,) * world.size)
+        poison_tokens(group)
+        with ExitStack() as stack:
+            stack.enter_context(caught(world))
+            for where, name, fault, here in planted:
+                if here:
+                    stack.enter_context(patch.object(where, name, fault))
+            check_bytes(group, batch, exchanges)
 
 
 # ------------------------------------------------------------------------------------------------- what it promises
