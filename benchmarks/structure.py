@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("fuser", "ops", "integrations")
 EXTENSION = "ops._C"
 ROOMY = ("fuser", "ops", "ops.kernels")  # packages whose files and subpackages are rooms
-FLAT = ("ops", "ops/kernels", "tests")
+FLAT = ("ops", "ops/kernels", "integrations", "tests")
 MANY_PARAMETERS = 10
 PYTHON = (*PACKAGES, "src/fusible", "benchmarks", "examples", "tests")
 

@@ -18,7 +18,7 @@ from ..formats.copies import AMAX, SCALES, Columns, Transposition, Weight
 from ..formats.forms import check_decoders
 from ..formats.quantized_tokens import QuantizedTokens
 from ..formats.recipe import Recipe
-from ..kernels import Independent, Matrices, Terms
+from ..kernels import NO_TERMS, Independent, Matrices, Terms
 from ..kernels.problems.gemm import stacked
 from ..parameters.weight_grads import WeightGrads
 from ..parameters.wide_buffers import WideBuffers
@@ -294,8 +294,11 @@ class GroupedLinear(WideBuffers, WeightGrads):
             options: further arguments of the product.
         """
         weight, back = self._weight_operands(x, "x" in call.needs_grad)
-        bias = self.matrices("bias") if self.has_bias else None
-        terms = Terms(None, None, bias, flat(call.bias_scale), row_scale, slots=slots)
+        terms = NO_TERMS
+        if self.has_bias or row_scale is not None or slots is not None:
+            bias = self.matrices("bias") if self.has_bias else None
+            scale = None if call.bias_scale is None else flat(call.bias_scale)  # a call less
+            terms = Terms(None, None, bias, scale, row_scale, slots=slots)
         y = product(x, weight, call.split_sizes, terms, **options)
         return y, self._saved(x, back, call)
 

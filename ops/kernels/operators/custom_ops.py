@@ -54,10 +54,8 @@ def kernel(
             defaults. A function whose ``out`` is one of them has one op.
         obeys_switches: whether the op has the switches of its trace as an argument; else it obeys those of its call.
         only_with_out, only_without_out: parameters that one of the two ops does not have.
-        added: parameters that older exported programs do not name: they come last, in this order, with a default of
-            None or False.
-        spread: fields of parameters that are named tuples: the schema has them as parameters, and so do the arguments
-            here. Fields that are not listed have their defaults in compiled code.
+        added: parameters that older exported programs do not name: they come last, in order, by default None or False.
+        spread: fields of named tuples that are parameters in the schema and here; others have defaults in the op.
         schema_names: parameters that the schema names otherwise, as exported programs do.
     """
 
@@ -65,13 +63,8 @@ def kernel(
         op, hints, signature = name or function.__name__, get_type_hints(function), inspect.signature(function)
         position = next(i for i, parameter in enumerate(signature.parameters) if hints[parameter] in _TENSORS)
         bundles = {p: Bundle(hints[p], tuple(fields)) for p, fields in spread.items()}
-        annotations = spread_over(bundles, {p: hints[p] for p in signature.parameters}, Bundle.annotations)
-        of_parameters = {
-            p: codec_of(annotation).named(schema_names.get(p, p))
-            for p, annotation in annotations.items()
-            if p not in eager_only
-        }
-        codecs = _in_order(of_parameters, obeys_switches, added)
+        crossing = _without(spread_over(bundles, hints, Bundle.annotations), "return", *eager_only)
+        codecs = _in_order(_codecs_of(crossing, schema_names), obeys_switches, added)
         new = _without(codecs, "out", *only_with_out), codec_of_result(hints["return"], eager_only)
         allocates = _define(op, Declared(function, allocate, bundles), *new)
         if "out" in codecs:
@@ -99,6 +92,11 @@ def kernel(
     return declared
 
 
+def _codecs_of(annotations: dict[str, Any], schema_names: Mapping[str, str]) -> dict[str, Codec]:
+    """The codecs of parameters by name."""
+    return {name: codec_of(hint).named(schema_names.get(name, name)) for name, hint in annotations.items()}
+
+
 def _in_order(codecs: dict[str, Codec], obeys_switches: bool, added: Sequence[str]) -> dict[str, Codec]:
     """The codecs in the order of the schema: the switches after the original parameters, then those with a default."""
     late = {p: codecs[p] if codecs[p].has_default else codecs[p].with_default() for p in added}
@@ -108,8 +106,8 @@ def _in_order(codecs: dict[str, Codec], obeys_switches: bool, added: Sequence[st
     return dict(sorted(codecs.items(), key=lambda item: item[1].has_default))
 
 
-def _without(codecs: dict[str, Codec], *names: str) -> dict[str, Codec]:
-    return {name: codec for name, codec in codecs.items() if name not in names}
+def _without(parameters: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in parameters.items() if name not in names}
 
 
 class Declared(NamedTuple):
@@ -122,15 +120,12 @@ class Declared(NamedTuple):
     def run(self, **arguments: Any) -> Any:
         """Calls the function with the arguments of the op."""
         fields = {field for bundle in self.bundles.values() for field in bundle.fields}
-        given = with_bundles(self.bundles, arguments)
-        return self.function(**{name: value for name, value in given.items() if name not in fields})
+        return self.function(**_without(with_bundles(self.bundles, arguments), *fields))
 
     def fake(self, **arguments: Any) -> Any:
         """Allocates the result."""
-        given = with_bundles(self.bundles, arguments)
-        return self.allocate(
-            **{name: given[name] for name in inspect.signature(self.allocate).parameters if name in given}
-        )
+        parameters, arguments = inspect.signature(self.allocate).parameters, with_bundles(self.bundles, arguments)
+        return self.allocate(**{name: value for name, value in arguments.items() if name in parameters})
 
 
 def _define(

@@ -74,7 +74,7 @@ class Activate:
 
     @property
     def bytes(self) -> int:
-        """What it reads and writes beside ``out``."""
+        """The traffic beside ``out``."""
         return nbytes(self.scales, self.preact, self.vectors, self.matrices)
 
 
@@ -97,7 +97,7 @@ class ActivateBackward:
 
     @property
     def bytes(self) -> int:
-        """What it reads and writes beside ``out``."""
+        """The traffic beside ``out``."""
         return nbytes(self.preact, self.vectors, *self.grads[1:])
 
 
