@@ -121,6 +121,11 @@ def column_sums(
     int64_sizes: bool, scale: int, out: int, out_type: int, workspace: int,
 ) -> None: ...
 def column_sums_workspace(*, tokens: int, columns: int, groups: int) -> int: ...
+def decode_weight(
+    *, device: int, stream: int, groups: int, n: int, k: int, codes: int, data: int, stored_scale: int, scales: int,
+    rows_of_scale: int, columns_of_scale: int, decoders: int, decoders_of_group: int, divides: bool, type: int,
+    out: int,
+) -> None: ...
 def divide_rows(
     *, device: int, stream: int, rank: int, buffers: list[int], state: int, report: int, exchange: int,
     tokens_per_expert: int, experts: int, capacity: int, fails: bool, firsts: int, split_sizes: int,

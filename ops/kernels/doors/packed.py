@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ....fuser.contract import tracing as trace
 from ...formats.copies import PackedFormat
-from ...formats.packed import unpacked
 from .. import dispatch, grouped_gemm
 from ..operators.custom_ops import kernel
 from ..problems.gemm import Layout, Matrices, stacked
 from ..problems.quantized import PackedGemm
+from .decoding import decode_packed
 
 
 def new_packed_product(a: Tensor, data: Tensor, out_dtype: torch.dtype | None) -> Tensor:
@@ -64,6 +64,6 @@ def _multiply_in_16_bits(p: PackedGemm, why: str) -> Tensor:
         trace.note(f"the weights are dequantised: {why}")
     factors: dict[str, Any] = {"alpha": p.alpha, "bias": p.bias, "bias_scale": p.bias_scale, "row_scale": p.row_scale}
     factors |= {"out_dtype": p.out.dtype} if p.fresh else {"out": p.out}
-    y = grouped_gemm(Layout.NT, p.a, unpacked(p.data, p.scales, p.format), p.split_sizes, **factors)
+    y = grouped_gemm(Layout.NT, p.a, decode_packed(p.data, p.scales, p.format), p.split_sizes, **factors)
     assert isinstance(y, Tensor)
     return y

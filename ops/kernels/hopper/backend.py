@@ -17,6 +17,7 @@ from ..problems.rows import Activating, FunctionOfRows, PointwisePass, RowPass
 from ..problems.transposition import ByteTransposition
 from . import (
     choice,
+    decode,
     epilogue,
     fake_quantize,
     gate,
@@ -135,6 +136,7 @@ KERNELS: Implementations = (
     (kinds.POINTWISE, _of(f"{NAME} (pointwise)", solving(pointwise), _pointwise_refusal)),
     (kinds.ROW_PASS, _of(lambda p: f"{NAME} ({p.PASS})", solving(rows), _groups_refusal)),
     (kinds.TRANSPOSITION, _of(f"{NAME} (transpose)", _transpose, _transposition_refusal)),
+    (kinds.DECODING, _of(lambda p: f"{NAME} (decode {p.name})", decode.run, decode.refusal)),
     (kinds.PERMUTATION, _of(lambda p: f"{permute.NAME} ({p.PASS})", _permute, _permutation_refusal, KEY)),
     (kinds.CHOICE, _CHOICE),
     (kinds.GATE, _GATE),
