@@ -158,6 +158,7 @@ def grouped_gemm(
     beta: float = ..., workspace: int = ..., variant: int = ..., workspace_bytes: int = ..., zero_tail: bool = ...,
     second_k: int = ..., second_a: int = ..., second_a_pitch: int = ..., second_b: int = ...,
     second_b_pitch: int = ..., second_b_group: int = ..., followers: list[int] = ..., follows: bool = ...,
+    first_group: int = ..., run_groups: int = ...,
 ) -> None: ...
 def linear_activation(
     *, activation: Activation, layout: int, operand: int, device: int, stream: int, groups: int, tokens: int, n: int,

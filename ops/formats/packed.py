@@ -41,8 +41,11 @@ def unpacked(data: Tensor, scales: Tensor, format: PackedFormat) -> Tensor:
 def new_unpacked(data: Tensor, format: PackedFormat) -> Tensor:
     """Memory for :func:`unpacked`."""
     groups, rows, columns = data.shape
-    values_in_byte = 1 if format is PackedFormat.MXFP8 else 2
-    return data.new_empty((groups, rows, columns * values_in_byte), dtype=torch.bfloat16)
+    return data.new_empty((groups, rows, columns * values_in_byte(format)), dtype=torch.bfloat16)
+
+
+def values_in_byte(format: PackedFormat) -> int:
+    return 1 if format is PackedFormat.MXFP8 else 2
 
 
 def unpack_into(out: Tensor, data: Tensor, scales: Tensor, format: PackedFormat) -> None:

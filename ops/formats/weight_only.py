@@ -109,7 +109,9 @@ class WeightOnly(Recipe):
 
 def part_of(weight: Weight, groups: slice) -> Weight:
     """The stored weight of some of the groups, as views."""
-    return Weight(*[None if tensor is None else tensor[groups] for tensor in weight.tensors])  # type: ignore[arg-type]
+    data, scales, amax = (None if tensor is None else tensor[groups] for tensor in weight.tensors)
+    assert data is not None
+    return weight._replace(data=data, scales=scales, amax=amax)
 
 
 def in_words(recipe: WeightOnly) -> str:

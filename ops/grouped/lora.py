@@ -29,7 +29,14 @@ from ..values.checks import (
     product_dtype,
 )
 from .grouped_linear import as_rows, with_rows_of
-from .stored_base import add_low_rank, quantized_gradient, quantized_product, values_of
+from .stored_base import (
+    add_low_rank,
+    has_own_product,
+    quantized_gradient,
+    quantized_product,
+    values_of,
+    weight_product,
+)
 
 
 class GroupedLoRA(ExpertParameters):
@@ -147,9 +154,14 @@ class GroupedLoRA(ExpertParameters):
 
     def base(self, like: Tensor) -> Matrices:
         """The weight [E, N, K] as a product of rows like these reads it; decoded for this product if it is stored."""
-        if not self.is_quantized:
-            return self.matrices("weight", like.dtype)
-        return values_of(self._stored(), self.recipe, like)
+        return values_of(self._kept(like.dtype), self.recipe, like)
+
+    def _kept(self, dtype: torch.dtype) -> Matrices | Weight:
+        return self._stored() if self.is_quantized else self.matrices("weight", dtype)
+
+    def has_own_product(self, rows: Tensor) -> bool:
+        """Whether the product with such rows ends without an epilogue."""
+        return self.is_quantized and has_own_product(self._stored(), self.recipe, rows)
 
     def _stored(self) -> Weight:
         return Weight(stacked(self.matrices("weight")), *self.quantized_buffers())  # type: ignore[arg-type]
@@ -221,7 +233,7 @@ class GroupedLoRA(ExpertParameters):
             return add_low_rank(y, self.second(low), Layout.NT, sizes)
         second = self.second(low)
         options = {"second": second, "tail_unspecified": tail_unspecified, **bias}
-        return _tensor(kernels.grouped_gemm(Layout.NT, rows, self.base(rows), sizes, **options))
+        return weight_product(Layout.NT, rows, self._kept(rows.dtype), self.recipe, sizes, **options)
 
     @property
     def quantises_rows(self) -> bool:
@@ -339,10 +351,8 @@ def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved, *, tai
         assert saved.recipe is not None
         dx = quantized_gradient(saved.recipe, saved.weight, dy, saved.split_sizes)
         return add_low_rank(dx, second, Layout.NN, saved.split_sizes)
-    weight = values_of(saved.weight, saved.recipe, dy)
-    return _tensor(
-        kernels.grouped_gemm(Layout.NN, dy, weight, saved.split_sizes, second=second, tail_unspecified=tail_unspecified)
-    )
+    options = {"second": second, "tail_unspecified": tail_unspecified}
+    return weight_product(Layout.NN, dy, saved.weight, saved.recipe, saved.split_sizes, **options)
 
 
 def quantises_rows(saved: GroupedLoRA.Saved) -> bool:

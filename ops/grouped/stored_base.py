@@ -13,8 +13,10 @@ from torch import Tensor
 from .. import kernels
 from ..formats.copies import Transposition, Weight
 from ..formats.recipe import Recipe
+from ..formats.weight_only import WeightOnly
 from ..kernels import Layout, Matrices, OperandPair
-from ..quantized.linear import decoded, product, transposed_operand
+from ..kernels.doors.decoding import decoding_runs
+from ..quantized.linear import decoded, decoded_product, product, transposed_operand
 from ..quantized.operands import tokens_for
 
 
@@ -25,6 +27,26 @@ def values_of(weight: Matrices | Weight | None, recipe: Recipe | None, like: Ten
         return weight
     assert recipe is not None
     return decoded(recipe, weight, like)
+
+
+def has_own_product(weight: Matrices | Weight | None, recipe: Recipe | None, like: Tensor) -> bool:
+    """Whether products of a weight with such rows end without an epilogue: of its bytes, or of several runs."""
+    if not isinstance(weight, Weight):
+        return False
+    return not isinstance(recipe, WeightOnly) or len(decoding_runs(weight.data, recipe.values_in_byte, like)) > 1
+
+
+def weight_product(
+    layout: Layout, rows: Tensor, weight: Matrices | Weight | None, recipe: Recipe | None, sizes: Tensor, **options: Any
+) -> Tensor:
+    """The product of rows and a weight as it is, or decoded for it; with options of :func:`kernels.grouped_gemm`."""
+    assert weight is not None
+    if isinstance(weight, Weight):
+        assert recipe is not None
+        return decoded_product(layout, rows, recipe, weight, sizes, **options)
+    y = kernels.grouped_gemm(layout, rows, weight, sizes, **options)
+    assert isinstance(y, Tensor)
+    return y
 
 
 def quantized_product(recipe: Recipe, weight: Weight, rows: Tensor, split_sizes: Tensor, **bias: Any) -> Tensor:

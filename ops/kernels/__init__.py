@@ -95,7 +95,7 @@ def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) ->
     outputs.new_product,
     only_with_out=("beta",),
     only_without_out=("out_dtype",),
-    eager_only=("tail_unspecified", "slots", "independent"),
+    eager_only=("tail_unspecified", "slots", "independent", "first_group"),
 )
 def grouped_gemm(
     layout: Layout,
@@ -114,6 +114,7 @@ def grouped_gemm(
     tail_unspecified: bool = False,
     slots: RowSlots | None = None,
     independent: Independent | None = None,
+    first_group: int | None = None,
 ) -> Matrices:
     """``row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group; see :class:`GroupedGemm`.
 
@@ -127,6 +128,7 @@ def grouped_gemm(
         tail_unspecified: the tail of what is allocated here may hold anything: its readers know of it.
         slots: where the rows go; what is returned may hold anything then.
         independent: of which this product is one; they may overlap.
+        first_group: that of a run, of which ``b`` has the matrices; ``second`` and ``bias`` are of all groups.
     """
     fresh = out is None
     if out is None:
@@ -136,7 +138,7 @@ def grouped_gemm(
     layout, b, second = _fold_transpose(layout, b, second)
     problem = GroupedGemm(layout, a, b, split_sizes, out, alpha, beta, bias, bias_scale, row_scale, fresh)
     problem.second, problem.tail_unspecified, problem.slots = second, tail_unspecified, slots
-    problem.independent = independent
+    problem.independent, problem.first_group = independent, first_group
     products.run(problem)
     return out
 

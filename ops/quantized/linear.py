@@ -20,9 +20,9 @@ from .. import kernels
 from ..formats.copies import Columns, Rows, Transposition, Weight
 from ..formats.formats import product_factors
 from ..formats.recipe import Recipe, is_recipe
-from ..formats.weight_only import WeightOnly
+from ..formats.weight_only import WeightOnly, part_of
 from ..kernels import Layout, Matrices
-from ..kernels.doors.decoding import decode_weight
+from ..kernels.doors.decoding import decode_weight, decoding_runs, multiply_runs
 from ..kernels.doors.gathered_wgrad import gathered_wgrad
 from ..kernels.doors.packed import packed_gemm
 from ..kernels.doors.quantized import scaled_gemm, scaled_wgrad
@@ -136,8 +136,9 @@ def product(
     if weight.packed is not None:
         assert weight.scales is not None
         return packed_gemm(rows.data, weight.data, weight.scales, split_sizes, weight.packed, **options)
-    values = weight.data if weight.scales is None else decoded(recipe, weight, rows.data)
-    y = kernels.grouped_gemm(Layout.NT, rows.data, values, split_sizes, **options)
+    if weight.scales is not None:
+        return decoded_product(Layout.NT, rows.data, recipe, weight, split_sizes, **options)
+    y = kernels.grouped_gemm(Layout.NT, rows.data, weight.data, split_sizes, **options)
     assert isinstance(y, Tensor)
     return y
 
@@ -155,6 +156,16 @@ def wgrad_of(a: WgradOperand, b: WgradOperand, split_sizes: Tensor, number: int)
     if isinstance(a, Columns):
         return partial(weight_grad, a, b, split_sizes, number)  # type: ignore[arg-type]
     return partial(kernels.grouped_gemm, Layout.TN, a, b, split_sizes)  # type: ignore[arg-type]
+
+
+def decoded_product(
+    layout: Layout, rows: Tensor, recipe: Recipe, weight: Weight, split_sizes: Tensor, **options: Any
+) -> Tensor:
+    """The product of rows and a weight that is decoded for it, as :func:`multiply_runs` does."""
+    runs = decoding_runs(weight.data, recipe.values_in_byte, rows)
+    return multiply_runs(
+        *(runs, lambda run: decoded(recipe, part_of(weight, run), rows), layout, rows, split_sizes), **options
+    )
 
 
 def decoded(recipe: Recipe, weight: Weight, like: Tensor) -> Tensor:

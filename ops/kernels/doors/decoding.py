@@ -1,21 +1,66 @@
 """The door to decoding: the values of a weight that is kept in 8 or 4 bits, for one product.
 
 The result is memory of the caching allocator, which the next product finds free again: nothing keeps a decoded weight.
-Where no kernel decodes a format, PyTorch does by its definition.
+Where no kernel decodes a format, PyTorch does by its definition. A large weight is decoded and multiplied a run of
+groups at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
+from ....fuser.contract import tracing as trace
 from ...formats.copies import PackedFormat, Weight
 from ...formats.packed import DECODINGS, new_unpacked, unpack_into
 from ...formats.weight_only import WeightOnly
-from .. import dispatch
+from .. import dispatch, grouped_gemm
+from ..hopper import gemm
 from ..operators.custom_ops import kernel
 from ..problems.decoding import WeightDecoding
+from ..problems.gemm import Layout
+
+RUN_BYTES = 1 << 30
+"""The most memory of the values of several groups."""
+
+
+def decoding_runs(data: Tensor, values_in_byte: int, like: Tensor) -> list[slice]:
+    """Runs of groups of a weight that are decoded and multiplied one after the other.
+
+    There is one for kernels that multiply all groups at once, and for a compiler, which frees values where it likes.
+    """
+    groups, rows, packed = data.shape
+    step = max(1, RUN_BYTES // max(1, rows * packed * values_in_byte * like.itemsize))
+    if step >= groups or trace.is_traced(like) or not _multiplies_runs(like, groups):
+        return [slice(0, groups)]
+    return [slice(first, min(first + step, groups)) for first in range(0, groups, step)]
+
+
+def multiply_runs(
+    runs: list[slice],
+    decode: Callable[[slice], Tensor],
+    layout: Layout,
+    rows: Tensor,
+    split_sizes: Tensor,
+    **options: Any,
+) -> Tensor:
+    """The product of rows and a weight that is decoded for it; with options of :func:`grouped_gemm`.
+
+    The values of a run are freed before those of the next one are made. Bits are those of one run.
+    """
+    y = options.pop("out", None)
+    for run in runs:
+        first_group = None if len(runs) == 1 else run.start
+        y = grouped_gemm(layout, rows, decode(run), split_sizes, out=y, first_group=first_group, **options)
+    assert isinstance(y, Tensor)
+    return y
+
+
+def _multiplies_runs(rows: Tensor, groups: int) -> bool:
+    return dispatch.allows(gemm.NAME) and gemm.operands_refusal(rows, rows, rows, groups) is None
 
 
 def new_decoded(data: Tensor, like: Tensor, recipe: WeightOnly) -> Tensor:
