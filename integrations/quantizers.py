@@ -230,7 +230,7 @@ class Refuses(base.HfQuantizer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         base.HfQuantizer.__init__(self, *args, **kwargs)
-        self._made_of = args, kwargs
+        self._arguments = args, kwargs
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         self._asked = args, kwargs
@@ -244,7 +244,7 @@ class Refuses(base.HfQuantizer):  # type: ignore[misc]
                 "compressed-tensors ('pack-quantized'), or that in 16 bits with quantization_config="
                 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")'
             )
-        super().__init__(*self._made_of[0], **self._made_of[1])
+        super().__init__(*self._arguments[0], **self._arguments[1])
         super().validate_environment(*self._asked[0], **self._asked[1])
         return super().update_attn_implementation(config)
 

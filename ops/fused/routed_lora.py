@@ -22,7 +22,7 @@ from ..basic.glu import Activated
 from ..basic.scale import Scale
 from ..grouped.lora import GroupedLoRA, back_through, input_grad, lora_b_grad
 from ..grouped.pointwise import Pointwise
-from ..grouped.stored_base import has_own_product, values_of
+from ..grouped.stored_base import multiplies_apart, values_of
 from ..kernels import ActivationGrads
 from ..kernels.doors import routing as permutation
 from ..kernels.doors.routing import Routing
@@ -108,7 +108,7 @@ class RoutedLoRA(RoutedOp):
         fc1, sizes = self.fc1, routing.split_sizes
         rows, low, _ = fc1.project(tokens, sizes, routing)
         assert rows is not None
-        if fc1.has_own_product(rows):
+        if fc1.multiplies_apart(rows):
             product = fc1.product(rows, low, sizes)
             postact = kernels.activate(product, spec_of(self.act), scales, *_of_groups(vectors, sizes))
             return low, product if keep_preact else None, postact
@@ -164,7 +164,7 @@ class RoutedLoRA(RoutedOp):
             "want_postact": needs.postact,
             "want_vectors": needs.vectors,
         }
-        if has_own_product(saved.fc2.weight, saved.fc2.recipe, rows):
+        if multiplies_apart(saved.fc2.weight, saved.fc2.recipe, rows):
             dpostact, sizes = input_grad(rows, dlow, saved.fc2), saved.fc2.split_sizes
             wanted |= dict(zip(("vectors", "split_sizes"), _of_groups(vectors, sizes), strict=True))
             return kernels.activate_backward(dpostact, preact, spec, saved.scales, **wanted)

@@ -31,7 +31,7 @@ from ..values.checks import (
 from .grouped_linear import as_rows, with_rows_of
 from .stored_base import (
     add_low_rank,
-    has_own_product,
+    multiplies_apart,
     quantized_gradient,
     quantized_product,
     values_of,
@@ -159,9 +159,9 @@ class GroupedLoRA(ExpertParameters):
     def _kept(self, dtype: torch.dtype) -> Matrices | Weight:
         return self._stored() if self.is_quantized else self.matrices("weight", dtype)
 
-    def has_own_product(self, rows: Tensor) -> bool:
+    def multiplies_apart(self, rows: Tensor) -> bool:
         """Whether the product with such rows ends without an epilogue."""
-        return self.is_quantized and has_own_product(self._stored(), self.recipe, rows)
+        return self.is_quantized and multiplies_apart(self._stored(), self.recipe, rows)
 
     def _stored(self) -> Weight:
         return Weight(stacked(self.matrices("weight")), *self.quantized_buffers())  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def values_of(weight: Matrices | Weight | None, recipe: Recipe | None, like: Ten
     return decoded(recipe, weight, like)
 
 
-def has_own_product(weight: Matrices | Weight | None, recipe: Recipe | None, like: Tensor) -> bool:
+def multiplies_apart(weight: Matrices | Weight | None, recipe: Recipe | None, like: Tensor) -> bool:
     """Whether products of a weight with such rows end without an epilogue: of its bytes, or of several runs."""
     if not isinstance(weight, Weight):
         return False
