@@ -112,6 +112,11 @@ def column_sums(
     int64_sizes: bool, scale: int, out: int, out_type: int, workspace: int,
 ) -> None: ...
 def column_sums_workspace(*, tokens: int, columns: int, groups: int) -> int: ...
+def decode_weight(
+    *, device: int, stream: int, groups: int, n: int, k: int, codes: int, data: int, stored_scale: int, scales: int,
+    rows_of_scale: int, columns_of_scale: int, decoders: int, decoders_of_group: int, divides: bool, type: int,
+    out: int,
+) -> None: ...
 def divide_rows(
     *, device: int, stream: int, rank: int, buffers: list[int], state: int, report: int, exchange: int,
     tokens_per_expert: int, experts: int, capacity: int, fails: bool, firsts: int, split_sizes: int,
@@ -144,6 +149,7 @@ def grouped_gemm(
     beta: float = ..., workspace: int = ..., variant: int = ..., workspace_bytes: int = ..., zero_tail: bool = ...,
     second_k: int = ..., second_a: int = ..., second_a_pitch: int = ..., second_b: int = ...,
     second_b_pitch: int = ..., second_b_group: int = ..., followers: list[int] = ..., follows: bool = ...,
+    first_group: int = ..., run_groups: int = ...,
 ) -> None: ...
 def linear_activation(
     *, activation: Activation, layout: int, operand: int, device: int, stream: int, groups: int, tokens: int, n: int,
@@ -214,6 +220,11 @@ def pull_sum(
     *, device: int, stream: int, rank: int, buffers: list[int], state: int, report: int, exchange: int, type: int,
     tokens: int, columns: int, top_k: int, row_of_slot: int, firsts: int, capacity: int, at: int, out: int,
     blocks: int, at_slots: bool = ...,
+) -> None: ...
+def push_sums(
+    *, device: int, stream: int, rank: int, buffers: list[int], state: int, report: int, exchange: int, type: int,
+    tokens: int, columns: int, top_k: int, row_of_slot: int, firsts: int, capacity: int, at: int, out: int,
+    source: int, pitch: int, blocks: int,
 ) -> None: ...
 def quantize_activation(
     *, activation: Activation, device: int, stream: int, type: int, tokens: int, features: int, preact: int,
@@ -298,6 +309,10 @@ def stage_rows(
     *, device: int, stream: int, rank: int, buffers: list[int], state: int, report: int, exchange: int, type: int,
     tokens: int, columns: int, top_k: int, row_of_slot: int, firsts: int, capacity: int, at: int, out: int,
     source: int, pitch: int, slot_of_row: int = ..., slots: int = ...,
+) -> None: ...
+def sum_parts(
+    *, device: int, stream: int, rank: int, buffers: list[int], state: int, report: int, exchange: int, type: int,
+    tokens: int, columns: int, top_k: int, row_of_slot: int, firsts: int, capacity: int, at: int, out: int,
 ) -> None: ...
 def transpose_bytes(
     *, device: int, stream: int, groups: int, rows: int, columns: int, source: int, out: int,

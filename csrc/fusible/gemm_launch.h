@@ -28,9 +28,9 @@ GemmParams prepare_params(const GroupedGemm& call, const GemmConfig& config, cud
 // Maps of the second pair of operands; empty without one.
 SecondPair second_pair(const GroupedGemm& call, const GemmConfig& config);
 
-// One launch for each window of groups, which it writes to `params`. These may be longer than GemmParams, with which
-// they begin.
+// One launch for each window of the groups of a run (none: of all), which it writes to `params`. These may be longer
+// than GemmParams, with which they begin.
 void launch(GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem,
-            int device, cudaStream_t stream);
+            int device, cudaStream_t stream, GroupWindow run = {});
 
 }  // namespace fusible

@@ -303,24 +303,41 @@ void launch_window(const GemmParams& params, const KernelEntry& kernel, const Ge
 }  // namespace
 
 void launch(GemmParams& params, const KernelEntry& kernel, const GemmConfig& config, const GemmProblem& problem,
-            int device, cudaStream_t stream) {
+            int device, cudaStream_t stream, GroupWindow run) {
   allow_shared_memory(kernel, device, problem, config);
-  const int groups = params.shape.sizes.groups;
+  if (!run.count) run = {0, params.shape.sizes.groups};
   const Neighbours neighbours = params.neighbours;
   unsigned* const counters = params.shape.counter;
-  for (int first = 0; first < groups; first += kGroupsOfWindow) {
-    const int count = std::min(groups - first, kGroupsOfWindow);
-    params.shape.window = {first, count};
-    params.shape.counter = counters ? counters + first / kGroupsOfWindow : nullptr;
-    params.neighbours = {.beside = neighbours.beside && first == 0,
-                         .followed = neighbours.followed && first + count == groups};
+  for (int before = 0; before < run.count; before += kGroupsOfWindow) {
+    const int count = std::min(run.count - before, kGroupsOfWindow);
+    params.shape.window = {run.first + before, count};
+    params.shape.counter = counters ? counters + before / kGroupsOfWindow : nullptr;
+    params.neighbours = {.beside = neighbours.beside && before == 0,
+                         .followed = neighbours.followed && before + count == run.count};
     launch_window(params, kernel, config, problem, stream);
   }
   params.neighbours = neighbours;
 }
 
+namespace {
+
+// The base of the weights of a run is moved back by the matrices before them, so that groups keep their numbers.
+GroupedGemm with_base_of_all(GroupedGemm call) {
+  const auto [first, count] = call.run;
+  if (!count) return call;
+  const GemmProblem& p = call.problem;
+  FUSIBLE_CHECK(
+      p.layout != Layout::kTN && call.b.addresses.empty() && first >= 0 && count > 0 && first + count <= p.groups,
+      "there is no run of ", count, " groups from ", first, " on. ", p);
+  const uintptr_t before = first * call.b.group_stride * bytes_of(call.b.type);
+  call.b.data = reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(call.b.data) - before);
+  return call;
+}
+
+}  // namespace
+
 void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
-  const GroupedGemm call = as_strided(wanted);
+  const GroupedGemm call = with_base_of_all(as_strided(wanted));
   check(call, device);
   const GemmProblem& p = call.problem;
   FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", p);
@@ -345,7 +362,7 @@ void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
   if (call.follows || !call.followers.empty()) touched = touched_by(call);
   params.neighbours = {.beside = call.follows && is_alone && begins_beside(touched, device, stream),
                        .followed = !call.followers.empty()};
-  launch(params, find_kernel(p, config.variant), config, p, device, stream);
+  launch(params, find_kernel(p, config.variant), config, p, device, stream, call.run);
   if (params.neighbours.followed) let_follow(std::move(touched), params.neighbours.beside, device, stream);
 }
 

@@ -129,6 +129,7 @@ struct GroupedGemmLaunch : GemmLaunch {
     v.field("workspace_bytes", gemm.workspace_bytes);
     v.field("zero_tail", gemm.zero_tail), visit_second_pair(v);
     v.field("followers", followers), v.field("follows", gemm.follows);
+    v.field("first_group", gemm.run.first), v.field("run_groups", gemm.run.count);
   }
   void complete() {
     const EpilogueArguments& e = gemm.epilogue;

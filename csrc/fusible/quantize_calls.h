@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The launches of quantisers, and of products of packed weights, as values (fusible/launches.h). Pitches and numbers of
-// blocks that are not linear in the tokens are derived when a launch is made.
+// The launches of quantisers and decoders, and of products of packed weights, as values (fusible/launches.h). Pitches
+// and numbers of blocks that are not linear in the tokens are derived when a launch is made.
 #pragma once
+#include "fusible/decode_weight.h"
 #include "fusible/launch_calls.h"
 #include "fusible/packed_gemm.h"
 #include "fusible/quantize.h"
@@ -64,6 +65,19 @@ struct TransposeBytesLaunch : LaunchOf<TransposeBytes, transpose_bytes> {
   void fields(Fields& v) {
     visit_stream(v, *this), v.field("groups", call.groups), v.field("rows", call.rows);
     v.field("columns", call.columns), v.field("source", call.source), v.field("out", call.out);
+  }
+};
+
+struct DecodeWeightLaunch : LaunchOf<DecodeWeight, decode_weight> {
+  static constexpr const char* kName = "decode_weight";
+
+  void fields(Fields& v) {
+    visit_stream(v, *this), v.field("groups", call.groups), v.field("n", call.n), v.field("k", call.k);
+    v.field("codes", call.codes), v.field("data", call.data), v.field("stored_scale", call.stored_scale);
+    v.field("scales", call.scales), v.field("rows_of_scale", call.rows_of_scale);
+    v.field("columns_of_scale", call.columns_of_scale), v.field("decoders", call.decoders);
+    v.field("decoders_of_group", call.decoders_of_group), v.field("divides", call.divides);
+    v.field("type", call.type), v.field("out", call.out);
   }
 };
 

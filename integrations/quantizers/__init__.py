@@ -7,11 +7,14 @@ of the experts gives way to parameters of the publisher's names; afterwards thes
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Sequence
 from inspect import signature
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import auto, base
@@ -183,6 +186,11 @@ def _bitsandbytes(parent: Any) -> Any:
             is_read = config.bnb_4bit_quant_type == "nf4" and not shape[2] % 64
             return nf4(shape) if is_read else None
 
+        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+            if runs_here(model.config):
+                _check_stacks(kwargs.get("checkpoint_files"))
+            return super()._process_model_before_weight_loading(model, **kwargs)
+
         def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
             return _is_planned(model, param_name) or super().param_needs_quantization(model, param_name, **kwargs)
 
@@ -190,6 +198,59 @@ def _bitsandbytes(parent: Any) -> Any:
             return _QuantizesStacks(super().get_quantize_ops())
 
     return QuantizesExperts
+
+
+_OF_ONE_EXPERT = re.compile(r"experts\.\d+\..*\.quant_state\.bitsandbytes__")
+
+
+def _check_stacks(files: Sequence[str] | None) -> None:
+    """Raises where a checkpoint has the experts one by one in bitsandbytes' storage, each with a state of its own.
+
+    Raises:
+        ValueError: it has.
+    """
+    for file in files or ():
+        if not str(file).endswith(".safetensors"):
+            continue
+        with safe_open(file, "pt") as opened:
+            key = next(filter(_OF_ONE_EXPERT.search, opened.keys()), None)
+        if key is not None:
+            raise ValueError(
+                f"fusible: {key}: the checkpoint has each expert in bitsandbytes' own storage, and stacks are read "
+                "here. Load the 16-bit checkpoint of the model with the same BitsAndBytesConfig: its experts become "
+                "NF4 while they are loaded, and save_pretrained writes them so"
+            )
+
+
+class Refuses(base.HfQuantizer):  # type: ignore[misc]
+    """The common part of quantisers whose experts nothing here reads, before the class of transformers.
+
+    The packages of the parent are asked for once it is known that the model is not ours.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        base.HfQuantizer.__init__(self, *args, **kwargs)
+        self._arguments = args, kwargs
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        self._asked = args, kwargs
+
+    def update_attn_implementation(self, config: Any) -> Any:  # the first hook that sees the configuration
+        if runs_here(config):
+            method = self.quantization_config.quant_method
+            raise ValueError(
+                f"fusible: no product here reads the bytes of {str(getattr(method, 'value', method)).upper()}, which "
+                "has the experts one by one, packed in another order. Load a checkpoint of the model in int4 of "
+                "compressed-tensors ('pack-quantized'), or that in 16 bits with quantization_config="
+                'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")'
+            )
+        super().__init__(*self._arguments[0], **self._arguments[1])
+        super().validate_environment(*self._asked[0], **self._asked[1])
+        return super().update_attn_implementation(config)
+
+
+def _refused(parent: Any) -> Any:
+    return type(f"Refuses{parent.__name__}", (Refuses, parent), {})
 
 
 def _is_planned(model: nn.Module, name: str) -> bool:
@@ -218,7 +279,13 @@ class _QuantizesStacks(ConversionOps):  # type: ignore[misc]
         return {f"{full_name}{suffix}": part for suffix, part in parts.items()}
 
 
-_REPLACED = {"mxfp4": _mxfp4, "compressed-tensors": _compressed, "bitsandbytes_4bit": _bitsandbytes}
+_REPLACED = {
+    "mxfp4": _mxfp4,
+    "compressed-tensors": _compressed,
+    "bitsandbytes_4bit": _bitsandbytes,
+    "gptq": _refused,
+    "awq": _refused,
+}
 
 
 def register() -> None:
@@ -233,5 +300,5 @@ def register() -> None:
             return
     for method, subclass in _REPLACED.items():
         parent = auto.AUTO_QUANTIZER_MAPPING.get(method)
-        if parent is not None and not issubclass(parent, KeepsBytes):
+        if parent is not None and not issubclass(parent, KeepsBytes | Refuses):
             auto.AUTO_QUANTIZER_MAPPING[method] = subclass(parent)

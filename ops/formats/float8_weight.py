@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .copies import BLOCK, Weight
+from .decoding import Codes, Decoding
 from .formats import E4M3, cast, from_e8m0
 from .nvfp4_weight import factors_by_row, sections_refusal
 from .recipe import check_choice, register
@@ -16,6 +17,8 @@ from .reference import quantize_weight, split
 from .weight_only import SCALE_DTYPES, WeightOnly
 
 Scales = Literal["blocks", "rows", "tensor"]
+_BLOCKS = {"blocks": (BLOCK, BLOCK), "rows": (None, 1), "tensor": (None, None)}
+"""The columns and rows that share a scale."""
 
 
 @register
@@ -42,6 +45,10 @@ class Float8Weight(WeightOnly):
 
     def size_refusal(self, in_features: int, out_features: int) -> str | None:
         return sections_refusal(self.name, self.sections, out_features)
+
+    @property
+    def decoding(self) -> Decoding:
+        return Decoding(Codes.E4M3, *_BLOCKS[self.scales])
 
     def bits(self, in_features: int) -> float:
         return 8 + {"blocks": 32 / BLOCK**2, "rows": 32 / in_features, "tensor": 0}[self.scales]

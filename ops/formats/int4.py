@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .copies import Weight
+from .decoding import Codes, Decoding
 from .nibbles import looked_up, scaled_by_block, table_of_bytes
 from .recipe import check_flag, register
 from .reference import split
@@ -49,6 +50,10 @@ class Int4(WeightOnly):
         if in_features % self.group:
             return f"Int4 in groups of {self.group} needs in_features that are multiples of it, got {in_features}"
         return None
+
+    @property
+    def decoding(self) -> Decoding:
+        return Decoding(Codes.INTEGER, self.group)
 
     def bits(self, in_features: int) -> float:
         return 4 + (16 + 4 * self.zero_points) / self.group

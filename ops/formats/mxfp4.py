@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .copies import PackedFormat, Weight
+from .decoding import Codes, Decoding
 from .formats import cast_e2m1, cast_e8m0, from_e2m1, from_e8m0, pack
 from .mxfp8 import MX_BLOCK
 from .nibbles import looked_up, scaled_by_block, table_of_bytes
@@ -46,6 +47,10 @@ class MXFP4(WeightOnly):
         assert weight.scales is not None
         nans = int((weight.scales.view(torch.uint8) == _NAN).sum())
         return f"scales must be exponents below {_NAN}, which is NaN, and has it {nans} times" if nans else None
+
+    @property
+    def decoding(self) -> Decoding:
+        return Decoding(Codes.E2M1, MX_BLOCK)
 
     def bits(self, in_features: int) -> float:
         return 4 + 8 / MX_BLOCK

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...fuser.contract.tracing import has_no_data
 from .copies import Weight
+from .decoding import Codes, Decoding
 from .nibbles import looked_up, scaled_by_block, table_of_bytes
 from .recipe import check_flag, register
 from .reference import split
@@ -71,6 +72,10 @@ class NF4(WeightOnly):
         if in_features % NF4_BLOCK:
             return f"NF4 needs in_features that are multiples of {NF4_BLOCK}, got {in_features}"
         return None
+
+    @property
+    def decoding(self) -> Decoding:
+        return Decoding(Codes.NF4, NF4_BLOCK)
 
     def bits(self, in_features: int) -> float:
         return 4 + (8 + 32 / NESTED_BLOCK if self.nested else 32) / NF4_BLOCK

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .copies import Weight
+from .decoding import Codes, Decoding
 from .formats import E2M1_MAX, E4M3, cast_e2m1, from_e2m1, pack
 from .nibbles import looked_up, scaled_by_block, table_of_bytes
 from .nvfp4 import NV_BLOCK
@@ -51,6 +52,10 @@ class NVFP4Weight(WeightOnly):
         assert weight.amax is not None
         wrong = weight.amax[~(weight.amax.isfinite() & (weight.amax > 0))]
         return f"the factor of a group is {float(wrong[0])}: the weights would be nothing" if wrong.numel() else None
+
+    @property
+    def decoding(self) -> Decoding:
+        return Decoding(Codes.E2M1, NV_BLOCK, divides=self.divides)
 
     def bits(self, in_features: int) -> float:
         return 4 + 8 / NV_BLOCK

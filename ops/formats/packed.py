@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 from .copies import PackedFormat
-from .runs import decoded_in_runs
+from .decoding import Codes, Decoding
+from .runs import decode_in_runs
 
 Unpack = Callable[[Tensor, Tensor], Tensor]
 _UNPACKED: dict[PackedFormat, Unpack] = {}
+DECODINGS = {
+    PackedFormat.MXFP8: Decoding(Codes.E4M3, 32),
+    PackedFormat.NVFP4: Decoding(Codes.E2M1, 16),
+    PackedFormat.MXFP4: Decoding(Codes.E2M1, 32),
+}
+"""The formats in the terms of kernels, without the factors of groups."""
 
 
 def unpacks(format: PackedFormat) -> Callable[[Unpack], Unpack]:
@@ -25,11 +32,23 @@ def unpacks(format: PackedFormat) -> Callable[[Unpack], Unpack]:
 
 
 def unpacked(data: Tensor, scales: Tensor, format: PackedFormat) -> Tensor:
-    """bfloat16 [E, N, K], but for the factors of groups; a run of groups at a time."""
-    (groups, rows, columns), unpack = data.shape, _UNPACKED[format]
-    shape = groups, rows, columns * _values_in_byte(format)
-    return decoded_in_runs(lambda run: unpack(data[run], scales[run]), shape, data, torch.bfloat16)
+    """bfloat16 [E, N, K], but for the factors of groups."""
+    out = new_unpacked(data, format)
+    unpack_into(out, data, scales, format)
+    return out
 
 
-def _values_in_byte(format: PackedFormat) -> int:
+def new_unpacked(data: Tensor, format: PackedFormat) -> Tensor:
+    """Memory for :func:`unpacked`."""
+    groups, rows, columns = data.shape
+    return data.new_empty((groups, rows, columns * values_in_byte(format)), dtype=torch.bfloat16)
+
+
+def values_in_byte(format: PackedFormat) -> int:
     return 1 if format is PackedFormat.MXFP8 else 2
+
+
+def unpack_into(out: Tensor, data: Tensor, scales: Tensor, format: PackedFormat) -> None:
+    """Writes :func:`unpacked`, a run of groups at a time."""
+    unpack = _UNPACKED[format]
+    decode_in_runs(lambda run: unpack(data[run], scales[run]), out)

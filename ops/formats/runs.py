@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 RUN = 1 << 24
@@ -17,16 +16,12 @@ def runs(groups: int, weights: int) -> Iterator[slice]:
     return (slice(first, min(first + step, groups)) for first in range(0, groups, step))
 
 
-def decoded_in_runs(
-    values: Callable[[slice], Tensor], shape: tuple[int, int, int], like: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """[E, N, K] of a dtype, on the device of a tensor.
+def decode_in_runs(values: Callable[[slice], Tensor], out: Tensor) -> None:
+    """Fills ``out`` [E, N, K].
 
     Args:
         values: float values of the groups of a slice.
     """
-    groups, rows, columns = shape
-    out = like.new_empty(shape, dtype=dtype)
+    groups, rows, columns = out.shape
     for run in runs(groups, rows * columns):
         out[run] = values(run)
-    return out

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from .copies import Columns, Rows, Transposition, Weight, WeightOperands
+from .decoding import Decoding
 from .recipe import RECIPES, Recipe, transposed_bytes
-from .runs import decoded_in_runs, runs
+from .runs import decode_in_runs, runs
 
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of scales that checkpoints have, in which they stay."""
@@ -42,6 +43,11 @@ class WeightOnly(Recipe):
     def values(self, weight: Weight) -> Tensor:
         """float32 [E, N, K]: products of codes and scales, rounded to float32."""
 
+    @property
+    def decoding(self) -> Decoding | None:
+        """The format in the terms of kernels; None: PyTorch alone decodes it."""
+        return None
+
     @abstractmethod
     def bits(self, in_features: int) -> float:
         """Bits a weight, with those of its scales."""
@@ -51,10 +57,15 @@ class WeightOnly(Recipe):
         return None
 
     def decoded(self, weight: Weight, dtype: torch.dtype) -> Tensor:
-        """[E, N, K]: :meth:`values` rounded to a dtype, without temporaries of the size of all experts."""
+        """[E, N, K]: :meth:`values` rounded to a dtype."""
         groups, rows, packed = weight.data.shape
-        shape = groups, rows, packed * self.values_in_byte
-        return decoded_in_runs(lambda run: self.values(part_of(weight, run)), shape, weight.data, dtype)
+        out = weight.data.new_empty((groups, rows, packed * self.values_in_byte), dtype=dtype)
+        self.decode_into(out, weight)
+        return out
+
+    def decode_into(self, out: Tensor, weight: Weight) -> None:
+        """Writes :meth:`decoded`, without temporaries of the size of all experts."""
+        decode_in_runs(lambda run: self.values(part_of(weight, run)), out)
 
     def dtype_refusal(self, dtype: torch.dtype) -> str | None:
         if dtype == torch.bfloat16:
@@ -98,7 +109,9 @@ class WeightOnly(Recipe):
 
 def part_of(weight: Weight, groups: slice) -> Weight:
     """The stored weight of some of the groups, as views."""
-    return Weight(*[None if tensor is None else tensor[groups] for tensor in weight.tensors])  # type: ignore[arg-type]
+    data, scales, amax = (None if tensor is None else tensor[groups] for tensor in weight.tensors)
+    assert data is not None
+    return weight._replace(data=data, scales=scales, amax=amax)
 
 
 def in_words(recipe: WeightOnly) -> str:

@@ -20,13 +20,13 @@ from ...fuser.runtime.call import evaluate
 from .. import kernels
 from ..basic.glu import Activated
 from ..basic.scale import Scale
-from ..grouped.lora import GroupedLoRA, back_through, input_grad, lora_b_grad, quantises_rows
+from ..grouped.lora import GroupedLoRA, back_through, input_grad, lora_b_grad
 from ..grouped.pointwise import Pointwise
 from ..kernels import ActivationCall, ActivationGrads, Terms
 from ..kernels.doors import routing as permutation
 from ..kernels.doors.routing import Routing
 from ..kernels.operators.outputs import WantedThrough
-from ..quantized.linear import values_of
+from ..quantized.linear import multiplies_apart, values_of
 from ..routed.call import RoutedCall
 from ..routed.moe import Combine, Dispatch
 from .activation_role import (
@@ -109,7 +109,7 @@ class RoutedLoRA(RoutedOp):
         fc1, sizes = self.fc1, routing.split_sizes
         rows, low, _ = fc1.project(tokens, sizes, routing)
         assert rows is not None
-        if fc1.quantises_rows:
+        if fc1.multiplies_apart(rows):
             product = fc1.product(rows, low, sizes)
             postact = kernels.activate(product, spec_of(self.act), scales, *_of_groups(vectors, sizes))
             return low, product if keep_preact else None, postact
@@ -156,7 +156,7 @@ class RoutedLoRA(RoutedOp):
         if saved.fc2.weight is None:
             of_groups = _of_groups(vectors, saved.routing.split_sizes)
             return ActivationGrads(rows, None, kernels.activate(preact, spec, saved.scales, *of_groups))
-        if quantises_rows(saved.fc2):
+        if multiplies_apart(saved.fc2.weight, saved.fc2.recipe, rows):
             dpostact, sizes = input_grad(rows, dlow, saved.fc2), saved.fc2.split_sizes
             read, sizes_of_groups = _of_groups(vectors, sizes)
             return kernels.activate_backward(

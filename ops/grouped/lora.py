@@ -19,7 +19,7 @@ from ..kernels.doors.low_rank import LowRank, low_rank_pass
 from ..kernels.doors.routing import Routing
 from ..kernels.problems.gemm import stacked
 from ..parameters.grouped import ExpertParameters
-from ..quantized.linear import multiplied, multiplied_back, values_of
+from ..quantized.linear import multiplied, multiplied_back, multiplies_apart, values_of, weight_product
 from ..quantized.operands import Tokens, tokens_for
 from ..quantized.weights import match_state
 from ..values.checks import (
@@ -150,9 +150,14 @@ class GroupedLoRA(ExpertParameters):
 
     def base(self, like: Tensor) -> Matrices:
         """The weight [E, N, K] as a product of rows like these reads it; decoded for this product if it is stored."""
-        if not self.is_quantized:
-            return self.matrices("weight", like.dtype)
-        return values_of(self._stored(), self.recipe, like)
+        return values_of(self._kept(like.dtype), self.recipe, like)
+
+    def _kept(self, dtype: torch.dtype) -> Matrices | Weight:
+        return self._stored() if self.is_quantized else self.matrices("weight", dtype)
+
+    def multiplies_apart(self, rows: Tensor) -> bool:
+        """Whether the product with such rows ends without an epilogue."""
+        return self.is_quantized and multiplies_apart(self._stored(), self.recipe, rows)
 
     def _stored(self) -> Weight:
         return Weight(stacked(self.matrices("weight")), *self.quantized_buffers())  # type: ignore[arg-type]
@@ -220,8 +225,9 @@ class GroupedLoRA(ExpertParameters):
         bias = self.matrices("bias") if self.has_bias else None
         terms = Terms(None, None, bias, bias_scale, second=self.second(low), tail_unspecified=tail_unspecified)
         read = _read(self.recipe, rows, sizes)
-        weight = self.base(rows) if read.recipe is None else read.recipe.stored_operand(self._stored())
-        return multiplied(read, weight, sizes, terms)
+        if read.recipe is None:
+            return weight_product(Layout.NT, rows, self._kept(rows.dtype), self.recipe, sizes, terms)
+        return multiplied(read, read.recipe.stored_operand(self._stored()), sizes, terms)
 
     @property
     def quantises_rows(self) -> bool:
@@ -336,22 +342,15 @@ def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved, *, tai
     terms = Terms(second=back_through(dlow, saved), tail_unspecified=tail_unspecified)
     read, weight = _read(saved.recipe, dy, saved.split_sizes, is_gradient=True), saved.weight
     if read.recipe is None:
-        weight = values_of(weight, saved.recipe, dy)
-    elif isinstance(weight, Weight):
-        weight = weight._replace(turn=Transposition.COPY)
-    assert weight is not None
-    return multiplied_back(read, weight, saved.split_sizes, terms=terms)
+        return weight_product(Layout.NN, dy, weight, saved.recipe, saved.split_sizes, terms)
+    assert isinstance(weight, Weight)
+    return multiplied_back(read, weight._replace(turn=Transposition.COPY), saved.split_sizes, terms=terms)
 
 
 def _read(recipe: Recipe | None, rows: Tensor, sizes: Tensor, is_gradient: bool = False) -> Tokens:
     """Rows as a product with the weight reads them; those of formats of weights alone stay as they are."""
     followed = recipe if recipe is not None and recipe.quantises_tokens else None
     return tokens_for(None, followed, rows, sizes, rows=True, wgrad=False, is_gradient=is_gradient)
-
-
-def quantises_rows(saved: GroupedLoRA.Saved) -> bool:
-    """Whether the gradient of the input is a product of quantised rows and bytes."""
-    return saved.recipe is not None and saved.recipe.quantises_tokens
 
 
 def back_through(dlow: Tensor | None, saved: GroupedLoRA.Saved) -> OperandPair | None:

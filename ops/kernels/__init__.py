@@ -104,7 +104,7 @@ def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) ->
     outputs.new_product,
     only_with_out=("beta",),
     only_without_out=("out_dtype",),
-    eager_only=("independent",),
+    eager_only=("independent", "first_group"),
     spread={"terms": ("alpha", "beta", "bias", "bias_scale", "row_scale", "second")},
 )
 def grouped_gemm(
@@ -117,6 +117,7 @@ def grouped_gemm(
     out_dtype: torch.dtype | None = None,
     terms: Terms = NO_TERMS,
     independent: Independent | None = None,
+    first_group: int | None = None,
 ) -> Matrices:
     """``row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group; see :class:`GroupedGemm`.
 
@@ -128,6 +129,7 @@ def grouped_gemm(
         out_dtype: of what is allocated here; that of ``a`` by default.
         terms: what surrounds the product; neither alpha nor beta with a second pair of operands.
         independent: of which this product is one; they may overlap.
+        first_group: that of a run, of which ``b`` has the matrices; ``second`` and ``bias`` are of all groups.
     """
     fresh = out is None
     if out is None:
@@ -137,7 +139,7 @@ def grouped_gemm(
     layout, b, second = _fold_transpose(layout, b, terms.second)
     problem = GroupedGemm(layout, a, b, split_sizes, out, *terms[:5], fresh)
     problem.second, problem.tail_unspecified, problem.slots = second, terms.tail_unspecified, terms.slots
-    problem.independent = independent
+    problem.independent, problem.first_group = independent, first_group
     products.run(problem)
     return out
 

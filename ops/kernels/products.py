@@ -114,7 +114,10 @@ def _second_product(problem: GroupedGemm, out: Matrices) -> GroupedGemm:
     assert second is not None
     assert p.alpha is None
     assert p.beta is None
-    return GroupedGemm(p.layout, second.a, second.b, p.split_sizes, out, beta=1.0, row_scale=p.row_scale)
+    start = p.first_group or 0
+    b = second.b if p.first_group is None else second.b[start : start + len(p.b)]
+    options = {"row_scale": p.row_scale, "first_group": p.first_group}
+    return GroupedGemm(p.layout, second.a, b, p.split_sizes, out, beta=1.0, **options)  # type: ignore[arg-type]
 
 
 def run_epilogue(problem: GroupedGemm, rows: Tensor) -> None:

@@ -20,9 +20,9 @@ from .. import kernels
 from ..formats.copies import Columns, Rows, Transposition, Weight
 from ..formats.formats import product_factors
 from ..formats.recipe import Recipe, is_recipe
-from ..formats.weight_only import WeightOnly
+from ..formats.weight_only import WeightOnly, part_of
 from ..kernels import NO_TERMS, Layout, Matrices, Terms
-from ..kernels.doors.decoding import decode_weight
+from ..kernels.doors.decoding import decode_weight, decoding_runs, multiply_runs
 from ..kernels.doors.gathered_wgrad import gathered_wgrad
 from ..kernels.doors.packed import packed_gemm
 from ..kernels.doors.quantized import ScaledSums, scaled_gemm, scaled_wgrad
@@ -156,8 +156,10 @@ def product(
         return packed_gemm(
             rows.data, weight.data, weight.scales, split_sizes, weight.packed, alpha=alpha, terms=terms, **options
         )
-    values = weight.data if weight.scales is None else decoded(recipe, weight, rows.data)
-    y = kernels.grouped_gemm(Layout.NT, rows.data, values, split_sizes, terms=terms._replace(alpha=alpha), **options)
+    terms = terms._replace(alpha=alpha)
+    if weight.scales is not None:
+        return decoded_product(Layout.NT, rows.data, recipe, weight, split_sizes, terms=terms, **options)
+    y = kernels.grouped_gemm(Layout.NT, rows.data, weight.data, split_sizes, terms=terms, **options)
     assert isinstance(y, Tensor)
     return y
 
@@ -184,6 +186,41 @@ def values_of(weight: Matrices | Weight | None, recipe: Recipe | None, like: Ten
         return weight
     assert recipe is not None
     return decoded(recipe, weight, like)
+
+
+def multiplies_apart(weight: Matrices | Weight | None, recipe: Recipe | None, like: Tensor) -> bool:
+    """Whether products of a weight with such rows end without an epilogue: of its bytes, or of several runs."""
+    if not isinstance(weight, Weight):
+        return False
+    return not isinstance(recipe, WeightOnly) or len(decoding_runs(weight.data, recipe.values_in_byte, like)) > 1
+
+
+def weight_product(
+    layout: Layout,
+    rows: Tensor,
+    weight: Matrices | Weight | None,
+    recipe: Recipe | None,
+    split_sizes: Tensor,
+    terms: Terms,
+) -> Tensor:
+    """The product of rows and a weight as it is, or decoded for it."""
+    assert weight is not None
+    if isinstance(weight, Weight):
+        assert recipe is not None
+        return decoded_product(layout, rows, recipe, weight, split_sizes, terms=terms)
+    y = kernels.grouped_gemm(layout, rows, weight, split_sizes, terms=terms)
+    assert isinstance(y, Tensor)
+    return y
+
+
+def decoded_product(
+    layout: Layout, rows: Tensor, recipe: Recipe, weight: Weight, split_sizes: Tensor, **options: Any
+) -> Tensor:
+    """The product of rows and a weight that is decoded for it, as :func:`multiply_runs` does."""
+    runs = decoding_runs(weight.data, recipe.values_in_byte, rows)
+    return multiply_runs(
+        *(runs, lambda run: decoded(recipe, part_of(weight, run), rows), layout, rows, split_sizes), **options
+    )
 
 
 def decoded(recipe: Recipe, weight: Weight, like: Tensor) -> Tensor:

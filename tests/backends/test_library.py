@@ -144,7 +144,7 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "quantize weight": (OPS.quantize_weight, ([WEIGHT], True, 2, True, "auto")),
     "quantize weights": (OPS.quantize_weight, ([*WEIGHT], False, 1, False, "loop")),
     "transpose bytes": (OPS.transpose_bytes, (BYTES[0], "auto")),
-    "decode a weight": (OPS.decode_weight, (*NIBBLES, None, X, "MXFP4")),
+    "decode a weight": (OPS.decode_weight, (*NIBBLES, None, X, "MXFP4", "auto")),
     "fake-quantize rows": (OPS.fake_quantize_rows, (HALF, SIZES, "MXFP8", True, True, False, None, None, 1, "auto")),
     "fake-quantize gathered columns": (
         OPS.fake_quantize_rows,

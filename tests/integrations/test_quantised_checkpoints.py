@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +21,7 @@ if find_spec("transformers") is None or find_spec("peft") is None:
 import peft
 import quantised_checkpoints as checkpoints
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.integrations import finegrained_fp8
 
 import fusible
@@ -373,6 +375,48 @@ def test_experts_that_transformers_leaves_in_16_bits_are_told_of(folder_of: Call
     fp4 = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4")
     with pytest.warns(UserWarning, match="no product here reads this kind of bitsandbytes: the experts become 16 bits"):
         load(folder_of("plain"), quantization_config=fp4, device_map={"": "cpu"})
+
+
+@pytest.mark.parametrize("options", [transformers.GPTQConfig(bits=4), transformers.AwqConfig(bits=4)], ids=repr)
+def test_formats_that_nothing_reads_are_refused_before_their_packages(
+    options: Any, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    quantised = labelled(folder_of("plain"), tmp_path, options)
+    name = options.quant_method.value.upper()
+    with pytest.raises(ValueError, match=f"no product here reads the bytes of {name}, .* int4 of compressed-tensors"):
+        load(quantised)
+    if find_spec("gptqmodel") is None:
+        with pytest.raises(ImportError, match=r"requires (optimum|gptqmodel)"):  # transformers' own words
+            load(quantised, "eager")
+
+
+def labelled(folder: Path, to: Path, options: Any) -> Path:
+    """A copy of a checkpoint whose configuration says that it is quantised."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | {"quantization_config": options.to_dict()}))
+    return to
+
+
+def test_experts_one_by_one_in_the_storage_of_bitsandbytes_are_refused(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    functional = pytest.importorskip("bitsandbytes").functional
+    nested = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    options = transformers.BitsAndBytesConfig(load_in_4bit=True, **nested)
+    quantised = labelled(folder_of("plain"), tmp_path, options)
+    state = {}
+    for name, tensor in load_file(quantised / "model.safetensors").items():
+        if ".experts." not in name:
+            state[name] = tensor
+            continue
+        data, quant_state = functional.quantize_4bit(tensor, quant_type="nf4", compress_statistics=True)
+        state[name] = data
+        state |= {f"{name}.{part}": value for part, value in quant_state.as_dict(packed=True).items()}
+    save_file(state, quantised / "model.safetensors", metadata={"format": "pt"})
+    words = r"experts\.\d+.*quant_state.*each expert in bitsandbytes' own storage.* Load the 16-bit checkpoint"
+    with pytest.raises(ValueError, match=words):
+        load(quantised, device_map={"": "cpu"})
 
 
 def test_copies_have_their_own_experts(folder_of: Callable[[str], Path]) -> None:

@@ -1,20 +1,66 @@
 """The door to decoding: the values of a weight that is kept in 8 or 4 bits, for one product.
 
-PyTorch decodes by the definition of the format, a run of groups at a time. The result is memory of the caching
-allocator, which the next product finds free again: nothing keeps a decoded weight.
+The result is memory of the caching allocator, which the next product finds free again: nothing keeps a decoded weight.
+Where no kernel decodes a format, PyTorch does by its definition. A large weight is decoded and multiplied a run of
+groups at a time.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 from torch import Tensor
 
 from ....fuser.contract import tracing as trace
-from ....fuser.replay import capture
-from ...formats.copies import Weight
+from ...formats.copies import PackedFormat, Weight
+from ...formats.packed import DECODINGS, new_unpacked, unpack_into
 from ...formats.weight_only import WeightOnly
+from .. import dispatch, grouped_gemm
+from ..hopper import gemm
 from ..operators.custom_ops import kernel
-from ..problems.gemm import nbytes
+from ..problems.decoding import WeightDecoding
+from ..problems.gemm import Layout
+
+RUN_BYTES = 1 << 30
+"""The most memory of the values of several groups."""
+
+
+def decoding_runs(data: Tensor, values_in_byte: int, like: Tensor) -> list[slice]:
+    """Runs of groups of a weight that are decoded and multiplied one after the other.
+
+    There is one for kernels that multiply all groups at once, and for a compiler, which frees values where it likes.
+    """
+    groups, rows, packed = data.shape
+    step = max(1, RUN_BYTES // max(1, rows * packed * values_in_byte * like.itemsize))
+    if step >= groups or trace.is_traced(like) or not _multiplies_runs(like, groups):
+        return [slice(0, groups)]
+    return [slice(first, min(first + step, groups)) for first in range(0, groups, step)]
+
+
+def multiply_runs(
+    runs: list[slice],
+    decode: Callable[[slice], Tensor],
+    layout: Layout,
+    rows: Tensor,
+    split_sizes: Tensor,
+    **options: Any,
+) -> Tensor:
+    """The product of rows and a weight that is decoded for it; with options of :func:`grouped_gemm`.
+
+    The values of a run are freed before those of the next one are made. Bits are those of one run.
+    """
+    y = options.pop("out", None)
+    for run in runs:
+        first_group = None if len(runs) == 1 else run.start
+        y = grouped_gemm(layout, rows, decode(run), split_sizes, out=y, first_group=first_group, **options)
+    assert isinstance(y, Tensor)
+    return y
+
+
+def _multiplies_runs(rows: Tensor, groups: int) -> bool:
+    return dispatch.allows(gemm.NAME) and gemm.operands_refusal(rows, rows, rows, groups) is None
 
 
 def new_decoded(data: Tensor, like: Tensor, recipe: WeightOnly) -> Tensor:
@@ -23,7 +69,7 @@ def new_decoded(data: Tensor, like: Tensor, recipe: WeightOnly) -> Tensor:
     return data.new_empty((groups, rows, packed * recipe.values_in_byte), dtype=like.dtype)
 
 
-@kernel(new_decoded, obeys_switches=False)
+@kernel(new_decoded)
 def decode_weight(data: Tensor, scales: Tensor, factors: Tensor | None, like: Tensor, recipe: WeightOnly) -> Tensor:
     """[E, N, K], in the dtype of ``like``: the values of stored parts, rounded once from float32.
 
@@ -32,16 +78,15 @@ def decode_weight(data: Tensor, scales: Tensor, factors: Tensor | None, like: Te
         like: a tensor of the product that reads the values. In a backward it is a gradient: so a compiler decodes
             there again, and saves no values of the forward.
     """
-    if trace.active():
-        values = data.numel() * recipe.values_in_byte
-        moved, bits = nbytes(data, scales) + values * like.itemsize, recipe.bits(values // data[..., 0].numel())
-        words = (
-            f"{recipe.name}, {' x '.join(map(str, data.shape))} bytes, {bits:.3g} bits a weight, {moved / 1e6:.1f} MB"
-        )
-        why = f"no kernel for {recipe.name}" if data.is_cuda else ""
-        trace.record(trace.KernelCall(f"torch (decode {recipe.name})", why, 0, moved, words))
-    if trace.has_no_data(data) or data.is_meta:
-        return new_decoded(data, like, recipe)
-    capture.refuse(f"PyTorch decodes {recipe.name}")
-    with torch.no_grad():
-        return recipe.decoded(Weight(data, scales, factors), like.dtype)
+    out = new_decoded(data, like, recipe)
+    define = partial(recipe.decode_into, weight=Weight(data, scales, factors))
+    dispatch.run(WeightDecoding(data, scales, factors, out, recipe.name, recipe.decoding, define))
+    return out
+
+
+def decode_packed(data: Tensor, scales: Tensor, format: PackedFormat) -> Tensor:
+    """bfloat16 [E, N, K], but for the factors of groups: the values of a weight that stays as it is."""
+    out = new_unpacked(data, format)
+    define = partial(unpack_into, data=data, scales=scales, format=format)
+    dispatch.run(WeightDecoding(data, scales, None, out, format.value, DECODINGS[format], define))
+    return out

@@ -1,6 +1,6 @@
 """The door to products of rows and weights that stay in 8 or 4 bits: few rows read them as they lie.
 
-Where our own kernel does not take a problem, the weights are dequantised whole and multiplied in 16 bits. Both are the
+Where our own kernel does not take a problem, the weights are decoded and multiplied in 16 bits. Both are the
 same product, up to the order of sums.
 """
 
@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ....fuser.contract import tracing as trace
 from ...formats.copies import PackedFormat
-from ...formats.packed import unpacked
-from .. import dispatch, grouped_gemm
+from ...formats.packed import values_in_byte
+from .. import dispatch
 from ..operators.custom_ops import kernel
 from ..problems.gemm import NO_TERMS, Layout, Terms, stacked
 from ..problems.quantized import PackedGemm
+from .decoding import decode_packed, decoding_runs, multiply_runs
 
 
 def new_packed_product(a: Tensor, data: Tensor, out_dtype: torch.dtype | None) -> Tensor:
@@ -63,6 +64,9 @@ def _multiply_in_16_bits(p: PackedGemm, why: str) -> Tensor:
         trace.note(f"the weights are dequantised: {why}")
     into: dict[str, Any] = {"out_dtype": p.out.dtype} if p.fresh else {"out": p.out}
     terms = Terms(p.alpha, None, p.bias, p.bias_scale, p.row_scale)
-    y = grouped_gemm(Layout.NT, p.a, unpacked(p.data, p.scales, p.format), p.split_sizes, **into, terms=terms)
-    assert isinstance(y, Tensor)
-    return y
+    runs = decoding_runs(p.data, values_in_byte(p.format), p.a)
+    return multiply_runs(
+        *(runs, lambda run: decode_packed(p.data[run], p.scales[run], p.format), Layout.NT, p.a, p.split_sizes),
+        **into,
+        terms=terms,
+    )

@@ -16,6 +16,7 @@ from ..problems.routing import GatherSlots, OrderSlots, Permuting, SlotOrder, Sp
 from ..problems.rows import Activating, FunctionOfRows, PointwisePass, RowPass
 from . import (
     choice,
+    decode,
     epilogue,
     fake_quantize,
     gate,
@@ -126,6 +127,7 @@ KERNELS: Implementations = (
     (kinds.POINTWISE, _of(f"{NAME} (pointwise)", solving(pointwise), _pointwise_refusal)),
     (kinds.ROW_PASS, _of(lambda p: f"{NAME} ({p.PASS})", solving(rows), _groups_refusal)),
     (kinds.TRANSPOSITION, _of(f"{NAME} (transpose)", transpose.run, transpose.refusal)),
+    (kinds.DECODING, _of(lambda p: f"{NAME} (decode {p.name})", decode.run, decode.refusal)),
     (kinds.PERMUTATION, _of(lambda p: f"{permute.NAME} ({p.PASS})", _permute, _permutation_refusal, KEY)),
     (kinds.CHOICE, _CHOICE),
     (kinds.GATE, _GATE),

@@ -162,6 +162,7 @@ def launch(problem: GroupedGemm, variant: int = -1, dynamic: bool = True) -> Non
         zero_tail=p.fresh and not p.tail_unspecified and not is_wgrad,
         **second_fields(p.second),
         **workspace.fields,
+        **({} if p.first_group is None else {"first_group": p.first_group, "run_groups": len(p.b)}),
     )
     if not p.fresh:
         torch.autograd.graph.increment_version(p.out)

@@ -206,6 +206,8 @@ class GroupedGemm:
             :func:`fusible.ops.kernels.hopper.arrivals.counters`. A backend may wait for that kernel instead.
         slots: the slots that the rows of the product are sent to, instead of ``out`` or after it.
         independent: the independent products that it belongs to; a backend may ignore it.
+        first_group: that of a run of groups, whose matrices alone ``b`` has, under NT and NN: rows of other groups are
+            neither read nor written, but for the tail. None: ``b`` has those of all groups.
     """
 
     layout: Layout
@@ -225,6 +227,7 @@ class GroupedGemm:
     arrived: Tensor | None = None
     slots: RowSlots | None = None
     independent: Independent | None = None
+    first_group: int | None = None
 
     @property
     def groups(self) -> int:
@@ -260,7 +263,7 @@ class GroupedGemm:
         return (
             *(self.layout, a.dtype, b.dtype, out.dtype, sizes.dtype, a.device, a.shape[1], b.shape[-1], out.shape[-1]),
             *(a.stride(), b.stride(), out.stride(), (a.data_ptr() | b.data_ptr() | out.data_ptr()) & 15),
-            *(a.shape[0] < _MANY, sizes.shape[0], sizes.is_contiguous(), factors),
+            *(a.shape[0] < _MANY, sizes.shape[0], sizes.is_contiguous(), factors, self.first_group is None),
         )
 
     @property

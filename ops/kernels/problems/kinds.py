@@ -5,6 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 
 from .choice import Choosing, ChoosingBackward
+from .decoding import WeightDecoding
 from .fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 from .gate import GateProduct
 from .gemm import GroupedGemm
@@ -63,6 +64,13 @@ TRANSPOSITION: Kind[ByteTransposition] = Kind(
     is_empty=lambda p: not p.out.numel(),
     configuration=_size,
 )
+DECODING: Kind[WeightDecoding] = Kind(
+    "decoding of a weight",
+    attrgetter("data"),
+    types=(WeightDecoding,),
+    is_empty=lambda p: not p.out.numel(),
+    configuration=_size,
+)
 PERMUTATION: Kind[Permuting] = Kind(
     "permutation of rows", attrgetter("ids"), types=(OrderSlots, SpreadRows, SumRows, GatherSlots), by_door=True
 )
@@ -118,6 +126,6 @@ PACKED: Kind[PackedGemm] = Kind(
 )
 
 KINDS = (
-    *(GEMM, RAGGED, ACTIVATION, FUNCTION, POINTWISE, ROW_PASS, TRANSPOSITION, LOW_RANK),
+    *(GEMM, RAGGED, ACTIVATION, FUNCTION, POINTWISE, ROW_PASS, TRANSPOSITION, DECODING, LOW_RANK),
     *(PERMUTATION, CHOICE, GATE, QUANTIZER, FAKE_QUANTIZER, SCALED_PRODUCT, ACTIVATED_PRODUCT, PACKED),
 )

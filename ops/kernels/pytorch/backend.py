@@ -12,6 +12,7 @@ from ..problems.rows import RowPass
 from ..problems.transposition import ByteTransposition
 from . import (
     activation,
+    decode,
     fake_quantize,
     float32,
     grouped_mm,
@@ -52,6 +53,7 @@ KERNELS: Implementations = (
     (kinds.ROW_PASS, ROWS_OF_GROUPED_MM),  # which keep split sizes on the device
     (kinds.ROW_PASS, Implementation(None, loop.NAME, solving(loop))),
     (kinds.TRANSPOSITION, Implementation(None, "torch (transpose)", _transpose)),
+    (kinds.DECODING, Implementation(None, lambda p: f"torch (decode {p.name})", decode.run)),
     (kinds.QUANTIZER, Implementation(None, f"{quantize.NAME} (quantise)", quantize.run)),
     (kinds.FAKE_QUANTIZER, Implementation(None, f"{fake_quantize.NAME} (quantise)", fake_quantize.run)),
     (kinds.SCALED_PRODUCT, Implementation(None, f"{scaled_gemm.NAME} (e4m3)", scaled_gemm.run, scaled_gemm.refusal)),

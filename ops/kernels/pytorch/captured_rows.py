@@ -16,6 +16,8 @@ FEW = 16
 def refusal(problem: GroupedGemm) -> str | None:
     """Why the problem cannot be part of a CUDA graph; None: it can. The matrices of rows take memory of their own."""
     p, most = problem, max(FEW, problem.groups)
+    if problem.first_group is not None:
+        return "multiplies all groups at once, not a run of them"
     if p.layout is Layout.TN or isinstance(p.epilogue, ActivateBackward) or p.rows > most:
         return f"reads split sizes on the host, which a CUDA graph cannot, but for a forward of at most {most} rows"
     return None

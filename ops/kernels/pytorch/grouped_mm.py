@@ -23,6 +23,8 @@ def torch_grouped_mm() -> Callable[..., Tensor] | None:
 def refusal(problem: GroupedGemm) -> str | None:
     """Why the problem cannot be run here; None: it can."""
     a, b = problem.a, first(problem.b)
+    if problem.first_group is not None:
+        return "multiplies all groups at once, not a run of them"
     if torch_grouped_mm() is None:
         return f"torch {torch.__version__} has no grouped_mm"
     if not a.is_cuda:

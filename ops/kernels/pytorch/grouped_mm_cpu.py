@@ -30,6 +30,8 @@ def refusal(problem: GroupedGemm) -> str | None:
     p, a, b, out = problem, problem.a, problem.b, problem.out
     if not p.fresh:
         return "gives memory of its own, and cannot write into a buffer"
+    if problem.first_group is not None:
+        return "multiplies all groups at once, not a run of them"
     if not isinstance(b, Tensor) or not isinstance(out, Tensor):
         return "needs stacked matrices"
     dtype = a.dtype

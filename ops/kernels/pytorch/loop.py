@@ -52,8 +52,8 @@ def run(problem: GroupedGemm) -> None:
         _activate_backward(problem, epilogue)
     else:
         keep_freed_memory()
-        sizes = group_sizes(problem.split_sizes, problem.rows)
-        _multiply_groups(problem, Span(sizes, 0, slice(0, sum(sizes))), problem.out)
+        span = _span_of(problem)
+        _multiply_groups(problem, span, problem.out[span.rows.start :] if span.first_group else problem.out)
 
 
 def multiply_weights_of_runs(left: Tensor, right: Tensor, sizes: Mapping[int, int], out: Tensor) -> None:
@@ -90,7 +90,7 @@ def _activate(problem: GroupedGemm, epilogue: Activate) -> None:
 def _activate_backward(problem: GroupedGemm, epilogue: ActivateBackward) -> None:
     """Some groups at a time; the gradient of the hidden rows never exists as a whole."""
     preact, grads = epilogue.preact, epilogue.grads
-    for span in [_all_groups(problem)] if _sums_all_rows(epilogue) else _spans(problem):
+    for span in [_span_of(problem)] if _sums_all_rows(epilogue) else _spans(problem):
         rows = span.rows
         dpostact = preact.new_empty((rows.stop - rows.start, problem.mnk[1]))
         _multiply_groups(problem, span, dpostact)
@@ -184,7 +184,7 @@ def _multiply_groups(p: GroupedGemm, span: Span, out: Matrices) -> None:
     assert isinstance(out, Tensor)
     groups = [g for g, size in enumerate(span.sizes, span.first_group) if size]
     sizes = [size for size in span.sizes if size]
-    weights = _matrices(p.b, groups, p.layout is Layout.NT)
+    weights = _matrices(p.b, [g - (p.first_group or 0) for g in groups], p.layout is Layout.NT)
     rows = span.rows
     out = out[: rows.stop - rows.start]
     parts = zip(p.a[rows].split_with_sizes(sizes), weights, out.split_with_sizes(sizes), strict=True)
@@ -257,9 +257,13 @@ def factor_of(factor: float | Tensor | None, group: int) -> float | Tensor | Non
     return factor[group] if isinstance(factor, Tensor) and factor.dim() else factor
 
 
-def _all_groups(problem: GroupedGemm) -> Span:
-    sizes = group_sizes(problem.split_sizes, problem.rows)
-    return Span(sizes, 0, slice(0, sum(sizes)))
+def _span_of(problem: GroupedGemm) -> Span:
+    """All groups, or those of a run."""
+    sizes, first, count = group_sizes(problem.split_sizes, problem.rows), problem.first_group or 0, problem.groups
+    if problem.first_group is not None:
+        count = len(problem.b)
+    start, of_span = sum(sizes[:first]), sizes[first : first + count]
+    return Span(of_span, first, slice(start, start + sum(of_span)))
 
 
 def _sums_all_rows(epilogue: ActivateBackward) -> bool:

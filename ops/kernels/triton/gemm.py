@@ -16,6 +16,8 @@ __all__ = ["NAME", "epilogue_refusal", "name_of", "refusal", "run"]
 
 def refusal(problem: GroupedGemm) -> str | None:
     """Why the problem cannot be run here; None: it can."""
+    if problem.first_group is not None:
+        return "multiplies all groups at once, not a run of them"
     p, a, b, out = problem, problem.a, first(problem.b), first(problem.out)
     if (why := triton_refusal(a)) is not None:
         return why
