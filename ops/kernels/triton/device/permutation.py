@@ -26,9 +26,9 @@ def order(ids: Tensor, experts: int, weights: Tensor | None) -> SlotOrder:
     groups = triton.next_power_of_2(experts)
     call(starts_kernel, (experts + 1,), sizes, counts, experts, blocks, GROUPS=groups, CHUNK=1024, num_warps=4)
     weights = None if weights is None else weights.contiguous()
-    found = slot_of_row, row_of_slot, scales
-    call(place_kernel, (triton.cdiv(slots, _PART),), ids, counts, weights, found, *shape, **parts)
-    return SlotOrder(sizes, *found)
+    outputs = slot_of_row, row_of_slot, scales
+    call(order_kernel, (triton.cdiv(slots, _PART),), ids, counts, weights, outputs, *shape, **parts)
+    return SlotOrder(sizes, *outputs)
 
 
 def spread(x: Tensor, row_of_slot: Tensor, sizes: Tensor, out: Tensor, fill: bool) -> None:
@@ -93,9 +93,9 @@ def starts_kernel(sizes, counts, experts, blocks, GROUPS: tl.constexpr, CHUNK: t
 
 
 @triton.jit(do_not_specialize=["slots", "experts", "blocks"])
-def place_kernel(ids, starts, weights, found, slots, experts, blocks, BLOCK: tl.constexpr, PART: tl.constexpr):
+def order_kernel(ids, starts, weights, outputs, slots, experts, blocks, BLOCK: tl.constexpr, PART: tl.constexpr):
     """The row of each slot: the first of its expert in its block, and one more for each such slot before it."""
-    slot_of_row, row_of_slot, scales = found
+    slot_of_row, row_of_slot, scales = outputs
     first = tl.program_id(0) * PART
     block, slot = first // BLOCK, first + tl.arange(0, PART)
     mine = bins_of(ids, slot, slots, experts)
