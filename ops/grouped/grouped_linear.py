@@ -218,10 +218,11 @@ class GroupedLinear(WideBuffers, WeightGrads):
         autocast_dtype: torch.dtype | None = None,
     ) -> TensorSpec:
         weight = self.one_parameter("weight")
-        checked = check_quantized_input if self.is_quantized else check_matrix_input
-        dtype = checked(x, weight, self.in_features, autocast_dtype)
-        if self.is_quantized and (why := self.recipe.dtype_refusal(dtype)) is not None:  # type: ignore[union-attr]
-            raise ArgumentError(f"x: {why}; cast it")
+        described = x, weight, self.in_features, autocast_dtype
+        if self.is_quantized:
+            dtype = check_quantized_input(*described, self.recipe.dtype_refusal)  # type: ignore[union-attr]
+        else:
+            dtype = check_matrix_input(*described)
         self._check_weights(x.device)
         if type(weight) is not nn.Parameter and is_gathered(weight):
             weight.check_reader(self.recipe)

@@ -131,9 +131,11 @@ class GroupedLoRA(ExpertParameters):
     def check(
         self, x: TensorSpec, *, split_sizes: Tensor | Sequence[int], autocast_dtype: torch.dtype | None = None
     ) -> TensorSpec:
-        checked = check_decoded_input if self.is_quantized else check_matrix_input
-        checked = check_quantized_input if self.quantises_rows else checked
-        dtype = checked(x, self.one_parameter("weight"), self.in_features, autocast_dtype)
+        described = x, self.one_parameter("weight"), self.in_features, autocast_dtype
+        if self.quantises_rows:
+            dtype = check_quantized_input(*described, self.recipe.dtype_refusal)  # type: ignore[union-attr]
+        else:
+            dtype = (check_decoded_input if self.is_quantized else check_matrix_input)(*described)
         self._check_parameters(x.device)
         check_split_sizes(split_sizes, self.num_groups, x)
         return TensorSpec((*x.shape[:-1], self.out_features), dtype, x.device)

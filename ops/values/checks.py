@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 from numbers import Real
 from typing import SupportsIndex
@@ -195,12 +195,16 @@ def check_matrix_input(
 
 
 def check_quantized_input(
-    x: TensorSpec, weight: Tensor, features: int, autocast_dtype: torch.dtype | None
+    x: TensorSpec,
+    weight: Tensor,
+    features: int,
+    autocast_dtype: torch.dtype | None,
+    refusal: Callable[[torch.dtype], str | None],
 ) -> torch.dtype:
-    """:func:`check_matrix_input` for a quantised weight, which is multiplied with 16-bit rows."""
+    """:func:`check_matrix_input` for a quantised weight, whose recipe may refuse a dtype of rows."""
     dtype = _check_stored_input(x, weight, features, autocast_dtype)
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ArgumentError(f"x: expected bfloat16 or float16, as the weight is quantised, got {dtype}; cast it")
+    if (why := refusal(dtype)) is not None:
+        raise ArgumentError(f"x: the weight is quantised, and {why}; cast it")
     return dtype
 
 

@@ -165,8 +165,10 @@ def test_weights_load_as_they_were_saved() -> None:
 
 def test_what_is_refused() -> None:
     stays = fusible.quantize_(experts(), MXFP4())
-    with pytest.raises(ArgumentError, match="x: MXFP4 multiplies bfloat16, not float16; cast it"):
-        stays(torch.randn(9, K).half(), split_sizes=torch.tensor(SIZES))
+    for dtype in (torch.float16, torch.float32):
+        why = f"x: the weight is quantised, and MXFP4 multiplies bfloat16, not {dtype}".replace("torch.", "")
+        with pytest.raises(ArgumentError, match=f"{why}; cast it"):
+            stays(torch.randn(9, K, dtype=dtype), split_sizes=torch.tensor(SIZES))
     with pytest.raises(ArgumentError, match="MXFP4 needs in_features that are multiples of 32, got 48"):
         fusible.quantize_(GroupedLinear(E, 48, 32, dtype=torch.bfloat16), MXFP4())
     with fusible.config(recipe=MXFP4()):
