@@ -159,7 +159,7 @@ def register(name: str, **options: Any) -> None:
 
     Args:
         name: replaces an implementation of that name.
-        options: of :class:`~fusible.integrations.shared_exchange.ExchangeOptions`, by name:
+        options: of :class:`~fusible.integrations.exchanges.shared_exchange.ExchangeOptions`, by name:
             ``register("mine", transport="symmetric", capacity=2.0, max_tokens=8192)``.
     """
     kind = type(FusibleEP.__name__, (FusibleEP,), {"options": ExchangeOptions(**options), "__doc__": FusibleEP.__doc__})

@@ -101,7 +101,7 @@ def multiplied(
         return kernels.grouped_gemm(Layout.NT, x.values, weight, split_sizes, out=out, terms=terms)  # type: ignore
     assert x.rows is not None
     assert isinstance(weight, Weight)
-    y = product(x.recipe, x.rows, weight, split_sizes, x.dtype, terms._replace(second=None), out=out)
+    y = product(x.recipe, x.rows, weight, split_sizes, x.dtype, terms._replace(second=None, slots=None), out=out)
     y = _with_second(y, terms, Layout.NT, split_sizes)
     if terms.slots is not None:
         kernels.send_rows(y, terms.slots)

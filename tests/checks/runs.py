@@ -34,21 +34,21 @@ def check_product(device: str, layout: Layout, sizes: list[int], step: int, n: i
     a, b = random(rows + TAIL, k), transposed(groups, n, k)
     second = OperandPair(random(rows + TAIL, 16), transposed(groups, n, 16))
     scale = torch.rand(rows + TAIL, device=device)
-    options: dict[str, Any] = {"second": second, "bias": random(groups, n), "row_scale": scale}
+    terms = kernels.Terms(bias=random(groups, n), row_scale=scale, second=second)
     out = torch.full((rows + TAIL, n), torch.nan, dtype=torch.bfloat16, device=device)
     with config(backend="hopper"):
-        want = kernels.grouped_gemm(layout, a, b, split_sizes, **options)
+        want = kernels.grouped_gemm(layout, a, b, split_sizes, terms=terms)
         assert isinstance(want, Tensor)
         for first in reversed(range(0, groups, step)):
             before = out.clone()
-            of_run = {**options, "out": out, "first_group": first}
-            kernels.grouped_gemm(layout, a, b[first : first + step].clone(), split_sizes, **of_run)
+            of_run = b[first : first + step].clone()
+            kernels.grouped_gemm(layout, a, of_run, split_sizes, out=out, terms=terms, first_group=first)
             start, end = sum(sizes[:first]), sum(sizes[: first + step])
             assert torch.equal(out[start:end], want[start:end])
             out[start:end] = before[start:end]
             assert torch.equal(out.isnan(), before.isnan())
             out[start:end] = want[start:end]
-        fresh = kernels.grouped_gemm(layout, a, b[:step].clone(), split_sizes, first_group=0, **options)
+        fresh = kernels.grouped_gemm(layout, a, b[:step].clone(), split_sizes, terms=terms, first_group=0)
     assert isinstance(fresh, Tensor)
     assert not fresh[rows:].any()
     assert torch.equal(out[:rows], want[:rows])

@@ -10,8 +10,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import fusible
+from fusible.ops import kernels
 from fusible.ops.formats import reference
 from fusible.ops.formats.copies import BLOCK
+from fusible.ops.grouped.grouped_linear import LinearCall
 
 E, K, N = 3, 160, 272
 SIZES = (70, 0, 200)
@@ -404,3 +406,20 @@ def test_compiled_code_sees_another_recipe():
         assert torch.equal(compiled_y, y)
     assert not torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][0], results[3][0])
+
+
+@pytest.mark.parametrize("recipe", [RECIPE, fusible.MXFP8(), fusible.NVFP4()], ids=repr)
+def test_rows_are_sent_to_slots_once_they_are_complete(recipe, monkeypatch):
+    """A product that stores to slots leaves its result unwritten, which would be sent over what it stored."""
+    sent = []
+    monkeypatch.setattr(kernels, "send_rows", lambda rows, slots: sent.append((rows.clone(), slots)))
+    op = linear(recipe)
+    slots = kernels.RowSlots(0, [0], *(torch.zeros(1),) * 3, 0, 0)
+    call = LinearCall(torch.tensor(SIZES), frozenset())
+    with torch.no_grad():
+        y, _ = op.multiply(op.reads(tokens(), call, None), call, slots=slots)
+
+    assert len(sent) == 1
+    assert sent[0][1] is slots
+    assert torch.equal(sent[0][0], run(linear(recipe))[0])
+    assert torch.equal(y, sent[0][0])
