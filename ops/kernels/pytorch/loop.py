@@ -259,10 +259,10 @@ def factor_of(factor: float | Tensor | None, group: int) -> float | Tensor | Non
 
 def _span_of(problem: GroupedGemm) -> Span:
     """All groups, or those of a run."""
-    sizes, first, count = group_sizes(problem.split_sizes, problem.rows), problem.first_group or 0, problem.groups
-    if problem.first_group is not None:
-        count = len(problem.b)
-    start, of_span = sum(sizes[:first]), sizes[first : first + count]
+    sizes, first = group_sizes(problem.split_sizes, problem.rows), problem.first_group
+    if first is None:
+        return Span(sizes, 0, slice(0, sum(sizes)))
+    start, of_span = sum(sizes[:first]), sizes[first : first + len(problem.b)]
     return Span(of_span, first, slice(start, start + sum(of_span)))
 
 
