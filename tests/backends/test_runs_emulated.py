@@ -10,6 +10,7 @@ from emulation import build
 from fusible import MXFP4, NF4, Float8Weight
 from fusible.ops.formats.weight_only import WeightOnly
 from fusible.ops.kernels import Layout
+from fusible.ops.kernels.doors import decoding
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),
@@ -26,6 +27,17 @@ def test_products(layout: Layout, sizes: list[int], step: int) -> None:
 
 def test_more_groups_than_a_launch_takes() -> None:
     checks.check_product("cpu", Layout.NT, [i % 3 for i in range(896)], 600, 64, 64)
+
+
+@pytest.mark.parametrize(("features", "runs"), [(64, 4), (60, 1)])
+def test_features_that_kernels_do_not_take_are_one_run(
+    features: int, runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's product of a run would read the split sizes on the host."""
+    monkeypatch.setattr(decoding, "RUN_BYTES", 1)
+    data = torch.empty(4, features, 32, dtype=torch.uint8)
+
+    assert len(decoding.decoding_runs(data, 2, torch.empty(3, 64, dtype=torch.bfloat16))) == runs
 
 
 @pytest.mark.parametrize("format", [MXFP4(), NF4(), Float8Weight("rows")], ids=repr)

@@ -32,9 +32,9 @@ def decoding_runs(data: Tensor, values_in_byte: int, like: Tensor) -> list[slice
 
     There is one for kernels that multiply all groups at once, and for a compiler, which frees values where it likes.
     """
-    groups, rows, packed = data.shape
-    step = max(1, RUN_BYTES // max(1, rows * packed * values_in_byte * like.itemsize))
-    if step >= groups or trace.is_traced(like) or not _multiplies_runs(like, groups):
+    groups, rows, columns = data.shape[0], data.shape[1], data.shape[2] * values_in_byte
+    step = max(1, RUN_BYTES // max(1, rows * columns * like.itemsize))
+    if step >= groups or trace.is_traced(like) or not _multiplies_runs(like, groups, rows, columns):
         return [slice(0, groups)]
     return [slice(first, min(first + step, groups)) for first in range(0, groups, step)]
 
@@ -59,8 +59,10 @@ def multiply_runs(
     return y
 
 
-def _multiplies_runs(rows: Tensor, groups: int) -> bool:
-    return dispatch.allows(gemm.NAME) and gemm.operands_refusal(rows, rows, rows, groups) is None
+def _multiplies_runs(rows: Tensor, groups: int, *features: int) -> bool:
+    if gemm.features_refusal(*features) is not None or not dispatch.allows(gemm.NAME):
+        return False
+    return gemm.operands_refusal(rows, rows, rows, groups) is None
 
 
 def new_decoded(data: Tensor, like: Tensor, recipe: WeightOnly) -> Tensor:

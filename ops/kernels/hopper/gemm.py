@@ -37,8 +37,8 @@ def refusal(problem: GroupedGemm) -> str | None:
         return why
     if p.rows > MAX_ROWS:
         return f"takes at most {MAX_ROWS} rows, got {p.rows}"
-    if a.shape[-1] % 8 or out.shape[-1] % 8:
-        return f"needs features that are multiples of 8, got {a.shape[-1]} and {out.shape[-1]}"
+    if (why := features_refusal(a.shape[-1], out.shape[-1])) is not None:
+        return why
     if p.split_sizes.dtype not in (torch.int32, torch.int64) or not p.split_sizes.is_contiguous():
         return "needs contiguous int32 or int64 split sizes"
     why = _factor_refusal(p) or layout_refusal(a=p.a, b=p.b, out=p.out)
@@ -72,6 +72,11 @@ def operands_refusal(a: Tensor, b: Tensor, out: Tensor, groups: int) -> str | No
     if not 1 <= groups <= MAX_GROUPS:
         return f"takes 1 to {MAX_GROUPS} groups, got {groups}"
     return None
+
+
+def features_refusal(of_a: int, of_out: int) -> str | None:
+    """Why no kernel multiplies rows of these features to rows of those; None: some do."""
+    return f"needs features that are multiples of 8, got {of_a} and {of_out}" if of_a % 8 or of_out % 8 else None
 
 
 def configuration(problem: GroupedGemm) -> str:
