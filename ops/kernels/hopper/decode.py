@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ...formats.decoding import Codes, Decoding
-from ..extension import TYPE_CODES, address, compiled, device_refusal, stream
+from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from ..problems.decoding import WeightDecoding
 
 NAME = "hopper"
@@ -22,9 +22,7 @@ _MOST_ROWS = 2**31 - 1
 
 def refusal(p: WeightDecoding) -> str | None:
     """Why the kernel does not decode the weight; None: it does."""
-    if not p.data.is_cuda:
-        return f"needs a CUDA device, got {p.data.device.type}"
-    if (why := device_refusal(p.data.get_device())) is not None:
+    if (why := hardware_refusal(p.data)) is not None:
         return why
     if p.decoding is None:
         return f"does not know the codes of {p.name}"
