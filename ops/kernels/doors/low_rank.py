@@ -104,11 +104,10 @@ def one_pass(
     out = _new_low_rank(x, layout, split_sizes, slot_of_row, factor, low, gradient_dtype, want_rows)
     wanted = factor, low, gradient_dtype or x.dtype, want_rows
     p = LowRankPass(layout, x, split_sizes, slot_of_row, top_k, *wanted, out)
-    choice = dispatch.choose(p, trace.active())
-    if choice.is_fallback:  # on another device than it was traced on, or under other switches
-        return _by_products(p.gathered(), layout, split_sizes, factor, low, gradient_dtype, want_rows)
-    dispatch.solve(p, choice)
-    return out
+    if dispatch.is_solved(p):
+        return out
+    # on another device than it was traced on, or under other switches
+    return _by_products(p.gathered(), layout, split_sizes, factor, low, gradient_dtype, want_rows)
 
 
 def _by_products(
