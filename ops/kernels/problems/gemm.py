@@ -303,6 +303,10 @@ class GroupedGemm:
         return moved if self.epilogue is None else moved + self.epilogue.bytes
 
 
+ALL_GROUPS = "multiplies all groups at once, not a run of them"
+"""Why some kernels do not take a product with a ``first_group``."""
+
+
 def factor_refusal(p: GroupedGemm) -> str | None:
     """Why no kernel of ours takes the factors of a problem; None: some do."""
     for name, factor in (("an alpha", p.alpha), ("a beta", p.beta)):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..problems.gemm import Activate, ActivateBackward, GroupedGemm, Layout, first, stacked
+from ..problems.gemm import ALL_GROUPS, Activate, ActivateBackward, GroupedGemm, Layout, first, stacked
 from . import activation, wrong_sizes
 from .grouped_mm import group_of_row, row_ends, write_rows
 
@@ -17,7 +17,7 @@ def refusal(problem: GroupedGemm) -> str | None:
     """Why the problem cannot be part of a CUDA graph; None: it can. The matrices of rows take memory of their own."""
     p, most = problem, max(FEW, problem.groups)
     if problem.first_group is not None:
-        return "multiplies all groups at once, not a run of them"
+        return ALL_GROUPS
     if p.layout is Layout.TN or isinstance(p.epilogue, ActivateBackward) or p.rows > most:
         return f"reads split sizes on the host, which a CUDA graph cannot, but for a forward of at most {most} rows"
     return None

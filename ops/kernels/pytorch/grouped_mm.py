@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..architecture import capability_of
-from ..problems.gemm import GroupedGemm, Layout, Matrices, first, stacked
+from ..problems.gemm import ALL_GROUPS, GroupedGemm, Layout, Matrices, first, stacked
 from . import wrong_sizes
 
 NAME = "grouped_mm"
@@ -24,7 +24,7 @@ def refusal(problem: GroupedGemm) -> str | None:
     """Why the problem cannot be run here; None: it can."""
     a, b = problem.a, first(problem.b)
     if problem.first_group is not None:
-        return "multiplies all groups at once, not a run of them"
+        return ALL_GROUPS
     if torch_grouped_mm() is None:
         return f"torch {torch.__version__} has no grouped_mm"
     if not a.is_cuda:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..problems.gemm import Activate, GroupedGemm, Layout
+from ..problems.gemm import ALL_GROUPS, Activate, GroupedGemm, Layout
 from . import activation, few_rows, loop
 from .grouped_mm import NAME, row_ends, torch_grouped_mm
 
@@ -31,7 +31,7 @@ def refusal(problem: GroupedGemm) -> str | None:
     if not p.fresh:
         return "gives memory of its own, and cannot write into a buffer"
     if problem.first_group is not None:
-        return "multiplies all groups at once, not a run of them"
+        return ALL_GROUPS
     if not isinstance(b, Tensor) or not isinstance(out, Tensor):
         return "needs stacked matrices"
     dtype = a.dtype

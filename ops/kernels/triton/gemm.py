@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..problems.gemm import Activate, GroupedGemm, Layout, factor_refusal, first
+from ..problems.gemm import ALL_GROUPS, Activate, GroupedGemm, Layout, factor_refusal, first
 from ..pytorch import wrong_sizes
 from .installed import DTYPES, NAME, groups_refusal, launches_on, triton_refusal
 
@@ -17,7 +17,7 @@ __all__ = ["NAME", "epilogue_refusal", "name_of", "refusal", "run"]
 def refusal(problem: GroupedGemm) -> str | None:
     """Why the problem cannot be run here; None: it can."""
     if problem.first_group is not None:
-        return "multiplies all groups at once, not a run of them"
+        return ALL_GROUPS
     p, a, b, out = problem, problem.a, first(problem.b), first(problem.out)
     if (why := triton_refusal(a)) is not None:
         return why
