@@ -148,13 +148,13 @@ def with_operands(architecture: str) -> list[Any]:
 def run_rows(tokens: int, slots: int, experts: int, columns: int, dtype: torch.dtype) -> None:
     """Every pass over rows that is not a product, of tensors that nothing reads."""
     ids, weights = torch.zeros(tokens, slots, dtype=torch.int64), torch.zeros(tokens, slots, dtype=dtype)
-    found = permutation.order(ids, experts, weights)
+    found = permutation.route(ids, experts, weights)
     sizes, place = found.tokens_per_expert, found.row_of_slot
     x, rows = torch.zeros(tokens, columns, dtype=dtype), torch.zeros(tokens * slots, columns, dtype=dtype)
-    permutation.spread(x, place, sizes, rows, True)
-    permutation.spread(x, place, sizes, rows, False)
-    permutation.sum_slots(rows, place, sizes, x)
-    permutation.gather(weights.view(-1).float(), place, sizes, weights)
+    permutation.permute(x, place, sizes, rows, True)
+    permutation.permute(x, place, sizes, rows, False)
+    permutation.unpermute(rows, place, sizes, x)
+    permutation.of_slots(weights.view(-1).float(), place, sizes, weights)
     vectors, dots = torch.zeros(experts, columns, dtype=dtype), torch.zeros(tokens * slots)
     passes.column_sums(rows, sizes[:-1], vectors, dots)
     passes.row_dots(rows, vectors, sizes[:-1], dots)
@@ -172,7 +172,7 @@ def of_rows(architecture: str) -> list[Any]:
 
 
 def forms(tokens: int) -> list[str]:
-    """What the kernels of an MLP, and those of its rows, are compiled for where there are so many tokens."""
+    """The forms of the kernels that an MLP of so many tokens compiles, and of those that move its rows."""
     with compiled_for("sm_90", FormRecorder) as compiled:
         for problem in problems(4, 64, 32, tokens, torch.bfloat16, False).values():
             launch.run(problem, tiles.TABLE["sm_80"]["nt"])

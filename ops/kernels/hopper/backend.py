@@ -12,7 +12,7 @@ from ..problems.function import function_by
 from ..problems.gemm import GroupedGemm
 from ..problems.interface import GemmImplementation, Implementation, Implementations, solving
 from ..problems.quantized import PackedGemm
-from ..problems.routing import GatherSlots, OrderSlots, Permuting, SlotOrder, SpreadRows, SumRows
+from ..problems.routing import Permuting
 from ..problems.rows import Activating, FunctionOfRows, PointwisePass, RowPass
 from . import (
     choice,
@@ -74,18 +74,6 @@ def _choose(p: Choosing | ChoosingBackward) -> None:
         choice.backward(p, p.out)
 
 
-def _permute(p: Permuting) -> None:
-    match p:
-        case OrderSlots():
-            p.out = SlotOrder(*permute.route(p.ids, p.num_experts, p.weights))
-        case SpreadRows():
-            permute.permute(p.source, p.ids, p.tokens_per_expert, p.out, p.fill)
-        case SumRows():
-            permute.unpermute(p.source, p.ids, p.tokens_per_expert, p.out)
-        case GatherSlots():
-            permute.of_slots(p.source, p.ids, p.tokens_per_expert, p.out)
-
-
 def _packed_refusal(p: PackedGemm) -> str | None:
     if p.rows > FEW_ROWS * p.groups:
         return f"{p.rows} rows of {p.groups} groups are not few: more than {FEW_ROWS} of each, on average"
@@ -128,7 +116,7 @@ KERNELS: Implementations = (
     (kinds.ROW_PASS, _of(lambda p: f"{NAME} ({p.PASS})", solving(rows), _groups_refusal)),
     (kinds.TRANSPOSITION, _of(f"{NAME} (transpose)", transpose.run, transpose.refusal)),
     (kinds.DECODING, _of(lambda p: f"{NAME} (decode {p.name})", decode.run, decode.refusal)),
-    (kinds.PERMUTATION, _of(lambda p: f"{permute.NAME} ({p.PASS})", _permute, _permutation_refusal, KEY)),
+    (kinds.PERMUTATION, _of(lambda p: f"{permute.NAME} ({p.PASS})", solving(permute), _permutation_refusal, KEY)),
     (kinds.CHOICE, _CHOICE),
     (kinds.GATE, _GATE),
     (kinds.LOW_RANK, _of(low_rank.NAME, low_rank.run, low_rank.refusal)),

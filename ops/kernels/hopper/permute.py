@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
+from ..problems.routing import SlotOrder
 from .gemm import MAX_GROUPS
 from .rows import scale_arguments
 
@@ -26,7 +27,7 @@ def refusal(ids: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
     return None
 
 
-def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> SlotOrder:
     """Sorts ids [T, k]; returns tokens per expert and their sum [E + 1], slot of each row [S], row of each slot [T, k].
 
     The last result is the weight of each row in fp32 [S], if weights are given.
@@ -53,7 +54,7 @@ def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> tuple[Tensor
         weights_type=weights_type,
         scales=address(scales),
     )
-    return tokens_per_expert, slot_of_row, row_of_slot, scales
+    return SlotOrder(tokens_per_expert, slot_of_row, row_of_slot, scales)
 
 
 def permute(x: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, out: Tensor, fill: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,22 @@ class SlotOrder(NamedTuple):
     slot_of_row: Tensor
     row_of_slot: Tensor
     scales: Tensor | None = None
+
+
+class PermutationKernels(Protocol):
+    """A module of kernels that bring rows to their experts and back."""
+
+    def route(self, ids: Tensor, num_experts: int, weights: Tensor | None, /) -> SlotOrder:
+        """See :class:`OrderSlots`."""
+
+    def permute(self, x: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, out: Tensor, fill: bool, /) -> None:
+        """See :class:`SpreadRows`."""
+
+    def unpermute(self, rows: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, out: Tensor, /) -> None:
+        """See :class:`SumRows`."""
+
+    def of_slots(self, numbers: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, out: Tensor, /) -> None:
+        """See :class:`GatherSlots`."""
 
 
 @dataclass(slots=True)
@@ -50,6 +66,9 @@ class OrderSlots:
     @property
     def bytes(self) -> int:
         return nbytes(self.ids)
+
+    def solve(self, kernels: PermutationKernels) -> None:
+        self.out = kernels.route(self.ids, self.num_experts, self.weights)
 
 
 @dataclass(slots=True)
@@ -94,6 +113,9 @@ class SpreadRows(_Moved):
     PASS: ClassVar[str] = "spread"
     fill: bool = True
 
+    def solve(self, kernels: PermutationKernels) -> None:
+        kernels.permute(self.source, self.ids, self.tokens_per_expert, self.out, self.fill)
+
 
 @dataclass(slots=True)
 class SumRows(_Moved):
@@ -101,12 +123,18 @@ class SumRows(_Moved):
 
     PASS: ClassVar[str] = "sum"
 
+    def solve(self, kernels: PermutationKernels) -> None:
+        kernels.unpermute(self.source, self.ids, self.tokens_per_expert, self.out)
+
 
 @dataclass(slots=True)
 class GatherSlots(_Moved):
     """``out[t, j] = source[ids[t, j]]``, 0 for those from the last of ``tokens_per_expert`` on; numbers of rows."""
 
     PASS: ClassVar[str] = "by slot"
+
+    def solve(self, kernels: PermutationKernels) -> None:
+        kernels.of_slots(self.source, self.ids, self.tokens_per_expert, self.out)
 
 
 Permuting = OrderSlots | SpreadRows | SumRows | GatherSlots

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..problems.routing import GatherSlots, OrderSlots, Permuting, SpreadRows, SumRows
+from ..problems.routing import Permuting
 from .installed import DTYPES, MAX_GROUPS, MAX_ROWS, NAME, launches_on, triton_refusal
 
 __all__ = ["NAME", "refusal", "run"]
@@ -29,12 +29,4 @@ def run(p: Permuting) -> None:
     from .device import permutation
 
     with launches_on(p.ids):
-        match p:
-            case OrderSlots():
-                p.out = permutation.order(p.ids, p.num_experts, p.weights)
-            case SpreadRows():
-                permutation.spread(p.source, p.ids, p.tokens_per_expert, p.out, p.fill)
-            case SumRows():
-                permutation.sum_slots(p.source, p.ids, p.tokens_per_expert, p.out)
-            case GatherSlots():
-                permutation.gather(p.source, p.ids, p.tokens_per_expert, p.out)
+        p.solve(permutation)

@@ -14,7 +14,7 @@ _BLOCK, _PART, _BINS = 512, 64, 32  # slots that are counted together, slots and
 ELEMENTS = tl.constexpr(4096)  # of a tile of rows
 
 
-def order(ids: Tensor, experts: int, weights: Tensor | None) -> SlotOrder:
+def route(ids: Tensor, experts: int, weights: Tensor | None) -> SlotOrder:
     """Sorts ids [T, k] by expert, stably: a counting sort by blocks of slots, whose counts are whole numbers."""
     ids, slots = ids.contiguous(), ids.numel()
     blocks = triton.cdiv(slots, _BLOCK)
@@ -31,17 +31,17 @@ def order(ids: Tensor, experts: int, weights: Tensor | None) -> SlotOrder:
     return SlotOrder(sizes, *outputs)
 
 
-def spread(x: Tensor, row_of_slot: Tensor, sizes: Tensor, out: Tensor, fill: bool) -> None:
+def permute(x: Tensor, row_of_slot: Tensor, sizes: Tensor, out: Tensor, fill: bool) -> None:
     """``out[row_of_slot[t, j]] = x[t]``; rows of no expert become zero with ``fill``."""
     _move(spread_kernel, x, row_of_slot, sizes, out, FILL=fill)
 
 
-def sum_slots(rows: Tensor, row_of_slot: Tensor, sizes: Tensor, out: Tensor) -> None:
+def unpermute(rows: Tensor, row_of_slot: Tensor, sizes: Tensor, out: Tensor) -> None:
     """``out[t]`` = the sum over j of ``rows[row_of_slot[t, j]]``, of those that an expert has."""
     _move(sum_kernel, rows, row_of_slot, sizes, out)
 
 
-def gather(numbers: Tensor, row_of_slot: Tensor, sizes: Tensor, out: Tensor) -> None:
+def of_slots(numbers: Tensor, row_of_slot: Tensor, sizes: Tensor, out: Tensor) -> None:
     """``out[t, j] = numbers[row_of_slot[t, j]]``, 0 for slots of no expert."""
     slots = row_of_slot.numel()
     rows = row_of_slot, sizes[-1:]
