@@ -5,8 +5,6 @@ The bits of the transport ``collective``, and faults that are planted in the pro
 
 from __future__ import annotations
 
-import os
-
 import ep_reduced_cases
 import ep_world
 import pytest
@@ -17,22 +15,16 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be 
 
 CASES = [case.__name__ for case in ep_reduced_cases.CASES]
 FEW = ("tokens_say_where_they_come_from_in_sums_by_rank", "sums_are_near_those_in_float64", "no_fault_no_wrong_sum")
-"""Of four ranks that share fewer CPUs, as in ``test_ep_symmetric``."""
+"""The cases that four ranks run where they share fewer CPUs: see ``ep_world.said_by``."""
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The messages of the ranks on the cases."""
     build.build()
-    folder, ranks = tmp_path_factory.mktemp("ranks"), request.param
-    left_out = {*CASES} - {*FEW} if ranks > (os.cpu_count() or 1) else set()
-    only = [case for case in ep_world.selected(request) if case not in left_out]
-    said = ep_world.start("ep_reduced_cases", ranks, folder, 1500, "symmetric", only=only) if only else {}
-    return {**{case: ["left out"] for case in left_out}, **said}
+    return ep_world.said_by(request, tmp_path_factory.mktemp("ranks"), "ep_reduced_cases", CASES, FEW)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_all_ranks(case: str, said: dict[str, list[str]]) -> None:
-    if said[case] == ["left out"]:
-        pytest.skip("four ranks wait for one another")
     ep_world.assert_passed(case, said)

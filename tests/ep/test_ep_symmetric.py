@@ -5,7 +5,6 @@ The bits of one process, errors, and faults that are planted in the protocol, ea
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import ep_failures
@@ -21,24 +20,18 @@ pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be 
 
 CASES = [case.__name__ for case in ep_symmetric_cases.CASES]
 FEW = ("no_fault_no_error", "tokens_say_where_they_come_from", "a_signal_before_the_copy_is_seen")
-"""Of four ranks that share fewer CPUs: each waits for all others, and a turn of the machine passes in between."""
+"""The cases that four ranks run where they share fewer CPUs: see ``ep_world.said_by``."""
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
 def said(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     """The messages of the ranks on the cases."""
     build.build()  # once, not by every rank
-    folder, ranks = tmp_path_factory.mktemp("ranks"), request.param
-    left_out = {*CASES} - {*FEW} if ranks > (os.cpu_count() or 1) else set()
-    only = [case for case in ep_world.selected(request) if case not in left_out]
-    said = ep_world.start("ep_symmetric_cases", ranks, folder, 1500, "symmetric", only=only) if only else {}
-    return {**{case: ["left out"] for case in left_out}, **said}
+    return ep_world.said_by(request, tmp_path_factory.mktemp("ranks"), "ep_symmetric_cases", CASES, FEW)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_on_all_ranks(case: str, said: dict[str, list[str]]) -> None:
-    if said[case] == ["left out"]:
-        pytest.skip("four ranks wait for one another")
     ep_world.assert_passed(case, said)
 
 
