@@ -298,7 +298,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
         terms = NO_TERMS
         if self.has_bias or row_scale is not None or slots is not None:
             bias = self.matrices("bias") if self.has_bias else None
-            scale = None if call.bias_scale is None else flat(call.bias_scale)  # a call less
+            scale = None if call.bias_scale is None else flat(call.bias_scale)  # spares a call
             terms = Terms(None, None, bias, scale, row_scale, slots=slots)
         y = product(x, weight, call.split_sizes, terms, **options)
         return y, self._saved(x, back, call)

@@ -13,7 +13,7 @@ from ..formats.copies import Columns, Scaling, Weight
 from ..formats.recipe import Recipe
 from ..kernels import ActivationCall, Matrices, Operands, Terms
 from ..kernels.doors.quantized import WantedCopies, quantize_activation, quantize_activation_backward, zero_tail
-from ..kernels.doors.scaled_activation import QuantisedActivation, scaled_gemm_activation
+from ..kernels.doors.scaled_activation import QuantizedActivation, scaled_gemm_activation
 from ..kernels.operators.outputs import WantedThrough
 from ..values.activation_spec import ActivationSpec
 from .linear import multiplied, multiplied_back
@@ -114,7 +114,7 @@ class ActivatedProduct:
             out = scaled_gemm_activation(
                 *(x.rows.data, x.rows.scales, weight.data, weight.scales, split_sizes, self.spec),  # type: ignore[arg-type]
                 terms,
-                QuantisedActivation(call.scales, recipe.is_power_of_two, call.keep_preact, x.dtype, call.vectors),
+                QuantizedActivation(call.scales, recipe.is_power_of_two, call.keep_preact, x.dtype, call.vectors),
             )
             return out.preact, Tokens(x.dtype, None, None, out.rows, recipe, out.row_data.shape[0])
         preact = multiplied(x, weight, split_sizes, terms)

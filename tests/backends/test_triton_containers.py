@@ -97,7 +97,7 @@ CONTAINERS: dict[str, tuple[Callable[[], nn.Module], dict[str, Tensor]]] = {
 
 @contextmanager
 def new_memory_is_nan() -> Iterator[None]:
-    """Integers that nobody has written are the largest ones."""
+    """Fills new memory with NaN, of whole numbers with the largest one."""
     torch.use_deterministic_algorithms(True)
     try:
         yield

@@ -111,7 +111,7 @@ def check_linears(device: str, format: WeightOnly, sizes: list[int], bytes_of_ru
 
 
 def noted(seen: list[GroupedGemm]) -> Any:
-    """What runs products, noting them."""
+    """The function that runs products, which also notes them."""
     run = kernels.products.run
 
     def noting(problem: GroupedGemm, finish: bool = True) -> Any:

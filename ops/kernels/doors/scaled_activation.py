@@ -40,7 +40,7 @@ def new_activated_rows(
     return ActivatedRows(preact, a.new_empty((tokens, features), dtype=E4M3), scales)
 
 
-class QuantisedActivation(NamedTuple):
+class QuantizedActivation(NamedTuple):
     """The arguments of an activation whose rows are quantised.
 
     Attributes:
@@ -61,7 +61,7 @@ class QuantisedActivation(NamedTuple):
 @kernel(
     new_activated_rows,
     added=("vectors",),
-    spread={"terms": ("bias", "bias_scale"), "call": QuantisedActivation._fields},
+    spread={"terms": ("bias", "bias_scale"), "call": QuantizedActivation._fields},
 )
 def scaled_gemm_activation(
     a: Tensor,
@@ -71,7 +71,7 @@ def scaled_gemm_activation(
     split_sizes: Tensor,
     activation: ActivationSpec,
     terms: Terms,
-    call: QuantisedActivation,
+    call: QuantizedActivation,
 ) -> ActivatedRows:
     """``preact = A W^T + bias_scale * bias``, zero in the tail, and the quantised rows of ``act(preact) * scales``.
 

@@ -71,7 +71,7 @@ class FakeQuantizeWeight:
 
     @property
     def tensor(self) -> Tensor:
-        """As of :class:`FakeQuantizeRows`."""
+        """One that it reads, to ask for dtype and device."""
         return first(self.weight)
 
     @property
