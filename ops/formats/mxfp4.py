@@ -87,7 +87,7 @@ def dequantize(quantised: Weight, dtype: torch.dtype = torch.bfloat16) -> Tensor
     return scaled_by_block(values, from_e8m0(quantised.scales)).to(dtype)
 
 
-@unpacks(PackedFormat.MXFP4)
+@unpacks(PackedFormat.MXFP4, Decoding(Codes.E2M1, MX_BLOCK))
 def unpacked(data: Tensor, scales: Tensor) -> Tensor:
     """bfloat16 [..., K], of the bytes of a weight that stays as it is."""
     return dequantize(Weight(data, scales))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .copies import BLOCK, Columns, PackedFormat, Rows, Scaling, Transposition, Weight
+from .decoding import Codes, Decoding
 from .formats import E4M3, cast, cast_e8m0, from_e8m0
 from .packed import unpacks
 from .recipe import Recipe, check_choice, register, transposed_bytes
@@ -147,7 +148,7 @@ def _inverse(scales: Tensor) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=scales.device) / from_e8m0(scales)
 
 
-@unpacks(PackedFormat.MXFP8)
+@unpacks(PackedFormat.MXFP8, Decoding(Codes.E4M3, MX_BLOCK))
 def unpacked(data: Tensor, scales: Tensor) -> Tensor:
     """bfloat16 [..., K], of the bytes of a weight that stays as it is."""
     return dequantize_rows(Rows(data, scales))

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from ...fuser.replay import capture
 from .copies import Columns, PackedFormat, Rows, Scaling, Weight
+from .decoding import Codes, Decoding
 from .formats import E2M1_MAX, E4M3, cast, cast_e2m1, cast_e2m1_stochastic, from_e2m1, pack, unpack
 from .packed import unpacks
 from .random import new_seed, uniform_of_rows
@@ -219,7 +220,7 @@ def dequantize(quantised: Rows | Columns | Weight) -> Tensor:
     return block_values(quantised.data, quantised.scales)
 
 
-@unpacks(PackedFormat.NVFP4)
+@unpacks(PackedFormat.NVFP4, Decoding(Codes.E2M1, NV_BLOCK))
 def block_values(data: Tensor, scales: Tensor) -> Tensor:
     """bfloat16 [..., K], exactly the codes times the scales of their blocks."""
     values = split(from_e2m1(unpack(data)), -1, NV_BLOCK)

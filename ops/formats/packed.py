@@ -8,24 +8,20 @@ import torch
 from torch import Tensor
 
 from .copies import PackedFormat
-from .decoding import Codes, Decoding
+from .decoding import Decoding
 from .runs import decode_in_runs
 
 Unpack = Callable[[Tensor, Tensor], Tensor]
 _UNPACKED: dict[PackedFormat, Unpack] = {}
-DECODINGS = {
-    PackedFormat.MXFP8: Decoding(Codes.E4M3, 32),
-    PackedFormat.NVFP4: Decoding(Codes.E2M1, 16),
-    PackedFormat.MXFP4: Decoding(Codes.E2M1, 32),
-}
+DECODINGS: dict[PackedFormat, Decoding] = {}
 """The formats in the terms of kernels, without the factors of groups."""
 
 
-def unpacks(format: PackedFormat) -> Callable[[Unpack], Unpack]:
-    """Declares the function from the bytes and the scales of a format to its values."""
+def unpacks(format: PackedFormat, decoding: Decoding) -> Callable[[Unpack], Unpack]:
+    """Declares the function from the bytes and the scales of a format to its values, and what kernels do instead."""
 
     def declared(function: Unpack) -> Unpack:
-        _UNPACKED[format] = function
+        _UNPACKED[format], DECODINGS[format] = function, decoding
         return function
 
     return declared
