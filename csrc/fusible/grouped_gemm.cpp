@@ -63,9 +63,10 @@ void set_maps(GemmParams& params, const GroupedGemm& call, const TileVariant& ti
     params.b = ragged_depth_map(call.b, p.tokens, p.n);
     params.out = weight_output_map(call.out, p.groups, p.m, p.n);
   } else {
+    const int64_t groups = call.run.count ? call.run.count : p.groups;
     params.a = token_rows_map(call.a, p.tokens, p.k, tile.token_box());
-    params.b = p.layout == Layout::kNT ? weight_rows_map(call.b, p.groups, p.n, p.k, tile.tile_n)
-                                       : weight_columns_map(call.b, p.groups, p.k, p.n, tile.tile_n);
+    params.b = p.layout == Layout::kNT ? weight_rows_map(call.b, groups, p.n, p.k, tile.tile_n)
+                                       : weight_columns_map(call.b, groups, p.k, p.n, tile.tile_n);
     params.out = token_output_map(call.out, p.tokens, p.n, tile.smem_out_rows());
   }
 }
@@ -76,6 +77,7 @@ GemmParams make_shape(const GroupedGemm& call, const GemmConfig& config, const W
   GemmParams params{};
   if (p.layout != Layout::kTN) params.k_blocks = k_blocks(p, p.k) + k_blocks(p, p.second_k);
   params.shape = {.sizes = call.sizes,
+                  .first_group = call.run.first,
                   .tokens = static_cast<int>(p.tokens),
                   .fixed_rows = static_cast<int>(p.m),
                   .columns = static_cast<int>(blocks_of(p.n, tile.tile_n)),
@@ -321,24 +323,19 @@ void launch(GemmParams& params, const KernelEntry& kernel, const GemmConfig& con
 
 namespace {
 
-// The base of the weights of a run is moved back by the matrices before them, so that groups keep their numbers.
-GroupedGemm with_base_of_all(GroupedGemm call) {
+void check_run(const GroupedGemm& call) {
   const auto [first, count] = call.run;
-  if (!count) return call;
   const GemmProblem& p = call.problem;
-  FUSIBLE_CHECK(
-      p.layout != Layout::kTN && call.b.addresses.empty() && first >= 0 && count > 0 && first + count <= p.groups,
-      "there is no run of ", count, " groups from ", first, " on. ", p);
-  const uintptr_t before = first * call.b.group_stride * bytes_of(call.b.type);
-  call.b.data = reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(call.b.data) - before);
-  return call;
+  FUSIBLE_CHECK(!count || (p.layout != Layout::kTN && call.b.addresses.empty() && first >= 0 && count > 0 &&
+                           first + count <= p.groups),
+                "there is no run of ", count, " groups from ", first, " on. ", p);
 }
 
 }  // namespace
 
 void grouped_gemm(const GroupedGemm& wanted, int device, cudaStream_t stream) {
-  const GroupedGemm call = with_base_of_all(as_strided(wanted));
-  check(call, device);
+  const GroupedGemm call = as_strided(wanted);
+  check(call, device), check_run(call);
   const GemmProblem& p = call.problem;
   FUSIBLE_CHECK(call.variant < kTileVariantCount, "there is no tile variant ", call.variant, ". ", p);
   const DeviceGuard guard(device);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tensor maps for the operands and outputs of a grouped GEMM. The driver's encoder is looked up at run time, so that
 // nothing links to libcuda. The boxes are what one copy of the operand of that name moves (device/gemm/operands.cuh,
-// device/epilogue/epilogue.cuh).
+// device/epilogue/epilogue.cuh). The base of a map of loads lies in the tensor: TMA touches it for boxes out of bounds.
 #pragma once
 #include <cuda.h>
 

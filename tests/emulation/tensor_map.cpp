@@ -142,12 +142,13 @@ void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, uint32_t bloc
   const auto& cluster = current->block->cluster->blocks;
   const uint32_t shared = shared_address(to);
   int64_t total = 0;
+  bool reads = false;
   for (uint32_t rank = 0; blocks >> rank; ++rank) {
     if (!(blocks >> rank & 1)) continue;
     check(rank < cluster.size(), "a multicast to block ", rank, " of a cluster of ", cluster.size());
     total = 0;
     each_row(m, coordinates, [&](uint64_t address, uint64_t offset, uint64_t from, uint64_t end) {
-      if (from < end) check_memory(address + from, end - from, "a bulk load");
+      if (from < end) check_memory(address + from, end - from, "a bulk load"), reads = true;
       for (uint64_t at = 0; at < width; at += 16) {  // what a swizzle keeps together
         const uint32_t linear = static_cast<uint32_t>(shared + offset + at);
         uint8_t* target = shared_pointer(*cluster[rank], m.swizzled ? swizzled(linear) : linear, 16);
@@ -159,6 +160,7 @@ void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, uint32_t bloc
     });
     complete_bytes(mapped(barrier, rank), total);
   }
+  if (!reads) check_memory(m.base, 1, "a bulk load out of bounds");  // where a GPU was seen to stop if nothing is there
 }
 
 void store_box(const CUtensorMap* map, const void* from, bool add, std::initializer_list<int> coordinates) {

@@ -239,7 +239,7 @@ class TileScheduler {
     tile.group = group;
     tile.tokens_start = table_.start[at];
     tile.tokens = table_.tokens[at];
-    tile.coordinate = shape_.coordinates ? shape_.coordinates[group] : GroupCoordinate{group, 0};
+    tile.coordinate = shape_.coordinates ? shape_.coordinates[group] : GroupCoordinate{group - shape_.first_group, 0};
     int local = task - first_task_;
     if constexpr (kSplits) local = take_slice(tile, local);
     locate(tile, local, rows(table_.tokens[at], shape_));

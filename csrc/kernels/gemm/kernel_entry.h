@@ -19,6 +19,7 @@ struct GroupCoordinate {
 struct WorkShape {
   SplitSizes sizes;    // of the groups in the token buffer; ragged groups have dims instead
   GroupWindow window;  // the groups of this launch
+  int first_group;     // of the matrices that are one tensor: that of a run, else 0
   int tokens;
   int fixed_rows;     // output rows of a group, where they are not its tokens
   int columns;        // column tiles
