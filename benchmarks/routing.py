@@ -1,9 +1,10 @@
-"""The cost of routing rows to experts and back: our kernels and torch's ways, part by part.
+"""The cost of choosing experts, and of routing rows to them and back: our kernels and torch's ways, part by part.
 
-    python -m fusible bench routing --tokens 8192 64
+    python -m fusible bench routing --tokens 8192
+    python -m fusible bench routing --tokens 64 --graph-calls 20 --parts choose route
 
 ``ours`` marks :mod:`fusible.ops.kernels.doors.routing`. All ways of a part give the same numbers, or the run stops. The
-bound is the time in which an H200 moves the minimum number of bytes.
+bound is the time of a copy that moves as many bytes as the part must.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -18,14 +20,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fusible import functional
 from fusible.ops.kernels.doors import routing
 
 from .arguments import add_common_arguments, command, positive
 from .problem import DTYPES, PRESETS, InaccurateError, Preset
 from .report import Report
-from .timing import interleaved, markdown
+from .roofline import ceilings
+from .timing import graph_of, interleaved, markdown
 
-H200_BYTES = 4.3e12  # a second: a copy, measured on one
+Choose = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # weights and ids
 
 
 class RoutingPart(NamedTuple):
@@ -39,6 +43,7 @@ class RoutingPart(NamedTuple):
 class RoutingInputs(NamedTuple):
     """A choice of experts for every token, rows of the experts, and rows of the tokens."""
 
+    logits: Tensor  # [T, E]
     top_k_index: Tensor  # [T, k]
     rows: Tensor  # [T k, H]
     x: Tensor  # [T, H]
@@ -46,17 +51,18 @@ class RoutingInputs(NamedTuple):
 
 
 def draw(preset: Preset, tokens: int, device: str, dtype: torch.dtype) -> RoutingInputs:
-    """Draws experts without repetition, and rows of unit variance."""
+    """Draws logits and rows of unit variance."""
     generator = torch.Generator(device).manual_seed(0)
-    index = torch.rand(tokens, preset.experts, generator=generator, device=device).argsort(-1)[:, : preset.top_k]
+    logits = torch.randn(tokens, preset.experts, generator=generator, device=device)
     sizes = ((tokens * preset.top_k, preset.features), (tokens, preset.features))
     rows, x = (torch.randn(s, generator=generator, device=device, dtype=torch.float32).to(dtype) for s in sizes)
-    return RoutingInputs(index.contiguous(), rows, x, preset.experts)
+    return RoutingInputs(logits, logits.topk(preset.top_k)[1], rows, x, preset.experts)
 
 
 def parts(inputs: RoutingInputs) -> Iterator[RoutingPart]:
-    """Routing to an order of rows, rows to experts and back, and the parts of PyTorch's way."""
-    index, rows, x, experts = inputs
+    """The choice of experts, an order of rows, rows to experts and back, and the parts of PyTorch's way."""
+    logits, index, rows, x, experts = inputs
+    yield from _choices(logits, index.shape[1], x)
     route, torchs = routing.route(index, experts, x.dtype), routing.by_torch(index, experts)
     ids, (tokens, slots), columns = index.reshape(-1), index.shape, rows.shape[1]
     few, many = x.numel() * x.element_size(), rows.numel() * rows.element_size()
@@ -77,6 +83,40 @@ def parts(inputs: RoutingInputs) -> Iterator[RoutingPart]:
     keys = {str(d).removeprefix("torch."): ids.to(d) for d in (torch.int16, torch.int64, torch.int32, torch.uint8)}
     yield RoutingPart("torch's sort", {name: _sorted(key) for name, key in keys.items()}, 3 * 8 * ids.numel())
     yield RoutingPart("torch's count", _counts(ids, experts), 8 * ids.numel())
+
+
+def _choices(logits: Tensor, top_k: int, x: Tensor) -> Iterator[RoutingPart]:
+    """The weights of the chosen experts, their gradient, and all of a router and a dispatch."""
+    (tokens, experts), read, moved = logits.shape, logits.numel() * 4, (1 + top_k) * x.numel() * x.element_size()
+    results = tokens * top_k * 12 + experts * 8  # weights and ids; loads
+    leaf, d_weights = logits.clone().requires_grad_(), torch.rand(tokens, top_k, device=logits.device)
+    ways = {"fusible": _chosen, "softmax, topk, scatter_add": _chosen_by_torch}
+
+    def gradient(choose: Choose) -> Tensor:
+        return torch.autograd.grad(choose(leaf, top_k)[0], leaf, d_weights)[0]
+
+    def dispatched(choose: Choose) -> Tensor:
+        return routing.permute(x, routing.route(choose(logits, top_k)[1], experts, x.dtype))
+
+    def each(part: Callable[[Choose], Tensor]) -> dict[str, Callable[[], Tensor]]:
+        return {name: partial(part, choose) for name, choose in ways.items()}
+
+    yield RoutingPart("choose", each(lambda choose: choose(logits, top_k)[0]), read + results)
+    yield RoutingPart("choose, with backward", each(gradient), 3 * read + results)
+    if routing.route(_chosen(logits, top_k)[1], experts, x.dtype).is_native:
+        yield RoutingPart("choose, route, dispatch", each(dispatched), read + results + moved)
+
+
+def _chosen(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    routes = functional.route(logits, top_k)
+    return routes.top_k_weights, routes.top_k_index
+
+
+def _chosen_by_torch(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    weights, ids = logits.softmax(-1).topk(top_k)
+    slots = ids.view(-1)  # counted without bincount, which waits for the device
+    torch.zeros(logits.shape[1], dtype=ids.dtype, device=ids.device).scatter_add_(0, slots, torch.ones_like(slots))
+    return weights / weights.sum(-1, keepdim=True), ids
 
 
 def _sorted(keys: Tensor) -> Callable[[], Tensor]:
@@ -115,24 +155,28 @@ def check(part: RoutingPart) -> None:
             raise InaccurateError(f"{part.name}: {name} gives something else than {next(iter(results))}")
 
 
-def measure(inputs: RoutingInputs, rounds: int, calls: int) -> dict[str, dict[str, float]]:
-    """Seconds by part and way."""
+def measure(
+    asked: Sequence[RoutingPart], device: torch.device, rounds: int, calls: int, graph_calls: int = 0
+) -> dict[str, dict[str, float]]:
+    """Seconds by part and way; of a call in a CUDA graph of ``graph_calls``, unless that is 0."""
     seconds: dict[str, dict[str, float]] = {}
-    for part in parts(inputs):
+    for part in asked:
         check(part)
-        seconds[part.name] = interleaved(part.ways, rounds, inputs.x.device, calls)
+        ways = {name: graph_of(way, graph_calls) if graph_calls else way for name, way in part.ways.items()}
+        times = interleaved(ways, rounds, device, calls)
+        seconds[part.name] = {name: each / max(1, graph_calls) for name, each in times.items()}
     return seconds
 
 
-def table(inputs: RoutingInputs, seconds: Mapping[str, Mapping[str, float]]) -> str:
+def table(asked: Sequence[RoutingPart], on_gpu: bool, seconds: Mapping[str, Mapping[str, float]]) -> str:
     """The measurements as Markdown, on a GPU with the bound."""
-    rows, on_gpu = [], inputs.x.is_cuda
-    for part in parts(inputs):
+    rows, of_copy = [], ceilings("cuda", torch.bfloat16, 5).bandwidth if on_gpu else None
+    for part in asked:
         for i, (name, time) in enumerate(seconds[part.name].items()):
             label = f"{part.name}: {name}{'' if i else ' (ours)'}"
-            bound = [f"{part.bytes / H200_BYTES * 1e6:.1f}"] * on_gpu
+            bound = [f"{part.bytes / of_copy * 1e6:.1f}"] if of_copy else []
             rows.append((label, f"{time * 1e6:.1f}", *bound))
-    return markdown(("", "us", *["H200 bound, us"] * on_gpu), rows)
+    return markdown(("", "us", *["copy bound, us"] * on_gpu), rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -140,12 +184,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _arguments(argv)
     with Report(args.out, args.json) as report:
         for name, tokens in product(args.preset, args.tokens):
-            inputs = draw(PRESETS[name], tokens, args.device, DTYPES[args.dtype])
+            preset = PRESETS[name]._replace(experts=args.experts or PRESETS[name].experts)
+            inputs = draw(preset, tokens, args.device, DTYPES[args.dtype])
             print(f"{name}, {tokens} tokens …", file=sys.stderr, flush=True)
-            seconds = measure(inputs, args.rounds, args.calls)
+            asked = [part for part in parts(inputs) if part.name.startswith(tuple(args.parts))]
+            seconds = measure(asked, inputs.x.device, args.rounds, args.calls, args.graph_calls)
             where = torch.cuda.get_device_name() if args.device != "cpu" else "CPU"
-            about = f"{name}, {tokens} tokens, {args.dtype}, {where}, torch {torch.__version__}"
-            report.add(f"### {about}\n\n{table(inputs, seconds)}", [{"problem": about, "seconds": seconds}])
+            about = (
+                f"{name}, {preset.experts} experts, {tokens} tokens, {args.dtype}, {where}, torch {torch.__version__}"
+            )
+            report.add(
+                f"### {about}\n\n{table(asked, inputs.x.is_cuda, seconds)}", [{"problem": about, "seconds": seconds}]
+            )
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -153,11 +203,15 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = command("bench routing", __doc__)
     presets, sizes = ["qwen3", "gpt-oss"] if cuda else ["small"], "sizes of a published model's experts"
     parser.add_argument("--preset", choices=PRESETS, nargs="+", default=presets, help=sizes)
+    parser.add_argument("--experts", type=positive, help="instead of the preset's")
     tokens = [8192, 64] if cuda else [256]
     parser.add_argument("--tokens", type=positive, nargs="+", default=tokens, help="in a batch")
+    parser.add_argument("--parts", nargs="+", default=[""], help="only those whose names begin like one of these")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32", help="of the rows")
     add_common_arguments(parser, rounds=9)
     parser.add_argument("--calls", type=positive, default=1, help="calls in one measurement")
+    in_graph = "time calls in a CUDA graph of so many, without the host's time"
+    parser.add_argument("--graph-calls", type=positive, default=0, help=in_graph)
     return parser.parse_args(argv)
 
 
