@@ -187,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             preset = PRESETS[name]._replace(experts=args.experts or PRESETS[name].experts)
             inputs = draw(preset, tokens, args.device, DTYPES[args.dtype])
             print(f"{name}, {tokens} tokens …", file=sys.stderr, flush=True)
-            asked = [part for part in parts(inputs) if part.name.startswith(tuple(args.parts))]
+            asked = [part for part in parts(inputs) if part.name.startswith(tuple(args.parts or [""]))]
             seconds = measure(asked, inputs.x.device, args.rounds, args.calls, args.graph_calls)
             where = torch.cuda.get_device_name() if args.device != "cpu" else "CPU"
             about = (
@@ -206,7 +206,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--experts", type=positive, help="instead of the preset's")
     tokens = [8192, 64] if cuda else [256]
     parser.add_argument("--tokens", type=positive, nargs="+", default=tokens, help="in a batch")
-    parser.add_argument("--parts", nargs="+", default=[""], help="only those whose names begin like one of these")
+    parser.add_argument("--parts", nargs="+", help="only those whose names begin like one of these")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32", help="of the rows")
     add_common_arguments(parser, rounds=9)
     parser.add_argument("--calls", type=positive, default=1, help="calls in one measurement")

@@ -161,7 +161,7 @@ def test_kernel_and_the_reason_for_it_are_named():
     (step,) = mlp().explain(*arguments()).steps
 
     assert step.kernel == "grouped_mm"
-    assert step.reason == "hopper needs a CUDA device, got cpu"
+    assert step.reason == "hopper needs a CUDA device, got cpu; triton needs a CUDA device, got cpu"
 
 
 def test_a_reason_of_several_kernels_is_said_once():

@@ -698,7 +698,9 @@ def test_explain_says_what_routes(gate: str) -> None:
     step(model, "fusible")
     layers = fusible.explain(model).layers
 
-    assert {layer.routing for layer in layers} == {"torch: hopper needs a CUDA device, got cpu"}
+    assert {layer.routing for layer in layers} == {
+        "torch: hopper needs a CUDA device, got cpu; triton needs a CUDA device, got cpu"
+    }
     (row,) = str(fusible.explain(model)).splitlines()[2:]  # the layers are equal
     assert layers[0].routing in row
 

@@ -78,7 +78,7 @@ def test_explain_takes_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     ("arch", "runs"),
     [
         ("sm_90", "hopper (activation in the epilogue) + hopper"),
-        ("sm_80", "grouped_mm + torch"),
+        ("sm_80", "triton (activation in the epilogue) + triton"),
     ],
 )
 def test_explain_tells_what_runs_on_a_gpu_that_is_not_here(
@@ -99,8 +99,8 @@ def test_explain_tells_what_runs_on_a_gpu_that_is_not_here(
         ("sm_90", "513", "hopper", ""),
         ("sm_90", "4096", "hopper", ""),
         ("sm_90", "4097", "loop", "takes 1 to 4096 groups, got 4097"),
-        ("sm_80", "1023", "grouped_mm", "needs compute capability 9.0"),
-        ("sm_80", "1024", "loop", "takes at most 1023 groups, got 1024"),
+        ("sm_80", "4096", "triton", "needs compute capability 9.0"),
+        ("sm_80", "4097", "loop", "takes at most 1023 groups, got 4097"),
     ],
 )
 def test_explain_tells_what_takes_many_experts(

@@ -101,12 +101,6 @@ _GEMM = GemmImplementation(
     finishes_backward=True,
 )
 
-_CHOICE = Implementation(
-    *(NAME, lambda p: f"{choice.NAME} ({p.PASS})", _choose, choice.refusal), device="cuda", by_name=True
-)
-
-_GATE = Implementation(NAME, f"{NAME} (gate)", gate.run, gate.refusal, device="cuda", by_name=True)
-
 KERNELS: Implementations = (
     (kinds.GEMM, _GEMM),
     (kinds.RAGGED, _of(NAME, ragged.run, ragged.refusal)),
@@ -117,8 +111,8 @@ KERNELS: Implementations = (
     (kinds.TRANSPOSITION, _of(f"{NAME} (transpose)", transpose.run, transpose.refusal)),
     (kinds.DECODING, _of(lambda p: f"{NAME} (decode {p.name})", decode.run, decode.refusal)),
     (kinds.PERMUTATION, _of(lambda p: f"{permute.NAME} ({p.PASS})", solving(permute), _permutation_refusal, KEY)),
-    (kinds.CHOICE, _CHOICE),
-    (kinds.GATE, _GATE),
+    (kinds.CHOICE, _of(lambda p: f"{choice.NAME} ({p.PASS})", _choose, choice.refusal)),
+    (kinds.GATE, _of(f"{NAME} (gate)", gate.run, gate.refusal)),
     (kinds.LOW_RANK, _of(low_rank.NAME, low_rank.run, low_rank.refusal)),
     (kinds.QUANTIZER, _of(f"{NAME} (quantise)", quantize.run, quantize.refusal)),
     (kinds.FAKE_QUANTIZER, _of(f"{NAME} (quantise)", fake_quantize.run, fake_quantize.refusal)),

@@ -37,7 +37,6 @@ class Implementation(Generic[P]):
             to say; kernels without this are asked at every call.
         device: the type of the devices that they run on; None for any.
         interpreted: whether they run on other devices, too, where they are asked for by name.
-        by_name: whether they run only where they are asked for by name, since no GPU has tested them.
         configuration: what is chosen for a problem, in words.
         warn: called with a problem that runs here because others refused it, under ``config(backend="auto")``.
     """
@@ -49,7 +48,6 @@ class Implementation(Generic[P]):
     cache_key: Callable[[P], Hashable | None] | None = None
     device: str | None = None
     interpreted: bool = False
-    by_name: bool = False
     configuration: Callable[[P], str] | None = None
     warn: Callable[[P], None] | None = None
 

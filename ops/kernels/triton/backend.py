@@ -19,21 +19,17 @@ _GEMM = GemmImplementation(
     *(NAME, gemm.name_of, gemm.run, gemm.refusal),
     device="cuda",
     interpreted=True,
-    by_name=True,
     has_epilogues=True,
     epilogue_refusal=gemm.epilogue_refusal,
     finishes_backward=True,
 )
 
-_ROWS = Implementation(
-    *(NAME, NAME, solving(row_kernels), _rows_refusal), device="cuda", interpreted=True, by_name=True
-)
+_ROWS = Implementation(*(NAME, NAME, solving(row_kernels), _rows_refusal), device="cuda", interpreted=True)
 
 _PERMUTATION = Implementation(
     *(NAME, lambda p: f"{NAME} ({p.PASS})", permutation.run, permutation.refusal, attrgetter("cache_key")),
     device="cuda",
     interpreted=True,
-    by_name=True,
 )
 
 KERNELS: Implementations = (
