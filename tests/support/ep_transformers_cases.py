@@ -104,15 +104,16 @@ def saved(name: str) -> str:
 
 
 def load(name: str, experts: str, **how: Any) -> Any:
-    os.environ["WORLD_SIZE"] = str(dist.get_world_size())  # as torchrun sets it
+    os.environ |= {"WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": str(dist.get_rank())}  # as torchrun does
     how |= {"experts_implementation": experts, "dtype": torch.float32, "attn_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(saved(name), **how)
+    return AutoModelForCausalLM.from_pretrained(saved(name), **how).to(torch.get_default_device())
 
 
 def batches(number: int) -> list[Tensor]:
-    """A sequence for each replica, of other lengths."""
-    draw = torch.Generator().manual_seed(1)
-    return [torch.randint(2, 64, (1, length), generator=draw) for length in (13, 8, 5, 11)[:number]]
+    """A sequence for each replica, of other lengths; the same wherever they go."""
+    draw, here = torch.Generator("cpu").manual_seed(1), torch.get_default_device()
+    drawn = [torch.randint(2, 64, (1, length), generator=draw, device="cpu") for length in (13, 8, 5, 11)[:number]]
+    return [ids.to(here) for ids in drawn]
 
 
 def whole(tensor: Tensor) -> Tensor:
