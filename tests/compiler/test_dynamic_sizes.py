@@ -12,7 +12,9 @@ import torch
 from reference import assert_same
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusible import (
     Combine,
@@ -27,6 +29,8 @@ from fusible import (
     SwiGLU,
     functional,
 )
+from fusible.ops.kernels import extension
+from fusible.ops.kernels.doors import routing
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -124,6 +128,30 @@ def test_wrong_sizes_are_named() -> None:
         compiled(*tokens(5), up, down.mT.contiguous())
     with pytest.raises(Exception, match=r"routed_experts: op dispatch \(Dispatch\): top_k_index must be"):
         compiled(torch.randn(6, H), *tokens(5)[1:], up, down)
+
+
+def known(mode: FakeTensorMode) -> tuple[int, ...]:
+    return 5, K
+
+
+def symbolic(mode: FakeTensorMode) -> tuple[int, ...]:
+    return mode.from_tensor(torch.empty(7, K)).shape
+
+
+@pytest.mark.parametrize("before", [known, symbolic])
+def test_a_gpu_moves_any_number_of_rows(before: Callable[[FakeTensorMode], tuple[int, ...]]) -> None:
+    """The GPU is not there; another compiler traced as many experts before."""
+    for shape_of in (before, symbolic):
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        t, k = shape_of(mode)
+        with mode, extension.assume(extension.HOPPER):
+            routes = routing.route(torch.empty(t, k, dtype=torch.int64, device="cuda"), E)
+            rows = routing.permute(torch.empty(t, H, device="cuda"), routes)
+            y = routing.unpermute(rows, routes)
+
+    assert routes.is_native
+    assert type(t) is torch.SymInt
+    assert (str(rows.shape[0]), str(y.shape[0])) == (str(t * k), str(t))
 
 
 # ------------------------------------------------------------------------------------------------------------ exported
