@@ -17,7 +17,6 @@ from ....fuser.contract import tracing as trace
 from ....fuser.replay import capture
 from ...formats.copies import BLOCK, Columns, Rows, ceil_blocks
 from ...values.activation_spec import ActivationSpec
-from ...values.switches import active_switches
 from .. import activate, activate_backward, products
 from ..dispatch import choose, run, solve
 from ..operators.custom_ops import kernel
@@ -413,7 +412,7 @@ def quantize(problem: Quantizing) -> None:
 def _multiply(problem: Multiplying) -> None:
     """Runs a product, or tells a trace of it."""
     choice, operand = choose(problem, trace.active()), problem.a.data
-    if choice.is_fallback and operand.is_cuda and active_switches().backend != "loop":
+    if choice.is_fallback and operand.is_cuda:
         _multiply_in_16_bits(problem, choice.reason)
     elif trace.active() or problem.rows:
         solve(problem, choice)
