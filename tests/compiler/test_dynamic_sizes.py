@@ -17,8 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusible import (
+    MXFP8,
     Combine,
     Dispatch,
+    Float8Block,
+    Float8Row,
     GroupedLinear,
     GroupedLoRA,
     MoE,
@@ -27,6 +30,7 @@ from fusible import (
     Scale,
     Sequential,
     SwiGLU,
+    config,
     functional,
 )
 from fusible.ops.kernels import extension
@@ -68,6 +72,19 @@ def test_any_number_of_tokens_is_two_compilations(backend: str, grad: bool) -> N
     for t in (5, 7, 9, 40, 5):
         operands = *tokens(t, grad=grad), *lent
         assert_same(results(compiled, *operands), results(routed_experts, *operands))
+
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("recipe", [Float8Block(), Float8Row(gradient="e5m2"), MXFP8()], ids=str)
+def test_any_number_of_quantised_tokens_is_two_compilations(recipe: Any) -> None:
+    counter, lent = CompileCounterWithBackend("aot_eager"), [w.bfloat16().requires_grad_() for w in weights()]
+    compiled = torch.compile(routed_experts, backend=counter, fullgraph=True)
+    for t in (5, 7, 9, 40):
+        x, ids, scores = tokens(t, grad=True)
+        operands = x.detach().bfloat16().requires_grad_(), ids, scores, *lent
+        with config(recipe=recipe):
+            assert_same(results(compiled, *operands), results(routed_experts, *operands))
 
     assert counter.frame_count == 2
 

@@ -360,7 +360,7 @@ def scaled_wgrad(
     b_scales: Tensor,
     split_sizes: Tensor,
     *,
-    rows: int,
+    rows: int | torch.SymInt,
     out: Matrices | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate: bool = False,
@@ -369,17 +369,17 @@ def scaled_wgrad(
 
     Args:
         a, b: e4m3 [blocks, features, 128], with ``a_scales`` and ``b_scales``: the fields of :class:`Columns`.
-        rows: T, which the number of blocks does not say.
+        rows: T, which the number of blocks does not say. A compiler may keep it symbolic.
         out: where to write, or add, if ``accumulate``.
         out_dtype: of what is allocated here; bfloat16 by default.
     """
     columns = Columns(a, a_scales), Columns(b, b_scales)
     if out is not None and accumulate and a.is_cuda and first(out).dtype != torch.float32:
-        return _added(ScaledWgrad(*columns, split_sizes, rows, out, accumulate))
+        return _added(ScaledWgrad(*columns, split_sizes, int(rows), out, accumulate))
     fresh = out is None
     if out is None:
         out = new_scaled_wgrad(a, b, split_sizes, out_dtype)
-    _multiply(ScaledWgrad(*columns, split_sizes, rows, out, accumulate, fresh))
+    _multiply(ScaledWgrad(*columns, split_sizes, int(rows), out, accumulate, fresh))
     return out
 
 
