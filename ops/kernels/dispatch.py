@@ -64,15 +64,16 @@ class _Pools(dict[tuple[AnyKind, str, str], Pool]):
 
     def __missing__(self, key: tuple[AnyKind, str, str]) -> Pool:
         kind, only, device = key
+        asked = [kernels for kernels in kind.kernels if not kernels.by_name or kernels.backend == only]
         fitting = [
             kernels
-            for kernels in kind.kernels
+            for kernels in asked
             if kernels.device in (None, device) or (kernels.interpreted and kernels.backend == only)
         ]
         there = {kernels.backend for kernels in fitting}
         absent = {
             kernels.backend: f"needs a {str(kernels.device).upper()} device, got {device}"
-            for kernels in kind.kernels
+            for kernels in asked
             if kernels.backend not in (None, *there) and only in ("auto", kernels.backend)
         }
         allowed = [kernels for kernels in fitting if kernels.backend is None or only in ("auto", kernels.backend)]

@@ -195,6 +195,11 @@ def test_a_fallback_says_why_no_backend_takes_the_problem():
             assert dispatch.refusal(sums()) == "config(backend='loop')"
 
 
+def test_a_fallback_takes_every_problem():
+    """It has no name by which an error could say what it refuses."""
+    assert not [k.name for kind in kinds.KINDS for k in kind.kernels if k.backend is None and k.refusal is not None]
+
+
 def test_a_backend_of_gpus_is_interpreted_where_it_is_asked_for_by_name():
     with asked(kinds.ROW_PASS, solved_by("loop", device="cuda", interpreted=True), solved_by(None)):
         assert dispatch.refusal(sums()) == "loop needs a CUDA device, got cpu"

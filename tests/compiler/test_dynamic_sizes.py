@@ -12,11 +12,16 @@ import torch
 from reference import assert_same
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fusible import (
+    MXFP8,
     Combine,
     Dispatch,
+    Float8Block,
+    Float8Row,
     GroupedLinear,
     GroupedLoRA,
     MoE,
@@ -25,8 +30,11 @@ from fusible import (
     Scale,
     Sequential,
     SwiGLU,
+    config,
     functional,
 )
+from fusible.ops.kernels import extension
+from fusible.ops.kernels.doors import routing
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -64,6 +72,19 @@ def test_any_number_of_tokens_is_two_compilations(backend: str, grad: bool) -> N
     for t in (5, 7, 9, 40, 5):
         operands = *tokens(t, grad=grad), *lent
         assert_same(results(compiled, *operands), results(routed_experts, *operands))
+
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("recipe", [Float8Block(), Float8Row(gradient="e5m2"), MXFP8()], ids=str)
+def test_any_number_of_quantised_tokens_is_two_compilations(recipe: Any) -> None:
+    counter, lent = CompileCounterWithBackend("aot_eager"), [w.bfloat16().requires_grad_() for w in weights()]
+    compiled = torch.compile(routed_experts, backend=counter, fullgraph=True)
+    for t in (5, 7, 9, 40):
+        x, ids, scores = tokens(t, grad=True)
+        operands = x.detach().bfloat16().requires_grad_(), ids, scores, *lent
+        with config(recipe=recipe):
+            assert_same(results(compiled, *operands), results(routed_experts, *operands))
 
     assert counter.frame_count == 2
 
@@ -124,6 +145,30 @@ def test_wrong_sizes_are_named() -> None:
         compiled(*tokens(5), up, down.mT.contiguous())
     with pytest.raises(Exception, match=r"routed_experts: op dispatch \(Dispatch\): top_k_index must be"):
         compiled(torch.randn(6, H), *tokens(5)[1:], up, down)
+
+
+def known(mode: FakeTensorMode) -> tuple[int, ...]:
+    return 5, K
+
+
+def symbolic(mode: FakeTensorMode) -> tuple[int, ...]:
+    return mode.from_tensor(torch.empty(7, K)).shape
+
+
+@pytest.mark.parametrize("before", [known, symbolic])
+def test_a_gpu_moves_any_number_of_rows(before: Callable[[FakeTensorMode], tuple[int, ...]]) -> None:
+    """The GPU is not there; another compiler traced as many experts before."""
+    for shape_of in (before, symbolic):
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        t, k = shape_of(mode)
+        with mode, extension.assume(extension.HOPPER):
+            routes = routing.route(torch.empty(t, k, dtype=torch.int64, device="cuda"), E)
+            rows = routing.permute(torch.empty(t, H, device="cuda"), routes)
+            y = routing.unpermute(rows, routes)
+
+    assert routes.is_native
+    assert type(t) is torch.SymInt
+    assert (str(rows.shape[0]), str(y.shape[0])) == (str(t * k), str(t))
 
 
 # ------------------------------------------------------------------------------------------------------------ exported

@@ -11,7 +11,8 @@ from checks.recipes import ALL, DEQUANTISED, MULTIPLIED, WEIGHTS, Kernels, Layer
 from emulation import build, harness
 
 import fusible
-from fusible.fuser import replay
+from fusible.fuser import RefusedError, replay
+from fusible.ops.kernels.pytorch import loop, scaled_gemm
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
 LAYERS = Layers(3, 144, 160, 90, (60, 0, 23))
@@ -68,6 +69,22 @@ def test_recipes_with_kernels_run_strictly(name):
 @pytest.mark.parametrize("name", DEQUANTISED)
 def test_what_is_not_computed_in_its_format_says_so_and_is_refused_when_strict(name):
     recipes.check_refused(KERNELS, LAYERS, name)
+
+
+@pytest.mark.parametrize("name", DEQUANTISED)
+def test_a_graph_captures_what_is_multiplied_in_16_bits(name, monkeypatch):
+    """PyTorch's products of the bytes, group by group, are those of a backend that must be asked for by name."""
+    with KERNELS.installed():
+        call = LAYERS.experts(DEQUANTISED[name]), *LAYERS.call("cpu", LAYERS.features)
+        results = recipes.steps(*call, count=1)
+        for module in (loop, scaled_gemm):
+            monkeypatch.setattr(module, "is_capturing", lambda device: True)
+        results += recipes.steps(*call, count=1)
+        words = "product of quantised operands has no kernel of loop, because it reads split sizes on the host"
+        with fusible.config(backend="loop"), pytest.raises(RefusedError, match=words):
+            recipes.steps(*call)
+
+    recipes.assert_same_bits(results)
 
 
 @pytest.mark.parametrize("name", ALL)

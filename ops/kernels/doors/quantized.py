@@ -17,7 +17,6 @@ from ....fuser.contract import tracing as trace
 from ....fuser.replay import capture
 from ...formats.copies import BLOCK, Columns, Rows, ceil_blocks
 from ...values.activation_spec import ActivationSpec
-from ...values.switches import active_switches
 from .. import activate, activate_backward, products
 from ..dispatch import choose, run, solve
 from ..operators.custom_ops import kernel
@@ -361,7 +360,7 @@ def scaled_wgrad(
     b_scales: Tensor,
     split_sizes: Tensor,
     *,
-    rows: int,
+    rows: int | torch.SymInt,
     out: Matrices | None = None,
     out_dtype: torch.dtype | None = None,
     accumulate: bool = False,
@@ -370,17 +369,17 @@ def scaled_wgrad(
 
     Args:
         a, b: e4m3 [blocks, features, 128], with ``a_scales`` and ``b_scales``: the fields of :class:`Columns`.
-        rows: T, which the number of blocks does not say.
+        rows: T, which the number of blocks does not say. A compiler may keep it symbolic.
         out: where to write, or add, if ``accumulate``.
         out_dtype: of what is allocated here; bfloat16 by default.
     """
     columns = Columns(a, a_scales), Columns(b, b_scales)
     if out is not None and accumulate and a.is_cuda and first(out).dtype != torch.float32:
-        return _added(ScaledWgrad(*columns, split_sizes, rows, out, accumulate))
+        return _added(ScaledWgrad(*columns, split_sizes, int(rows), out, accumulate))
     fresh = out is None
     if out is None:
         out = new_scaled_wgrad(a, b, split_sizes, out_dtype)
-    _multiply(ScaledWgrad(*columns, split_sizes, rows, out, accumulate, fresh))
+    _multiply(ScaledWgrad(*columns, split_sizes, int(rows), out, accumulate, fresh))
     return out
 
 
@@ -413,7 +412,7 @@ def quantize(problem: Quantizing) -> None:
 def _multiply(problem: Multiplying) -> None:
     """Runs a product, or tells a trace of it."""
     choice, operand = choose(problem, trace.active()), problem.a.data
-    if choice.is_fallback and operand.is_cuda and active_switches().backend != "loop":
+    if choice.is_fallback and operand.is_cuda:
         _multiply_in_16_bits(problem, choice.reason)
     elif trace.active() or problem.rows:
         solve(problem, choice)

@@ -79,9 +79,9 @@ def route(
     """
     if _is_traced(top_k_index) and not top_k_index.is_cuda:
         return by_torch(top_k_index, num_experts)
-    problem, tracing = OrderSlots(top_k_index, num_experts, dtype), trace.active()
-    choice = dispatch.choose(problem, tracing)
-    if tracing:
+    problem = OrderSlots(top_k_index, num_experts, dtype)
+    choice = dispatch.choose(problem, tracing=trace.active() or _is_traced(top_k_index))
+    if trace.active():
         dispatch.record(problem, choice)
     if choice.is_fallback:
         return by_torch(top_k_index, num_experts)

@@ -109,6 +109,7 @@ _NAMES = {Tensor: "Tensor", bool: "bool", int: "int", float: "float", str: "str"
 CODECS: dict[Any, Codec] = {
     **{annotation: Codec((f"{name} {{}}",)) for annotation, name in _NAMES.items()},
     **{annotation | None: Codec((f"{name}? {{}}",)) for annotation, name in _NAMES.items()},
+    int | torch.SymInt: Codec(("SymInt {}",)),
     Matrices: Codec(("Tensor[] {}",), _listed, _unlisted),
     Matrices | None: Codec(("Tensor[]? {}",), _listed, _unlisted),
     Operands: Codec(("Tensor? {}",), _stacked),

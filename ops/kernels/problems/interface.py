@@ -28,7 +28,7 @@ class Implementation(Generic[P]):
 
     Attributes:
         backend: the name by which ``config(backend=...)`` asks for them; None for those that run under any name: a
-            fallback on PyTorch.
+            fallback on PyTorch, which takes every problem.
         name: what ``explain()`` calls them, which may depend on the problem.
         run: solves a problem that is not refused.
         refusal: why a problem cannot be solved here, in words that follow "it"; None: it can. Kernels without a
@@ -37,6 +37,7 @@ class Implementation(Generic[P]):
             to say; kernels without this are asked at every call.
         device: the type of the devices that they run on; None for any.
         interpreted: whether they run on other devices, too, where they are asked for by name.
+        by_name: whether they run only where they are asked for by name.
         configuration: what is chosen for a problem, in words.
         warn: called with a problem that runs here because others refused it, under ``config(backend="auto")``.
     """
@@ -48,6 +49,7 @@ class Implementation(Generic[P]):
     cache_key: Callable[[P], Hashable | None] | None = None
     device: str | None = None
     interpreted: bool = False
+    by_name: bool = False
     configuration: Callable[[P], str] | None = None
     warn: Callable[[P], None] | None = None
 

@@ -43,6 +43,7 @@ _ON_CPU = GemmImplementation(
 )
 LOOP = GemmImplementation(loop.NAME, loop.NAME, loop.run, loop.refusal, warn=_warn_of_float32, has_epilogues=True)
 ROWS_OF_GROUPED_MM: Implementation[RowPass] = Implementation(None, grouped_mm.NAME, solving(grouped_mm), device="cuda")
+_SCALED = f"{scaled_gemm.NAME} (e4m3)"
 
 KERNELS: Implementations = (
     *((kinds.GEMM, GROUPED_MM), (kinds.GEMM, _ON_CPU), (kinds.GEMM, LOOP)),
@@ -56,5 +57,6 @@ KERNELS: Implementations = (
     (kinds.DECODING, Implementation(None, lambda p: f"torch (decode {p.name})", decode.run)),
     (kinds.QUANTIZER, Implementation(None, f"{quantize.NAME} (quantise)", quantize.run)),
     (kinds.FAKE_QUANTIZER, Implementation(None, f"{fake_quantize.NAME} (quantise)", fake_quantize.run)),
-    (kinds.SCALED_PRODUCT, Implementation(None, f"{scaled_gemm.NAME} (e4m3)", scaled_gemm.run, scaled_gemm.refusal)),
+    (kinds.SCALED_PRODUCT, Implementation(loop.NAME, _SCALED, scaled_gemm.run, scaled_gemm.refusal, by_name=True)),
+    (kinds.SCALED_PRODUCT, Implementation(None, _SCALED, scaled_gemm.run)),  # the door multiplies in 16 bits on a GPU
 )
