@@ -76,7 +76,7 @@ def test_rows_that_begin_anywhere(architecture: str, tmp_path: Path) -> None:
 @needs_triton
 @pytest.mark.parametrize("architecture", EXPECTED)
 def test_compiles_passes_over_rows(architecture: str, tmp_path: Path) -> None:
-    printed = compiled(tmp_path, architecture, "--passes")
+    printed = compiled(tmp_path, architecture, "--instead", "passes")
 
     assert len(printed) == 39
     for line in printed:
@@ -97,10 +97,21 @@ def test_one_kernel_serves_all_numbers_of_tokens(tmp_path: Path) -> None:
 
 @needs_triton
 def test_compiles_what_lies_apart_and_functions_of_columns_and_elements(tmp_path: Path) -> None:
-    printed = compiled(tmp_path, "sm_80", "--operands")
+    printed = compiled(tmp_path, "sm_80", "--instead", "operands")
 
     assert len(printed) == 5
     assert all("mma.sync" in line for line in printed)
+
+
+@needs_triton
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_hidden_rows_are_rounded_alike_with_the_pre_activation_and_without(architecture: str, tmp_path: Path) -> None:
+    """A product and a sum that become one operation in one of the two kernels are rounded once there."""
+    printed = compiled(tmp_path, architecture, "--instead", "residual")
+
+    assert len(printed) == 2
+    for line in printed:
+        assert "fma.rn.f32" not in line
 
 
 def test_every_tile_takes_less_shared_memory_than_its_card_has() -> None:

@@ -171,6 +171,8 @@ def _launch_rows(
         TILE=tile,
         EPILOGUE=epilogue,
         FUNCTION=called,
+        # else a product and a sum may be rounded once or twice by whether the pre-activation is stored
+        enable_fp_fusion=epilogue is not activate,
         **tile.options,
     )
 
