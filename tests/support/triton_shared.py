@@ -88,10 +88,11 @@ def in_layout(p: GroupedGemm, layout: Layout) -> GroupedGemm:
     return p if p.layout is layout else replace(p, layout=layout, b=p.b.mT.contiguous())
 
 
-def tiles_of(architecture: str, kind: str, dtype: torch.dtype) -> list[ProgramTile]:
-    """The table's tile, and of the others that may be measured the one that takes most."""
-    chosen = tiles.choose(architecture, kind, ROWS / GROUPS, dtype.itemsize)
-    if dtype.itemsize == 4:
+def tiles_of(architecture: str, kind: str, dtype: torch.dtype, out: torch.dtype) -> list[ProgramTile]:
+    """The table's tile; for 16 bits into 32, of the others that may be measured the one that takes most, too."""
+    strict = dtype == torch.float32 and not architecture.startswith("sm_")
+    chosen = tiles.choose(architecture, kind, ROWS / GROUPS, dtype.itemsize, strict)
+    if out == dtype:
         return [chosen]
     _, *others = tiles.candidates(architecture, kind)
     return [chosen, max(others, key=lambda tile: tiles.shared_bytes(tile, dtype.itemsize))]
@@ -102,7 +103,7 @@ def problems(architecture: str) -> Iterator[tuple[str, ProgramTile, GroupedGemm]
     for kind in tiles.TABLE["sm_80"]:
         layouts = [Layout.TN] if kind == "tn" else [Layout[kind.upper()]] if kind in ("nt", "nn") else list(Layout)[:2]
         for dtype, out in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32,) * 2):
-            for tile in tiles_of(architecture, kind, dtype):
+            for tile in tiles_of(architecture, kind, dtype, out):
                 for layout in layouts:
                     for name, problem in epilogues(kind, dtype, out, layout):
                         yield f"{kind} {layout.value} {dtype} {out} {name}", tile, problem

@@ -141,11 +141,13 @@ _OF_FOUR_WARPS = 64 * 128  # elements of a tile
 def shared_bytes(tile: ProgramTile, itemsize: int) -> int:
     """At most so many bytes of shared memory are taken by a program: of any epilogue, with results of 16 or 32 bits.
 
-    Operands wait there for their step, and an epilogue changes layouts there: of the whole tile in float32 where
-    several warps have columns of a row, else of ``2 * part`` of its columns. Where loops are flattened, the operands
-    of the next tile are there meanwhile.
+    Operands wait there for their step; tensor cores that read them there need those of 32 bits turned, which is done
+    in two more copies. An epilogue changes layouts there: of the whole tile in float32 where several warps have
+    columns of a row, else of ``2 * part`` of its columns. Where loops are flattened, the operands of the next tile
+    are there meanwhile.
     """
-    operands = tile.stages * (tile.m + tile.n) * tile.k * itemsize + _BARRIERS
+    copies = tile.stages + (2 if tile.tma and itemsize == 4 else 0)
+    operands = copies * (tile.m + tile.n) * tile.k * itemsize + _BARRIERS
     if not tile.flatten:
         return max(operands, tile.m * tile.n * 4)
     return operands + tile.m * (tile.n if tile.m < 16 * tile.warps else 2 * tile.part) * 4
