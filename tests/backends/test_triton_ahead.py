@@ -6,12 +6,13 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 from triton_interpreter import needs_triton
 
-SCRIPT = Path(__file__).parents[1] / "support/triton_ahead.py"
+SUPPORT = Path(__file__).parents[1] / "support"
 EXPECTED = {
     **{"sm_80": "mma.sync", "sm_86": "mma.sync", "sm_89": "mma.sync", "sm_120": "mma.sync"},
     **{"sm_90": "wgmma", "sm_100": "tcgen05", "sm_103": "tcgen05", "gfx942": "v_mfma", "gfx950": "v_mfma"},
@@ -24,11 +25,11 @@ def spilled(line: str) -> int:
     return int(re.search(r"(\d+) spilled", line)[1])  # type: ignore[index]
 
 
-def compiled(cache: Path, *arguments: str) -> list[str]:
+def compiled(cache: Path, *arguments: str, script: str = "triton_ahead.py") -> list[str]:
     """Returns the output of the script, run in a process in which kernels are not interpreted."""
     paths = os.pathsep.join(filter(None, sys.path))
     environment = {**os.environ, "PYTHONPATH": paths, "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(SCRIPT), *arguments]
+    command = [sys.executable, str(SUPPORT / script), *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
@@ -76,7 +77,7 @@ def test_rows_that_begin_anywhere(architecture: str, tmp_path: Path) -> None:
 @needs_triton
 @pytest.mark.parametrize("architecture", EXPECTED)
 def test_compiles_passes_over_rows(architecture: str, tmp_path: Path) -> None:
-    printed = compiled(tmp_path, architecture, "--passes")
+    printed = compiled(tmp_path, architecture, "--instead", "passes")
 
     assert len(printed) == 39
     for line in printed:
@@ -97,20 +98,43 @@ def test_one_kernel_serves_all_numbers_of_tokens(tmp_path: Path) -> None:
 
 @needs_triton
 def test_compiles_what_lies_apart_and_functions_of_columns_and_elements(tmp_path: Path) -> None:
-    printed = compiled(tmp_path, "sm_80", "--operands")
+    printed = compiled(tmp_path, "sm_80", "--instead", "operands")
 
     assert len(printed) == 5
     assert all("mma.sync" in line for line in printed)
 
 
-def test_every_tile_takes_less_shared_memory_than_its_card_has() -> None:
+@needs_triton
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_hidden_rows_are_rounded_alike_with_the_pre_activation_and_without(architecture: str, tmp_path: Path) -> None:
+    """A product and a sum that become one operation in one of the two kernels are rounded once there."""
+    printed = compiled(tmp_path, architecture, "--instead", "residual")
+
+    assert len(printed) == 2
+    for line in printed:
+        assert "fma.rn.f32" not in line
+
+
+@needs_triton
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])
+def test_the_choice_counts_the_shared_memory_that_kernels_take(architecture: str, tmp_path: Path) -> None:
+    """Of each kind of product, with each epilogue, for operands and results of 16 and 32 bits."""
+    printed = compiled(tmp_path, architecture, script="triton_shared.py")
+
+    assert len(printed) == 100
+    for line in printed:
+        shared, counted, available = map(int, line.split(maxsplit=3)[:3])
+        assert shared <= counted <= available, line
+
+
+@pytest.mark.parametrize("architecture", EXPECTED)
+def test_every_tile_takes_less_shared_memory_than_its_card_has(architecture: str) -> None:
     from fusible.ops.kernels.triton import tiles
 
-    for architecture, kinds in tiles.TABLE.items():
-        for kind in kinds:
-            for rows in (1.0, 40.0, 500.0, 1e4):
-                for itemsize in (2, 4):
-                    for odd in (False, True):
-                        tile = tiles.choose(architecture, kind, rows, itemsize, odd=odd)
-                        used = tile.stages * (tile.m + tile.n) * tile.k * itemsize
-                        assert used <= tiles.SHARED[architecture] * 1024, (architecture, kind, rows, itemsize, odd)
+    available = tiles.SHARED[architecture] * 1024
+    for kind in tiles.TABLE[architecture]:
+        for rows, itemsize, odd in product((1.0, 40.0, 500.0, 1e4), (2, 4), (False, True)):
+            tile = tiles.choose(architecture, kind, rows, itemsize, odd=odd)
+            assert tiles.shared_bytes(tile, itemsize) <= available, (kind, rows, itemsize, odd)
+        for tile in tiles.candidates(architecture, kind):
+            assert tiles.shared_bytes(tile, 2) <= available, (kind, tile)

@@ -28,7 +28,7 @@ TILE = ProgramTile(16, 32, 16, 4, 2, strip=2)
 @pytest.fixture(scope="module", autouse=True)
 def interpreter() -> Iterator[None]:
     with triton_interpreter.interpreted() as launch, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "tile_of", lambda problem, measured=True: TILE)
+        patch.setattr(launch, "tile_of", lambda problem: TILE)
         yield
 
 

@@ -119,22 +119,6 @@ def test_the_fastest_is_found(interpreter: Any, monkeypatch: pytest.MonkeyPatch,
     assert printed in map(tune.line, fastest)
 
 
-def test_a_tile_that_does_not_fit_an_epilogue_is_replaced(interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime.errors import OutOfResources
-
-    ran = list[bool]()
-
-    def run(problem: Any, tile: bool) -> None:
-        ran.append(tile)
-        if tile:
-            raise OutOfResources(1, 0, "shared memory")
-
-    monkeypatch.setattr(interpreter, "_run", run)
-    monkeypatch.setattr(interpreter, "tile_of", lambda problem, measured=True: measured)
-    interpreter.run(None)
-    assert ran == [True, False]
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

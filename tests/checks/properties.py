@@ -17,6 +17,7 @@ from reference import (
     assert_as_good,
     assert_close_to,
     assert_same,
+    by_group,
     glu,
     grouped_linear,
     leaves,
@@ -246,10 +247,14 @@ def as_good_as_plain_torch(subject: Subject, setting: Setting) -> None:
 
 
 def many_groups(subject: Subject, setting: Setting) -> None:
-    """Groups of at most one row, whose gradients of weights are one rounded number times a token each."""
-    torch.manual_seed(1)  # with seed 0, a single rounding of 17,000 rows decides
+    """Groups of at most one row, whose gradients of weights are one rounded number times a token each.
+
+    These are judged by group. The worst of 17,000 roundings is more than twice that of plain torch in 3 of 40 draws
+    even where each operation is rounded correctly, and no sum over rows makes up for it.
+    """
     sizes = tuple(torch.randint(0, 2, (512,)).tolist())
-    Case(subject, setting._replace(sizes=sizes, rows=600)).check(sum(sizes))
+    case = Case(subject, setting._replace(sizes=sizes, rows=600))
+    assert_as_good(case.run(), case.plain, case.tensors, case.dy, sum(sizes), by_group)
 
 
 def no_rows(subject: Subject, setting: Setting) -> None:

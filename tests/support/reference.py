@@ -105,31 +105,41 @@ def leaves(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> d
     return {k: t.requires_grad_(tensors[k].requires_grad) for k, t in copied.items()}
 
 
-def assert_as_good(
-    ours: Mapping[str, Tensor], plain: Callable[..., Tensor], tensors: Mapping[str, Tensor], dy: Tensor, rows: int = -1
-) -> None:
-    """Every result is at most twice as far from the truth as that of ``plain`` in the dtype of ``tensors``.
-
-    ``rows`` bounds the rows of row-shaped results that count: those before the tail.
-    """
-    truth = run(plain, leaves(tensors, torch.float64), dy.to("cpu", torch.float64))
-    yardstick = run(plain, leaves(tensors), dy.cpu())
-    assert ours.keys() == truth.keys()
-    ours, yardstick, truth = map(by_parameter, (ours, yardstick, truth))
-    for name, exact in truth.items():
-        mine, theirs = ours[name].cpu(), yardstick[name]
-        assert mine.dtype == theirs.dtype, name
-        if rows >= 0 and exact.shape[:1] == dy.shape[:1]:
-            mine, theirs, exact = mine[:rows], theirs[:rows], exact[:rows]
-        assert_close_to(mine, theirs, exact, name)
-
-
 def by_parameter(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """One tensor for "w1.0", "w1.1", …: parameters of one expert each are judged as stacked ones are."""
     parts: dict[str, list[Tensor]] = {}
     for name, tensor in results.items():
         parts.setdefault(name.partition(".")[0], []).append(tensor)
     return {name: tensors[0] if len(tensors) == 1 else torch.stack(tensors) for name, tensors in parts.items()}
+
+
+def by_group(results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As :func:`by_parameter`; the weight of a group is one row, as its bias is."""
+    return {name: t.flatten(1) if name[0] == "w" else t for name, t in by_parameter(results).items()}
+
+
+def assert_as_good(
+    ours: Mapping[str, Tensor],
+    plain: Callable[..., Tensor],
+    tensors: Mapping[str, Tensor],
+    dy: Tensor,
+    rows: int = -1,
+    judged: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = by_parameter,
+) -> None:
+    """Every result is at most twice as far from the truth as that of ``plain`` in the dtype of ``tensors``.
+
+    ``rows`` bounds the rows of row-shaped results that count: those before the tail. ``judged`` says what a row is.
+    """
+    truth = run(plain, leaves(tensors, torch.float64), dy.to("cpu", torch.float64))
+    yardstick = run(plain, leaves(tensors), dy.cpu())
+    assert ours.keys() == truth.keys()
+    ours, yardstick, truth = map(judged, (ours, yardstick, truth))
+    for name, exact in truth.items():
+        mine, theirs = ours[name].cpu(), yardstick[name]
+        assert mine.dtype == theirs.dtype, name
+        if rows >= 0 and exact.shape[:1] == dy.shape[:1]:
+            mine, theirs, exact = mine[:rows], theirs[:rows], exact[:rows]
+        assert_close_to(mine, theirs, exact, name)
 
 
 def assert_close_to(ours: Tensor, yardstick: Tensor, truth: Tensor, name: str = "") -> None:

@@ -142,6 +142,20 @@ def with_operands(architecture: str) -> list[Any]:
         make, function = ACTS_OF_COLUMNS["slopes of gate and up"]
         tensors = fused.Tensors("cpu", fused.case_of(make("concat"), function, sizes=(70, 0), backend="triton"))
         fused.backward(tensors, tensors.rows(tensors.case.width))
+    return products_of(compiled)
+
+
+def with_a_residual(architecture: str) -> list[Any]:
+    """The kernels of a gate that is added to elements: with the pre-activation stored, and without."""
+    make, function = ACTS_OF_MATRICES["residual"]
+    tensors = fused.Tensors("cpu", fused.case_of(make("concat"), function, sizes=(70, 0), backend="triton"))
+    with compiled_for(architecture) as compiled, patch.object(triton_gemm, "triton_refusal", lambda rows: None):
+        for keep in (True, False):
+            fused.forward(tensors, keep)
+    return products_of(compiled)
+
+
+def products_of(compiled: list[Any]) -> list[Any]:
     return [kernel for kernel in compiled if kernel.name in PRODUCTS]
 
 
@@ -190,7 +204,7 @@ def report(architecture: str, problem: GroupedGemm, tile: ProgramTile | None = N
     with compiled_for(architecture) as compiled:
         tile = tile or launch.tile_of(problem)
         launch.run(problem, tile)
-    (kernel,) = [kernel for kernel in compiled if kernel.name in PRODUCTS]
+    (kernel,) = products_of(compiled)
     over = "over" if kernel.metadata.shared > tiles.SHARED[tiles.nearest(architecture)] * 1024 else "fits"
     return f"{over} {short(tile):28} {summary(kernel)}"
 
@@ -230,6 +244,8 @@ def short(tile: ProgramTile) -> str:
     return f"{tile.m}x{tile.n}x{tile.k}/{tile.warps}w{tile.stages}s{tile.per_sm}p{'.' + flags if flags else ''}"
 
 
+OTHERS = {"passes": of_rows, "operands": with_operands, "residual": with_a_residual}
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("targets", nargs="*", default=["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
@@ -239,8 +255,7 @@ if __name__ == "__main__":
     parser.add_argument("--products", nargs="*", default=["fc1", "fc2", "dgrad2", "dgrad1", "wgrad1"])
     parser.add_argument("--wide", action="store_true")
     parser.add_argument("--tf32", action="store_true", help="float32 may be rounded")
-    parser.add_argument("--operands", action="store_true", help="those of matrices apart and of functions instead")
-    parser.add_argument("--passes", action="store_true", help="those of passes over rows instead")
+    parser.add_argument("--instead", choices=OTHERS, help="other kernels than those of an MLP")
     parser.add_argument("--forms", nargs="*", help="what kernels are compiled for, of so many tokens, instead")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = arguments.tf32
@@ -248,13 +263,13 @@ if __name__ == "__main__":
         for tokens in arguments.forms:
             print("\n".join(f"{tokens} {form}" for form in forms(int(tokens))))
         sys.exit()
-    if arguments.operands or arguments.passes:
+    if arguments.instead:
         for architecture in arguments.targets:
-            for kernel in of_rows(architecture) if arguments.passes else with_operands(architecture):
+            for kernel in OTHERS[arguments.instead](architecture):
                 print(f"{architecture:7} {kernel.name:20} {summary(kernel)}", flush=True)
         sys.exit()
     for architecture in arguments.targets:
         for rows in arguments.rows:
-            of_rows = problems(128, *arguments.sizes, ROWS[rows], getattr(torch, arguments.dtype), arguments.wide)
+            of_mlp = problems(128, *arguments.sizes, ROWS[rows], getattr(torch, arguments.dtype), arguments.wide)
             for name in arguments.products:
-                print(f"{architecture:7} {rows:6} {name:7} {report(architecture, of_rows[name])}", flush=True)
+                print(f"{architecture:7} {rows:6} {name:7} {report(architecture, of_mlp[name])}", flush=True)

@@ -103,10 +103,10 @@ def choose(
         of_card: those that were measured, which go before the table.
         odd: rows of operands are no multiples of 16 bytes.
     """
+    architecture = nearest(architecture)
     measured = of_card.get((kind, rows_per_group <= FEW_ROWS)) if itemsize == 2 else None
     if measured is not None and (kind == "tn" or rows_per_group > _SHORT_ROWS):
-        return measured
-    architecture = nearest(architecture)
+        return _fitted(measured, architecture, itemsize)
     tile = ODD if odd and kind != "tn" else TABLE[architecture][kind]
     if strict:
         return ProgramTile(64, 64, 16, 8, 2, strip=tile.strip)
@@ -120,7 +120,7 @@ def choose(
         tile = FEW.get(architecture, {}).get(kind, tile)
     if itemsize == 4:
         tile = tile._replace(k=max(16, tile.k // 2), n=min(tile.n, 128))
-    return tile._replace(stages=max(1, min(tile.stages, _most_stages(tile, architecture, itemsize))))
+    return _fitted(tile, architecture, itemsize)
 
 
 def candidates(architecture: str, kind: str) -> Iterator[ProgramTile]:
@@ -130,7 +130,7 @@ def candidates(architecture: str, kind: str) -> Iterator[ProgramTile]:
     yield first
     for (m, n), k, stages in product(_SIDES, (64, 32), (3, 4, 2)):
         tile = first._replace(m=m, n=n, k=k, stages=stages, warps=8 if m * n > _OF_FOUR_WARPS else 4)
-        if stages <= _most_stages(tile, architecture, 2) and tile != first:
+        if tile == _fitted(tile, architecture, 2) != first:
             yield tile
 
 
@@ -138,5 +138,26 @@ _SIDES = ((128, 128), (128, 256), (64, 128), (128, 64), (256, 128), (64, 256))
 _OF_FOUR_WARPS = 64 * 128  # elements of a tile
 
 
-def _most_stages(tile: ProgramTile, architecture: str, itemsize: int) -> int:
-    return SHARED[architecture] * 1024 // ((tile.m + tile.n) * tile.k * itemsize)
+def shared_bytes(tile: ProgramTile, itemsize: int) -> int:
+    """At most so many bytes of shared memory are taken by a program: of any epilogue, with results of 16 or 32 bits.
+
+    Operands wait there for their step; tensor cores that read them there need those of 32 bits turned, which is done
+    in two more copies. An epilogue changes layouts there: of the whole tile in float32 where several warps have
+    columns of a row, else of ``2 * part`` of its columns. Where loops are flattened, the operands of the next tile
+    are there meanwhile.
+    """
+    copies = tile.stages + (2 if tile.tma and itemsize == 4 else 0)
+    operands = copies * (tile.m + tile.n) * tile.k * itemsize + _BARRIERS
+    if not tile.flatten:
+        return max(operands, tile.m * tile.n * 4)
+    return operands + tile.m * (tile.n if tile.m < 16 * tile.warps else 2 * tile.part) * 4
+
+
+_BARRIERS = 256
+
+
+def _fitted(tile: ProgramTile, architecture: str, itemsize: int) -> ProgramTile:
+    """The tile with as many stages, at most its own, as the memory has room for."""
+    while tile.stages > 1 and shared_bytes(tile, itemsize) > SHARED[architecture] * 1024:
+        tile = tile._replace(stages=tile.stages - 1)
+    return tile

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ....programs.columns import tensors_of
@@ -34,16 +33,7 @@ _KINDS = {Activate: "activate", ActivateBackward: "activate_backward"}
 
 def run(problem: GroupedGemm, tile: ProgramTile | None = None) -> None:
     """Computes ``problem.out``, and what its epilogue gives; with a tile other than the chosen one, if there is one."""
-    try:
-        _run(problem, tile or tile_of(problem))
-    except OutOfResources:  # the tile was measured with a smaller epilogue
-        if tile is not None:
-            raise
-        _run(problem, tile_of(problem, measured=False))
-
-
-def _run(problem: GroupedGemm, tile: ProgramTile) -> None:
-    p = problem
+    p, tile = problem, tile or tile_of(problem)
     plan = plan_of(p.split_sizes, p.rows, tile.m)
     if p.layout is Layout.TN:
         _run_weights(p, tile, plan)
@@ -55,12 +45,12 @@ def _run(problem: GroupedGemm, tile: ProgramTile) -> None:
         _run_backward(p, p.epilogue, tile, plan)
 
 
-def tile_of(problem: GroupedGemm, measured: bool = True) -> ProgramTile:
+def tile_of(problem: GroupedGemm) -> ProgramTile:
     """The tile that was measured on this card, if there is one and it may be taken; else the table's."""
     p, dtype = problem, problem.a.dtype
     kind = _KINDS.get(type(p.epilogue), p.layout.value.lower())
     strict = dtype == torch.float32 and precision_of(p.a) == "ieee"
-    architecture, of_card = architecture_of(p.a.device), tuned.tiles_of(p.a.device) if measured else {}
+    architecture, of_card = architecture_of(p.a.device), tuned.tiles_of(p.a.device)
     if not (isinstance(p.b, Tensor) and is_aligned(p.a) and is_aligned(p.b)):
         architecture, of_card = tiles.WITHOUT_BULK_COPIES.get(architecture, architecture), {}
     odd = min(_unit(p.a), _unit(first(p.b))) * dtype.itemsize < 16
@@ -171,6 +161,8 @@ def _launch_rows(
         TILE=tile,
         EPILOGUE=epilogue,
         FUNCTION=called,
+        # else a product and a sum may be rounded once or twice by whether the pre-activation is stored
+        enable_fp_fusion=epilogue is not activate,
         **tile.options,
     )
 

@@ -32,7 +32,9 @@ def weights_kernel(a, b, out, starts, groups, factors, pitches, SHAPE: tl.conste
     ROW_TILES: tl.constexpr = (M + TILE_M - 1) // TILE_M
     COLUMN_TILES: tl.constexpr = (N + TILE_N - 1) // TILE_N
     TILES: tl.constexpr = ROW_TILES * COLUMN_TILES
-    PART: tl.constexpr = TILE_N if factors[1] is None else 64
+    PART: tl.constexpr = TILE.part
+    BITS: tl.constexpr = out[0].dtype.element_ty.primitive_bitwidth
+    WHOLE: tl.constexpr = factors[1] is None and factors[2] is None and BITS == 16
     pitch_a, pitch_b = pitches[0] * SHAPE.unit_a, pitches[1] * SHAPE.unit_b
     stored = tl.program_id(0)
     for tile in tl.range(tl.program_id(0), groups * TILES, tl.num_programs(0), flatten=FLATTEN):
@@ -47,7 +49,7 @@ def weights_kernel(a, b, out, starts, groups, factors, pitches, SHAPE: tl.conste
             y = load_tokens(b, (row, end, j * TILE_N), pitch_b, N, TILE.k, TILE.n, SHAPE.tma)
             acc = tl.dot(x.T, y, acc, input_precision=PRECISION)
         i, j = position(stored % TILES, ROW_TILES, COLUMN_TILES, STRIP)
-        parts = parts_of(acc, PART)
+        parts = parts_of(acc, TILE_N if WHOLE else 2 * PART)
         WIDTH: tl.constexpr = TILE_N // len(parts)
         for part in tl.static_range(len(parts)):
             to = stored // TILES, i * TILE_M, j * TILE_N + part * WIDTH
