@@ -102,14 +102,14 @@ class KeepsBytes(base.HfQuantizer):  # type: ignore[misc]
                     break
                 plan(experts, name, layout)  # type: ignore[arg-type]
 
-    def why_16_bits(self) -> str:
+    def why_16_bits(self, experts: nn.Module) -> str:
         """The reason for experts in 16 bits, where there is no layout."""
         method = self.quantization_config.quant_method
         return f"no product here reads this kind of {getattr(method, 'value', method)}"
 
     def _tell(self, experts: Any) -> None:
         size = sum(2 * getattr(experts, name).numel() for name in Names.of(experts)[:2]) / 1e9
-        why = self.why_16_bits()
+        why = self.why_16_bits(experts)
         warnings.warn(f"fusible: {why}: the experts become 16 bits, {size:.3g} GB a layer", stacklevel=2)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

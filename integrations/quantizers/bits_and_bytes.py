@@ -32,24 +32,28 @@ _CURE = (
 def _keeps_nf4(parent: type) -> type:
     class KeepsNF4(KeepsBytes, parent):  # type: ignore[misc]
         def layout_of(self, experts: nn.Module, name: str, shape: tuple[int, int, int]) -> Layout | None:
-            if self.pre_quantized and not self._has_experts:
+            if id(experts) in self._in_16_bits:
                 return None
             config = self.quantization_config
             is_nf4 = config.bnb_4bit_quant_type == "nf4" and config.bnb_4bit_quant_storage == torch.uint8
             if is_nf4 and not shape[2] % NF4_BLOCK:
                 return nf4(shape, config.bnb_4bit_use_double_quant, 2 if name == "gate_up_proj" else 1)
             if self.pre_quantized:
-                raise ValueError(f"fusible: {name} {list(shape)}: {self.why_16_bits()}. {_CURE}")
+                raise ValueError(f"fusible: {name} {list(shape)}: {self.why_16_bits(experts)}. {_CURE}")
             return None
 
-        def why_16_bits(self) -> str:
-            if self.pre_quantized and not self._has_experts:
-                return "the checkpoint has experts that transformers left in 16 bits when it was quantised"
-            return super().why_16_bits()
+        def why_16_bits(self, experts: nn.Module) -> str:
+            if id(experts) in self._in_16_bits:
+                return "the checkpoint has experts that were left in 16 bits when it was quantised"
+            return super().why_16_bits(experts)
 
         def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
             if runs_here(model.config):
-                self._has_experts = _has_experts(kwargs.get("checkpoint_files"))
+                layers = _layers_in_4_bits(kwargs.get("checkpoint_files")) if self.pre_quantized else None
+                others = [
+                    each for name, each in model.named_modules() if layers is not None and _layer_of(name) not in layers
+                ]
+                self._in_16_bits = set(map(id, others))  # numbers, as conversions copy the quantiser deeply
             super()._process_model_before_weight_loading(model, **kwargs)
 
         def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -81,21 +85,26 @@ def _keys(files: Sequence[str]) -> Iterator[str]:
             yield from opened.keys()
 
 
-def _has_experts(files: Sequence[str] | None) -> bool:
-    """Whether a checkpoint has experts in 4 bits.
+def _layers_in_4_bits(files: Sequence[str] | None) -> set[str] | None:
+    """The layers whose experts a checkpoint has in 4 bits; None: unknown, and loading says what is missing.
 
     Raises:
-        ValueError: it has a stack of them that was quantised as one matrix.
+        ValueError: it has a stack of experts that was quantised as one matrix.
     """
     if files is None or not all([str(file).endswith(".safetensors") for file in files]):
-        return True  # loading says what is missing
+        return None
     keys = list(_keys(files))
     if (stack := next(filter(_OF_A_STACK.search, keys), None)) is not None:
         raise ValueError(
             f"fusible: {stack}: the checkpoint has a stack of experts that bitsandbytes has quantised as one matrix, "
             f"which transformers does not load either. {_CURE}"
         )
-    return any(map(_OF_EXPERTS.search, keys))
+    return set(map(_layer_of, filter(_OF_EXPERTS.search, keys)))
+
+
+def _layer_of(name: str) -> str:
+    layer = re.search(r"layers\.\d+\.", name)
+    return layer[0] if layer else ""
 
 
 def _planned(model: nn.Module, name: str) -> Layout | None:

@@ -305,6 +305,22 @@ def test_experts_are_saved_as_bitsandbytes_stores_them(nested: bool, quantised_h
     assert torch.equal(ours.bfloat16(), theirs)
 
 
+def test_layers_that_were_left_in_16_bits_stay_so(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folder_of("nf4-nested"), tmp_path, dirs_exist_ok=True)
+    before, whole = (load_file(folder / part / "model.safetensors") for part in ("", "plain"))
+    layer = "model.layers.1.mlp.experts."
+    before = {name: tensor for name, tensor in before.items() if not name.startswith(layer)}
+    before |= {name: tensor for name, tensor in whole.items() if name.startswith(layer)}
+    save_file(before, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="experts that were left in 16 bits"):
+        model = load(folder)
+    assert [experts.down_proj.dtype for experts in experts_of(model)] == [torch.uint8, torch.float32]
+    assert model(IDS).logits.isfinite().all()
+    model.save_pretrained(tmp_path / "ours")
+    after = load_file(tmp_path / "ours" / "model.safetensors")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if ".mlp.gate." not in name)
+
+
 def test_the_dtype_that_bitsandbytes_has_noted_is_saved(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folder_of("nf4"), tmp_path, dirs_exist_ok=True)
     before = load_file(folder / "model.safetensors")
@@ -529,7 +545,7 @@ def test_experts_that_transformers_leaves_in_16_bits_are_told_of(
         adapted(model)
     with pytest.warns(UserWarning, match="no product here reads this kind of bitsandbytes: the experts become 16 bits"):
         load(folder_of("plain"), quantization_config=in_nf4(type="fp4"), device_map={"": "cpu"})
-    with pytest.warns(UserWarning, match="experts that transformers left in 16 bits .*: the experts become 16 bits"):
+    with pytest.warns(UserWarning, match="experts that were left in 16 bits .*: the experts become 16 bits"):
         again = load(tmp_path)
     assert experts_of(again)[0].down_proj.dtype == torch.bfloat16
 
