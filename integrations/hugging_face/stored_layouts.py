@@ -32,6 +32,14 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype | None
 
+    def misfit(self, tensor: Any) -> str | None:
+        """The difference of a tensor from it; None: none."""
+        if not isinstance(tensor, Tensor):
+            return "is missing"
+        same = tuple(tensor.shape) == self.shape and self.dtype in (None, tensor.dtype)
+        wanted = f"{list(self.shape)}" if self.dtype is None else f"{list(self.shape)}, {self.dtype}"
+        return None if same else f"expected {wanted}, got {list(tensor.shape)}, {tensor.dtype}"
+
 
 class Layout(NamedTuple):
     """A stacked weight [E, N, K] as a publisher stores it.
@@ -39,12 +47,14 @@ class Layout(NamedTuple):
     Attributes:
         parts: those of the format, in its order.
         more: tensors that decode nothing, and are saved as they came.
+        quantised_from: the dtype of the weights before, where the publisher notes it.
     """
 
     recipe: WeightOnly
     shape: tuple[int, int, int]
     parts: tuple[Piece, ...]
     more: tuple[Piece, ...] = ()
+    quantised_from: torch.dtype | None = None
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -65,7 +75,7 @@ class Layout(NamedTuple):
         if (why := self.recipe.size_refusal(self.shape[2], self.shape[1])) is not None:
             raise ValueError(f"{name}: {why}")
         for part in self.parts:
-            if (why := _misfit(part, tensors.get(part.suffix))) is not None:
+            if (why := part.misfit(tensors.get(part.suffix))) is not None:
                 raise ValueError(f"{name}{part.suffix}: {why}, for {self.recipe.name} {list(self.shape)}")
         forms = form_of(self.recipe, self.shape).tensors
         weight = Weight(*[_as(tensors[p.suffix], like, p) for p, like in zip(self.parts, forms, strict=False)])  # type: ignore[arg-type]
@@ -79,14 +89,6 @@ class Layout(NamedTuple):
         """The inverse of :meth:`read`."""
         named = zip(self.parts, (weight.data, *weight.decoders), strict=True)
         return {p.suffix: _viewed(t, p.dtype or t.dtype).reshape(p.shape) for p, t in named}
-
-
-def _misfit(part: Piece, tensor: Any) -> str | None:
-    if not isinstance(tensor, Tensor):
-        return "is missing"
-    same = tuple(tensor.shape) == part.shape and part.dtype in (None, tensor.dtype)
-    wanted = f"{list(part.shape)}" if part.dtype is None else f"{list(part.shape)}, {part.dtype}"
-    return None if same else f"expected {wanted}, got {list(tensor.shape)}, {tensor.dtype}"
 
 
 def _as(tensor: Tensor, like: Tensor | None, part: Piece) -> Tensor:
@@ -110,13 +112,12 @@ def mxfp4_of_gpt_oss(shape: tuple[int, int, int]) -> Layout:
     return Layout(MXFP4(), shape, (blocks, scales))
 
 
-def nf4(shape: tuple[int, int, int]) -> Layout:
-    """Experts that were quantised while they were loaded."""
-    e, n, k = shape
+def nf4(shape: tuple[int, int, int], nested: bool, sections: int) -> Layout:
+    """The stack of experts that bitsandbytes has quantised one by one: ``_factor`` decodes nested scales."""
+    recipe = NF4(nested, sections if nested else 1)
+    forms = zip(("", "_scale", "_factor"), form_of(recipe, shape).tensors, strict=True)
     return Layout(
-        NF4(),
-        shape,
-        (Piece("", (e, n, k // 2), torch.uint8), Piece("_scale", (e, n, k // 64), torch.float32)),
+        recipe, shape, tuple([Piece(suffix, tuple(f.shape), f.dtype) for suffix, f in forms if f is not None])
     )
 
 

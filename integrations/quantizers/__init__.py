@@ -7,24 +7,24 @@ of the experts gives way to parameters of the publisher's names; afterwards thes
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import auto, base
 
 from ..hugging_face.experts import Names
 from ..hugging_face.stored_experts import keep
-from ..hugging_face.stored_layouts import Layout, compressed_tensors, mxfp4_of_gpt_oss, nf4
+from ..hugging_face.stored_layouts import Layout, compressed_tensors, mxfp4_of_gpt_oss
 
 NAME = "fusible"
-_PLANNED = "_fusible_planned"  # of an experts module while it is loaded: name of a weight -> Layout
+PLANNED = "_fusible_planned"  # of an experts module while it is loaded: name of a weight -> Layout
+Tensors = dict[str, Any]
+"""The tensors that a conversion takes or returns by name, one or a list of them."""
 _HOOKS = {
     "_process_model_before_weight_loading": ("model",),
     "_process_model_after_weight_loading": ("model",),
@@ -57,7 +57,7 @@ def plan(experts: Any, name: str, layout: Layout) -> None:
     for part in (*layout.parts, *layout.more):
         empty = torch.empty(part.shape, dtype=part.dtype or torch.float32, device="meta")
         experts.register_parameter(f"{name}{part.suffix}", nn.Parameter(empty, requires_grad=False))
-    experts.__dict__.setdefault(_PLANNED, {})[name] = layout
+    experts.__dict__.setdefault(PLANNED, {})[name] = layout
     experts._is_hf_initialized = True  # the model's initialiser looks for the parameters that it knows
 
 
@@ -68,7 +68,7 @@ def settle(experts: Any, dtype: torch.dtype) -> None:
         ValueError: the checkpoint lacks one, or it does not fit.
     """
     was_transposed = experts.is_transposed
-    for name, layout in experts.__dict__.pop(_PLANNED, {}).items():
+    for name, layout in experts.__dict__.pop(PLANNED, {}).items():
         parts = {}
         for part in (*layout.parts, *layout.more):
             tensor = experts._parameters[f"{name}{part.suffix}"]
@@ -102,14 +102,15 @@ class KeepsBytes(base.HfQuantizer):  # type: ignore[misc]
                     break
                 plan(experts, name, layout)  # type: ignore[arg-type]
 
-    def _tell(self, experts: Any) -> None:
+    def why_16_bits(self, experts: nn.Module) -> str:
+        """The reason for experts in 16 bits, where there is no layout."""
         method = self.quantization_config.quant_method
+        return f"no product here reads this kind of {getattr(method, 'value', method)}"
+
+    def _tell(self, experts: Any) -> None:
         size = sum(2 * getattr(experts, name).numel() for name in Names.of(experts)[:2]) / 1e9
-        warnings.warn(
-            f"fusible: no product here reads this kind of {getattr(method, 'value', method)}: the experts become 16 "
-            f"bits, {size:.3g} GB a layer",
-            stacklevel=2,
-        )
+        why = self.why_16_bits(experts)
+        warnings.warn(f"fusible: {why}: the experts become 16 bits, {size:.3g} GB a layer", stacklevel=2)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for experts in experts_of_planned(model):
@@ -123,9 +124,16 @@ class KeepsBytes(base.HfQuantizer):  # type: ignore[misc]
         return super().get_new_dtype(converter, param, dtype)
 
 
+class Same(ConversionOps):  # type: ignore[misc]
+    """The reverse of an operation whose results are saved as they are."""
+
+    def convert(self, input_dict: Tensors, *args: Any, **kwargs: Any) -> Tensors:
+        return input_dict
+
+
 def experts_of_planned(model: nn.Module) -> list[Any]:
     """The experts modules whose weights :func:`plan` has replaced."""
-    return [each for each in model.modules() if _PLANNED in each.__dict__]
+    return [each for each in model.modules() if PLANNED in each.__dict__]
 
 
 def _mxfp4(parent: Any) -> Any:
@@ -179,49 +187,6 @@ def _compressed(parent: Any) -> Any:
     return KeepsCompressedTensors
 
 
-def _bitsandbytes(parent: Any) -> Any:
-    class QuantizesExperts(KeepsBytes, parent):  # type: ignore[misc]
-        def layout_of(self, experts: Any, name: str, shape: tuple[int, int, int]) -> Layout | None:
-            config = self.quantization_config
-            is_read = config.bnb_4bit_quant_type == "nf4" and not shape[2] % 64
-            return nf4(shape) if is_read else None
-
-        def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-            if runs_here(model.config):
-                _check_stacks(kwargs.get("checkpoint_files"))
-            return super()._process_model_before_weight_loading(model, **kwargs)
-
-        def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
-            return _is_planned(model, param_name) or super().param_needs_quantization(model, param_name, **kwargs)
-
-        def get_quantize_ops(self) -> Any:
-            return _QuantizesStacks(super().get_quantize_ops())
-
-    return QuantizesExperts
-
-
-_OF_ONE_EXPERT = re.compile(r"experts\.\d+\..*\.quant_state\.bitsandbytes__")
-
-
-def _check_stacks(files: Sequence[str] | None) -> None:
-    """Raises where a checkpoint has the experts one by one in bitsandbytes' storage, each with a state of its own.
-
-    Raises:
-        ValueError: it has.
-    """
-    for file in files or ():
-        if not str(file).endswith(".safetensors"):
-            continue
-        with safe_open(file, "pt") as opened:
-            key = next(filter(_OF_ONE_EXPERT.search, opened.keys()), None)
-        if key is not None:
-            raise ValueError(
-                f"fusible: {key}: the checkpoint has each expert in bitsandbytes' own storage, and stacks are read "
-                "here. Load the 16-bit checkpoint of the model with the same BitsAndBytesConfig: its experts become "
-                "NF4 while they are loaded, and save_pretrained writes them so"
-            )
-
-
 class Refuses(base.HfQuantizer):  # type: ignore[misc]
     """The common part of quantisers whose experts nothing here reads, before the class of transformers.
 
@@ -253,43 +218,16 @@ def _refused(parent: Any) -> Any:
     return type(f"Refuses{parent.__name__}", (Refuses, parent), {})
 
 
-def _is_planned(model: nn.Module, name: str) -> bool:
-    path, _, weight = name.rpartition(".")
-    return weight in model.get_submodule(path).__dict__.get(_PLANNED, {})
-
-
-class _QuantizesStacks(ConversionOps):  # type: ignore[misc]
-    """Quantises the experts of a layer as they arrive, and what else arrives as its parent does."""
-
-    def __init__(self, others: Any) -> None:
-        self._others = others
-
-    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        model, full_name = kwargs.get("model"), kwargs.get("full_layer_name")
-        if model is None or full_name is None or not _is_planned(model, full_name):
-            result: dict[str, Any] = self._others.convert(input_dict, *args, **kwargs)
-            return result
-        (value,) = input_dict.values()
-        weight = value[0] if isinstance(value, list) else value
-        path, _, name = full_name.rpartition(".")
-        experts = model.get_submodule(path)
-        layout: Layout = experts.__dict__[_PLANNED][name]
-        upright = weight if tuple(weight.shape) == layout.shape else weight.mT
-        parts = layout.write(layout.recipe.weight(upright))
-        return {f"{full_name}{suffix}": part for suffix, part in parts.items()}
-
-
-_REPLACED = {
+REPLACED = {
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed,
-    "bitsandbytes_4bit": _bitsandbytes,
     "gptq": _refused,
     "awq": _refused,
 }
 
 
-def register() -> None:
-    """Replaces the quantisers of transformers; called once, by the import of the integration.
+def register(replaced: Mapping[str, Callable[[Any], Any]]) -> None:
+    """Replaces quantisers of transformers by subclasses; called once, by the import of the integration.
 
     A transformers whose quantisers have other hooks keeps them, with a warning.
     """
@@ -298,7 +236,7 @@ def register() -> None:
         if method is None or not set(parameters) <= set(signature(method).parameters):
             warnings.warn(f"fusible: this transformers has no HfQuantizer.{hook}{parameters}", stacklevel=2)
             return
-    for method, subclass in _REPLACED.items():
+    for method, subclass in replaced.items():
         parent = auto.AUTO_QUANTIZER_MAPPING.get(method)
         if parent is not None and not issubclass(parent, KeepsBytes | Refuses):
             auto.AUTO_QUANTIZER_MAPPING[method] = subclass(parent)

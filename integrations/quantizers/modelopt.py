@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...ops.formats.copies import Weight
 from ...ops.formats.nvfp4_weight import NVFP4Weight
 from ..hugging_face.stored_layouts import Layout, modelopt_nvfp4
-from . import KeepsBytes, runs_here
+from . import KeepsBytes, Same, Tensors, runs_here
 
 METHOD = "modelopt"
 _FACTOR = "weight_scale_2"
@@ -90,7 +90,7 @@ class _StackNumbers(ConversionOps):  # type: ignore[misc]
 
 class _UnstackNumbers(ConversionOps):  # type: ignore[misc]
     def convert(
-        self, input_dict: dict[str, Any], source_patterns: Any, target_patterns: Any, **kwargs: Any
+        self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Tensor]:
         (value,) = input_dict.values()
         whole = value[0] if isinstance(value, list) else value
@@ -108,7 +108,7 @@ class _Decode(ConversionOps):  # type: ignore[misc]
     def __init__(self, hf_quantizer: Any) -> None:
         self.hf_quantizer = hf_quantizer
 
-    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def convert(self, input_dict: Tensors, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         name, model = kwargs["full_layer_name"], kwargs["model"]
         parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
         dtype = model.get_parameter(name).dtype
@@ -121,14 +121,7 @@ class _Decode(ConversionOps):  # type: ignore[misc]
 
     @property
     def reverse_op(self) -> ConversionOps:
-        return _Same()
-
-
-class _Same(ConversionOps):  # type: ignore[misc]
-    """Decoded weights are saved in 16 bits."""
-
-    def convert(self, input_dict: dict[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return input_dict
+        return Same()  # decoded weights are saved in 16 bits
 
 
 def register() -> None:

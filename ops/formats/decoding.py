@@ -26,9 +26,11 @@ class Decoding(NamedTuple):
         columns: values of a row that share a scale; None: all.
         rows: rows that share a scale; None: those of a section, of which there are as many as scales.
         divides: whether scales are divided by their factors.
+        sections: equal parts of the rows of a group, each of which decodes as a group does.
     """
 
     codes: Codes
     columns: int | None
     rows: int | None = 1
     divides: bool = False
+    sections: int = 1

@@ -2,7 +2,8 @@
 
 A byte has the first code in its high bits. With double quantisation the magnitudes are bytes themselves, codes of a map
 of 256 numbers. Values are ``table[code] * absmax``, with ``absmax = map[byte] * nested_absmax + offset``, where each
-operation rounds to float32, as in bitsandbytes' kernels.
+operation rounds to float32, as in bitsandbytes' kernels. Gate and up that were quantised one by one are two sections of
+the rows, each of which has its own numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from ...fuser.contract.tracing import has_no_data
 from .copies import Weight
 from .decoding import Codes, Decoding
 from .nibbles import looked_up, scaled_by_block, table_of_bytes
-from .recipe import check_flag, register
+from .nvfp4_weight import sections_refusal
+from .recipe import check_choice, check_flag, register
 from .reference import split
 from .weight_only import WeightOnly
 
@@ -34,7 +36,10 @@ _MAP_AND_OFFSET = 257
 
 
 class Nested(NamedTuple):
-    """The decoders of double quantisation: ``absmax`` [E, blocks], ``map`` [E, 256], ``offset`` [E, 1], float32."""
+    """The decoders of double quantisation: ``absmax`` [E, blocks], ``map`` [E, 256], ``offset`` [E, 1], float32.
+
+    Under sections E counts those of all groups.
+    """
 
     absmax: Tensor
     map: Tensor
@@ -57,25 +62,28 @@ class NF4(WeightOnly):
 
     Attributes:
         nested: the scales are bytes (double quantisation), decoded by float32 numbers of each group.
+        sections: 2 where gate and up, the sections of the rows, have such numbers each under ``nested``.
 
     Raises:
-        ValueError: ``nested`` is not a bool.
+        ValueError: another value.
     """
 
     nested: bool = False
+    sections: int = 1
     values_in_byte: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
         check_flag(self, "nested")
+        check_choice(self, "sections", (1, 2) if self.nested else (1,))  # type: ignore[arg-type]
 
     def size_refusal(self, in_features: int, out_features: int) -> str | None:
         if in_features % NF4_BLOCK:
             return f"NF4 needs in_features that are multiples of {NF4_BLOCK}, got {in_features}"
-        return None
+        return sections_refusal(self.name, self.sections, out_features)
 
     @property
     def decoding(self) -> Decoding:
-        return Decoding(Codes.NF4, NF4_BLOCK)
+        return Decoding(Codes.NF4, NF4_BLOCK, sections=self.sections)
 
     def bits(self, in_features: int) -> float:
         return 4 + (8 + 32 / NESTED_BLOCK if self.nested else 32) / NF4_BLOCK
@@ -87,12 +95,12 @@ class NF4(WeightOnly):
         table = _table_on(weight.device)
         codes = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2).to(torch.uint8).flatten(-2)
         data = codes[..., ::2] << 4 | codes[..., 1::2]
-        return Weight(data, *_nested(absmax)) if self.nested else Weight(data, absmax)
+        return Weight(data, *_nested(absmax, self.sections)) if self.nested else Weight(data, absmax)
 
     def values(self, weight: Weight) -> Tensor:
         assert weight.scales is not None
-        values = looked_up(weight.data, _pairs(weight.data))
-        return scaled_by_block(values, weight.scales if weight.amax is None else _absmax(weight.scales, weight.amax))
+        values, absmax = looked_up(weight.data, _pairs(weight.data)), weight.scales
+        return scaled_by_block(values, absmax if weight.amax is None else _absmax(absmax, weight.amax, self.sections))
 
 
 def _table_on(device: torch.device) -> Tensor:
@@ -112,24 +120,26 @@ def _pairs_on(device: torch.device) -> Tensor:
     return table_of_bytes(_table_on(device), high_first=True)
 
 
-def _absmax(codes: Tensor, joined: Tensor) -> Tensor:
+def _absmax(codes: Tensor, joined: Tensor, sections: int) -> Tensor:
     """The scales [E, N, blocks] of codes of that shape."""
-    nested, flat = Nested.of(joined), codes.flatten(1)
+    flat = codes.reshape(len(codes) * sections, -1)
+    nested = Nested.of(joined.reshape(len(flat), -1))
     of_blocks = nested.absmax.repeat_interleave(NESTED_BLOCK, 1)[:, : flat.shape[1]]
     return (nested.map.gather(1, flat.long()) * of_blocks + nested.offset).view(codes.shape)
 
 
-def _nested(absmax: Tensor) -> tuple[Tensor, Tensor]:
+def _nested(absmax: Tensor, sections: int) -> tuple[Tensor, Tensor]:
     """Codes of scales [E, N, blocks], and what decodes them: the map of bitsandbytes, and the mean as the offset."""
-    flat = absmax.flatten(1)
+    groups, rows, blocks_of_row = absmax.shape
+    flat = absmax.reshape(groups * sections, rows // sections * blocks_of_row)
     offset = flat.mean(1, keepdim=True)
     blocks = split(flat - offset, 1, NESTED_BLOCK)
     largest = blocks.abs().amax(-1)
     map = dynamic_map(absmax.device)
     scaled = blocks / torch.where(largest == 0, 1.0, largest).unsqueeze(-1)
-    codes = torch.bucketize(scaled, (map[1:] + map[:-1]) / 2).to(torch.uint8).flatten(1)
-    nested = Nested(largest, map.expand(len(flat), -1), offset)
-    return codes[:, : flat.shape[1]].reshape(absmax.shape), nested.joined()
+    codes = torch.bucketize(scaled, (map[1:] + map[:-1]) / 2).to(torch.uint8).flatten(1)[:, : flat.shape[1]]
+    joined = Nested(largest, map.expand(len(flat), -1), offset).joined()
+    return codes.reshape(absmax.shape).contiguous(), joined.reshape(groups, sections * joined.shape[1])
 
 
 def dynamic_map(device: torch.device | None = None) -> Tensor:

@@ -23,6 +23,7 @@ import quantised_checkpoints as checkpoints
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers.integrations import finegrained_fp8
+from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
 import fusible
 from fusible import Float8Weight
@@ -35,7 +36,8 @@ pytestmark = pytest.mark.filterwarnings(*[f"ignore::{kind}" for kind in _IGNORED
 IDS = torch.randint(checkpoints.TOKENS, (2, 9), generator=torch.Generator().manual_seed(0))
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 COMPRESSED = ["int4", "int4-zero", "nvfp4", "mxfp4", "fp8-channel", "fp8-tensor"]
-KINDS = ["gpt-oss", *COMPRESSED, "modelopt", "fp8-qwen3", "fp8-deepseek"]
+NF4 = ["nf4", "nf4-nested"]
+KINDS = ["gpt-oss", *COMPRESSED, *NF4, "modelopt", "fp8-qwen3", "fp8-deepseek"]
 BYTES = [kind for kind in KINDS if not kind.startswith("fp8-q") and kind != "fp8-deepseek"]
 
 
@@ -46,6 +48,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     def folder(kind: str) -> Path:
         if kind in COMPRESSED:
             pytest.importorskip("compressed_tensors")
+        if kind in NF4:
+            pytest.importorskip("bitsandbytes")
         if kind not in made:
             made[kind] = _make(kind, tmp_path_factory.mktemp(kind))
         return made[kind]
@@ -62,6 +66,8 @@ def _make(kind: str, folder: Path) -> Path:
             return checkpoints.modelopt(folder)
         case "plain":
             return checkpoints.plain(folder)
+        case "nf4" | "nf4-nested":
+            return checkpoints.bitsandbytes_experts(folder, kind == "nf4-nested")
         case "fp8-qwen3":
             return checkpoints.float8(folder, checkpoints.qwen3().bfloat16())
         case "fp8-deepseek":
@@ -85,6 +91,8 @@ def _fp8_linear(rows: Tensor, weight: Tensor, scales: Tensor, *others: Any) -> T
 
 def load(folder: Path, implementation: str = "fusible", **options: Any) -> Any:
     options = {"dtype": torch.bfloat16, "attn_implementation": "eager"} | options
+    if "bitsandbytes" in (folder / "config.json").read_text():
+        options = {"device_map": {"": "cpu"}} | options  # it takes a GPU where there is one
     return transformers.AutoModelForCausalLM.from_pretrained(folder, experts_implementation=implementation, **options)
 
 
@@ -111,6 +119,7 @@ def far(a: Tensor, b: Tensor) -> float:
 def decoded(folder: Path, kind: str) -> Any:
     """The same model with float32 experts, through another implementation of transformers."""
     makers = {"gpt-oss": checkpoints.gpt_oss, "fp8-deepseek": checkpoints.deepseek_v3}
+    makers |= dict.fromkeys(NF4, checkpoints.nf4_of_qwen3)
     model, plain = load(folder, dtype=torch.float32), makers.get(kind, checkpoints.qwen3)()
     modules, state = dict(model.named_modules()), dict(model.state_dict())
     with torch.no_grad():
@@ -122,6 +131,8 @@ def decoded(folder: Path, kind: str) -> Any:
             elif f"{name}_scale_inv" in state:
                 parts = Weight(state[name].unsqueeze(0), state[f"{name}_scale_inv"].unsqueeze(0))
                 tensor.copy_(Float8Weight().weight_values(parts)[0])
+            elif f"{name}.absmax" in state:
+                tensor.copy_(dequantize_bnb_weight(modules[path].weight))
             elif name in state:
                 tensor.copy_(state[name])
     plain.set_attn_implementation("eager")
@@ -193,7 +204,7 @@ def test_adapters_are_those_of_the_16_bit_model(
     assert {n: p.shape for n, p in of_ours.items()} == {n: p.shape for n, p in of_theirs.items()}
     for name, parameter in of_theirs.items():
         parameter.data.copy_(of_ours[name])
-    results = [each(IDS, labels=IDS) for each in (ours, theirs)]
+    results = [each.train()(IDS, labels=IDS) for each in (ours, theirs)]  # else bitsandbytes rounds rows on a CPU
     for result in results:
         result.loss.backward()
 
@@ -239,21 +250,124 @@ def test_preparing_for_training_in_few_bits_changes_no_byte(folder_of: Callable[
     assert prepared.model.layers[0].self_attn.q_proj.weight.dtype == torch.float32
 
 
-def test_bitsandbytes_quantises_experts_too(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+def in_nf4(nested: bool = False, type: str = "nf4") -> Any:
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=type, bnb_4bit_use_double_quant=nested
+    )
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes_quantises_experts_too(nested: bool, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    options = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    model = load(folder_of("plain"), quantization_config=options, device_map={"": "cpu"})
+    model = load(folder_of("plain"), quantization_config=in_nf4(nested), device_map={"": "cpu"})
     before = load(folder_of("plain"), "eager")
     for experts, whole in zip(experts_of(model), experts_of(before), strict=True):
         assert experts.gate_up_proj.dtype == torch.uint8
-        assert stored(experts, "gate_up_proj").recipe == fusible.NF4()
+        assert stored(experts, "gate_up_proj").recipe == fusible.NF4(nested, 2 if nested else 1)
         assert 0.05 < far(values(experts, "gate_up_proj"), whole.gate_up_proj) < 0.12
     model.save_pretrained(tmp_path)
-    again = load(tmp_path, device_map={"": "cpu"})
-    assert torch.equal(experts_of(again)[1].down_proj, experts_of(model)[1].down_proj)
+    again = load(tmp_path)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in again.state_dict().items())
     model = adapted(model)
     model(IDS, labels=IDS).loss.backward()
     assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in trained(model).values())
+
+
+@pytest.mark.parametrize("quantised_here", [False, True])
+@pytest.mark.parametrize("nested", [False, True])
+def test_experts_are_saved_as_bitsandbytes_stores_them(nested: bool, quantised_here: bool, tmp_path: Path) -> None:
+    """All tensors but routers, which transformers 4 had as linears."""
+    functional = pytest.importorskip("bitsandbytes").functional
+    folder = checkpoints.bitsandbytes_experts(tmp_path / "theirs", nested, torch.bfloat16)
+    if quantised_here:
+        model = load(folder / "plain", quantization_config=in_nf4(nested), device_map={"": "cpu"})
+    else:
+        model = load(folder)
+    model.save_pretrained(tmp_path / "ours")
+    before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "ours"))
+
+    def decoded(state: dict[str, Tensor], name: str) -> Tensor:
+        parts = {key.removeprefix(f"{name}."): state[key] for key in state if key.startswith(f"{name}.")}
+        whole: Tensor = functional.dequantize_4bit(state[name], functional.QuantState.from_dict(parts, "cpu"))
+        return whole
+
+    router = "model.layers.1.mlp.gate.weight"
+    assert after[router].dtype == torch.bfloat16
+    assert quantised_here or torch.equal(after[router], decoded(before, router))
+    kept = [name for name in before if ".mlp.gate." not in name]
+    assert {*kept} == {name for name in after if ".mlp.gate." not in name}
+    for name in kept:
+        assert (after[name].shape, after[name].dtype) == (before[name].shape, before[name].dtype), name
+        if not (quantised_here and nested):  # they find codes of scales by other comparisons
+            assert torch.equal(after[name], before[name]), name
+    theirs = decoded(after, "model.layers.1.mlp.experts.3.up_proj.weight")
+    ours = values(model.model.layers[1].mlp.experts, "gate_up_proj")[3, theirs.shape[0] :]
+    assert torch.equal(ours.bfloat16(), theirs)
+
+
+def test_layers_that_were_left_in_16_bits_stay_so(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folder_of("nf4-nested"), tmp_path, dirs_exist_ok=True)
+    before, whole = (load_file(folder / part / "model.safetensors") for part in ("", "plain"))
+    layer = "model.layers.1.mlp.experts."
+    before = {name: tensor for name, tensor in before.items() if not name.startswith(layer)}
+    before |= {name: tensor for name, tensor in whole.items() if name.startswith(layer)}
+    save_file(before, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.warns(UserWarning, match="experts that were left in 16 bits"):
+        model = load(folder)
+    assert [experts.down_proj.dtype for experts in experts_of(model)] == [torch.uint8, torch.float32]
+    assert model(IDS).logits.isfinite().all()
+    model.save_pretrained(tmp_path / "ours")
+    after = load_file(tmp_path / "ours" / "model.safetensors")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if ".mlp.gate." not in name)
+
+
+def test_the_dtype_that_bitsandbytes_has_noted_is_saved(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folder_of("nf4"), tmp_path, dirs_exist_ok=True)
+    before = load_file(folder / "model.safetensors")
+    for name in [name for name in before if ".experts." in name and "quant_state" in name]:
+        before[name] = bytes_of(before[name], b"float32", b"float16")
+    save_file(before, folder / "model.safetensors", metadata={"format": "pt"})
+    load(folder).save_pretrained(tmp_path / "ours")
+    after = load_file(tmp_path / "ours" / "model.safetensors")
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items() if ".experts." in name)
+
+
+def test_nf4_of_the_first_release_loads(tmp_path: Path) -> None:
+    """It wrote the bytes of each expert, and the scales of the stack."""
+    pytest.importorskip("bitsandbytes")
+    folder = checkpoints.bitsandbytes_experts(tmp_path, False)
+    model, state = load(folder), load_file(folder / "model.safetensors")
+    old = {name: tensor for name, tensor in state.items() if ".experts." not in name}
+    old |= {name: tensor for name, tensor in model.state_dict().items() if name.endswith("_proj_scale")}
+    for name in [name for name in state if ".experts." in name and name.endswith("_proj.weight")]:
+        old[name] = state[name].view(128 if "down_proj" in name else 192, -1)
+    save_file(old, folder / "model.safetensors", metadata={"format": "pt"})
+    again = load(folder)
+    for name in ("gate_up_proj", "down_proj"):
+        assert torch.equal(values(experts_of(again)[1], name), values(experts_of(model)[1], name))
+
+
+def test_stacks_that_a_publisher_has_stay_stacks_in_nf4(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    checkpoints.gpt_oss(128).bfloat16().save_pretrained(tmp_path / "plain")
+    model = load(tmp_path / "plain", quantization_config=in_nf4(nested=True), device_map={"": "cpu"})
+    model.save_pretrained(tmp_path / "nf4")
+    again = load(tmp_path / "nf4")
+    assert experts_of(again)[0].gate_up_proj.dtype == torch.uint8
+    for name in ("gate_up_proj", "down_proj"):
+        assert torch.equal(values(experts_of(again)[1], name), values(experts_of(model)[1], name))
+
+
+def test_transformers_alone_neither_loads_experts_in_nf4_nor_saves_linears_again(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The reasons for the operations of ours; where this fails, see which are still needed."""
+    with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+        load(folder_of("nf4"), "eager")
+    model = load(folder_of("plain"), "eager", quantization_config=in_nf4(), device_map={"": "cpu"})
+    model.save_pretrained(tmp_path)
+    with pytest.raises(NotImplementedError):
+        load(tmp_path, "eager").save_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -351,6 +465,61 @@ def test_a_malformed_file_names_the_tensor(
     assert "down_proj" in f"{raised.value} {caplog.text}"
 
 
+SPOILT: dict[str, tuple[str, Callable[[Tensor], Tensor | None]]] = {
+    "missing": (".absmax", lambda tensor: None),
+    "table": (".quant_map", lambda tensor: tensor.flip(0)),
+    "shape": (".nested_absmax", lambda tensor: tensor[:-1].clone()),
+    "dtype": (".absmax", lambda tensor: tensor.float()),
+    "no text": (".quant_state.bitsandbytes__nf4", lambda tensor: tensor[:-1].clone()),
+    "blocks": (".quant_state.bitsandbytes__nf4", lambda tensor: bytes_of(tensor, b": 64", b": 128")),
+    "offset": (".quant_state.bitsandbytes__nf4", lambda tensor: bytes_of(tensor, b"nested_offset", b"nested_mean")),
+    "bytes": ("", lambda tensor: tensor[:-1].clone()),
+}
+
+
+def bytes_of(tensor: Tensor, old: bytes, new: bytes) -> Tensor:
+    text = bytes(tensor.tolist())
+    assert old in text
+    return torch.tensor(list(text.replace(old, new)), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_a_malformed_file_of_bitsandbytes_names_the_tensor(
+    spoil: str,
+    folder_of: Callable[[str], Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    suffix, change = SPOILT[spoil]
+    folder = shutil.copytree(folder_of("nf4-nested"), tmp_path, dirs_exist_ok=True)
+    state = load_file(folder / "model.safetensors")
+    name = f"model.layers.1.mlp.experts.2.up_proj.weight{suffix}"
+    changed = change(state.pop(name))
+    save_file(state | ({} if changed is None else {name: changed}), folder / "model.safetensors", {"format": "pt"})
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # it reports errors in its log
+    with pytest.raises((ValueError, RuntimeError)) as raised, caplog.at_level(logging.WARNING, "transformers"):
+        load(folder)
+    said = f"{raised.value} {caplog.text}"
+    assert (name.replace(".2.", ".*.") + ": 3 of 4 experts have it" if changed is None else name) in said
+
+
+def test_what_bitsandbytes_stores_otherwise_is_refused(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    parametrize = pytest.importorskip("bitsandbytes.nn.parametrize")
+    model = checkpoints.gpt_oss().bfloat16()
+    for experts in experts_of(model):
+        for name in ("gate_up_proj", "down_proj"):
+            parametrize.replace_parameter_4bit(experts, name)
+    model.save_pretrained(tmp_path / "stack")
+    with pytest.raises(ValueError, match=r"experts\.\w+\.quant_state.*quantised as one matrix.* Load the 16-bit check"):
+        load(labelled(tmp_path / "stack", tmp_path / "labelled", in_nf4()))
+    for name, options in {"fp4": in_nf4(type="fp4"), "stored in 16 bits": in_nf4()}.items():
+        if name != "fp4":
+            options.bnb_4bit_quant_storage = torch.bfloat16
+        with pytest.raises(ValueError, match=r"gate_up_proj .*no product here reads this kind.* Load the 16-bit check"):
+            load(labelled(folder_of("nf4"), tmp_path / name, options))
+
+
 def test_bytes_are_refused_by_other_implementations(folder_of: Callable[[str], Path]) -> None:
     model = load(folder_of("gpt-oss"))
     model.set_experts_implementation("grouped_mm")
@@ -366,15 +535,19 @@ def test_a_call_of_another_implementation_says_what_reads_bytes(folder_of: Calla
         model(IDS)
 
 
-def test_experts_that_transformers_leaves_in_16_bits_are_told_of(folder_of: Callable[[str], Path]) -> None:
+def test_experts_that_transformers_leaves_in_16_bits_are_told_of(
+    folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
     pytest.importorskip("bitsandbytes")
-    options = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    model = load(folder_of("plain"), "eager", quantization_config=options, device_map={"": "cpu"})
+    model = load(folder_of("plain"), "eager", quantization_config=in_nf4(), device_map={"": "cpu"})
+    model.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=r"gate_up_proj is torch.bfloat16, .* quantised by bitsandbytes, which leaves"):
         adapted(model)
-    fp4 = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="fp4")
     with pytest.warns(UserWarning, match="no product here reads this kind of bitsandbytes: the experts become 16 bits"):
-        load(folder_of("plain"), quantization_config=fp4, device_map={"": "cpu"})
+        load(folder_of("plain"), quantization_config=in_nf4(type="fp4"), device_map={"": "cpu"})
+    with pytest.warns(UserWarning, match="experts that were left in 16 bits .*: the experts become 16 bits"):
+        again = load(tmp_path)
+    assert experts_of(again)[0].down_proj.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("options", [transformers.GPTQConfig(bits=4), transformers.AwqConfig(bits=4)], ids=repr)
@@ -396,27 +569,6 @@ def labelled(folder: Path, to: Path, options: Any) -> Path:
     config = json.loads((to / "config.json").read_text())
     (to / "config.json").write_text(json.dumps(config | {"quantization_config": options.to_dict()}))
     return to
-
-
-def test_experts_one_by_one_in_the_storage_of_bitsandbytes_are_refused(
-    folder_of: Callable[[str], Path], tmp_path: Path
-) -> None:
-    functional = pytest.importorskip("bitsandbytes").functional
-    nested = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    options = transformers.BitsAndBytesConfig(load_in_4bit=True, **nested)
-    quantised = labelled(folder_of("plain"), tmp_path, options)
-    state = {}
-    for name, tensor in load_file(quantised / "model.safetensors").items():
-        if ".experts." not in name:
-            state[name] = tensor
-            continue
-        data, quant_state = functional.quantize_4bit(tensor, quant_type="nf4", compress_statistics=True)
-        state[name] = data
-        state |= {f"{name}.{part}": value for part, value in quant_state.as_dict(packed=True).items()}
-    save_file(state, quantised / "model.safetensors", metadata={"format": "pt"})
-    words = r"experts\.\d+.*quant_state.*each expert in bitsandbytes' own storage.* Load the 16-bit checkpoint"
-    with pytest.raises(ValueError, match=words):
-        load(quantised, device_map={"": "cpu"})
 
 
 def test_copies_have_their_own_experts(folder_of: Callable[[str], Path]) -> None:

@@ -30,11 +30,11 @@ FORMATS = {
 }
 
 
-def gpt_oss() -> Any:
+def gpt_oss(features: int = 96) -> Any:
     config = transformers.GptOssConfig(
         vocab_size=TOKENS,
         hidden_size=64,
-        intermediate_size=96,
+        intermediate_size=features,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -47,12 +47,12 @@ def gpt_oss() -> Any:
     return transformers.GptOssForCausalLM(config)
 
 
-def qwen3() -> Any:
+def qwen3(features: int = 128) -> Any:
     config = transformers.Qwen3MoeConfig(
         vocab_size=TOKENS,
         hidden_size=128,
         intermediate_size=128,
-        moe_intermediate_size=128,
+        moe_intermediate_size=features,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -171,6 +171,41 @@ def modelopt(folder: Path) -> Path:
         assert parts.amax is not None
         state |= {name: parts.data[0], f"{name}_scale": parts.scales[0], f"{name}_scale_2": parts.amax.view(())}
     return _write(folder, model, state, {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]})
+
+
+def bitsandbytes_experts(folder: Path, nested: bool, dtype: torch.dtype = torch.float32) -> Path:
+    """All linears in NF4, with experts and routers as transformers 4 had them: a ``Linear4bit`` each.
+
+    Tensors besides these have the dtype, and are loaded in it.
+    """
+    torch.manual_seed(0)
+    nf4_of_qwen3().to(dtype).save_pretrained(folder / "plain")
+    options = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / "plain", quantization_config=options, device_map={"": "cpu"}
+    )
+    model.save_pretrained(folder)
+    state = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        was_linear = _is_expert(name) or name.endswith("mlp.gate.weight")
+        state |= _linear4bit(name, tensor, nested) if was_linear else {name: tensor}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def nf4_of_qwen3() -> Any:
+    """Experts whose scales do not fill the last block of double quantisation."""
+    return qwen3(192)
+
+
+def _linear4bit(name: str, weight: Tensor, nested: bool) -> dict[str, Tensor]:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+
+    linear = Linear4bit(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = Params4bit(weight, compress_statistics=nested, quant_type="nf4")
+    return {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in linear.to("cpu").state_dict().items()}
 
 
 def plain(folder: Path) -> Path:

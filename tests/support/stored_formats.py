@@ -11,7 +11,7 @@ from fusible.ops.formats.weight_only import WeightOnly
 
 FORMATS: tuple[WeightOnly, ...] = (
     *(MXFP4(), NVFP4Weight(), NVFP4Weight(2), NVFP4Weight(2, divides=True)),
-    *(NF4(), NF4(nested=True), Int4(), Int4(128), Int4(64, zero_points=True)),
+    *(NF4(), NF4(nested=True), NF4(nested=True, sections=2), Int4(), Int4(128), Int4(64, zero_points=True)),
     *(Float8Weight(), Float8Weight("rows"), Float8Weight("tensor"), Float8Weight("tensor", 2)),
 )
 NORMAL_4 = (
@@ -72,9 +72,9 @@ def values(format: WeightOnly, weight: Weight) -> Tensor:
         case NVFP4Weight(divides=divides):
             factors = by_section(third, rows)
             return by_block(e2m1(nibbles(data)), e4m3(scales) * (1 / factors if divides else factors))
-        case NF4():
+        case NF4(sections=sections):
             codes = torch.tensor(NORMAL_4, dtype=torch.float64)[nibbles(data, high_first=True)]
-            return by_block(codes, scales.double() if third is None else nested(scales, third))
+            return by_block(codes, scales.double() if third is None else nested(scales, third, sections))
         case Int4(group=group):
             zero = torch.full((), 8.0).double()
             if third is not None:
@@ -90,14 +90,16 @@ def values(format: WeightOnly, weight: Weight) -> Tensor:
             return e4m3(data) * by_section(numbers(scales), rows)
 
 
-def nested(codes: Tensor, joined: Tensor) -> Tensor:
+def nested(codes: Tensor, joined: Tensor, sections: int) -> Tensor:
     """The scales of NF4 under double quantisation: float32 products and sums, as bitsandbytes' kernels round them."""
     scales = torch.empty(codes.shape, dtype=torch.float32)
-    for group, (bytes, row) in enumerate(zip(codes, joined, strict=True)):
-        absmax, table, offset = row[:-257], row[-257:-1], row[-1]
-        flat = bytes.flatten()
-        index = torch.arange(flat.numel()) // 256
-        scales[group] = (table[flat.long()] * absmax[index] + offset).view(bytes.shape)
+    for group, (of_group, decoders) in enumerate(zip(codes, joined, strict=True)):
+        parts = [each.chunk(sections) for each in (scales[group], of_group, decoders)]
+        for to, bytes, row in zip(*parts, strict=True):
+            absmax, table, offset = row[:-257], row[-257:-1], row[-1]
+            flat = bytes.flatten()
+            index = torch.arange(flat.numel()) // 256
+            to.copy_((table[flat.long()] * absmax[index] + offset).view(bytes.shape))
     return scales.double()
 
 

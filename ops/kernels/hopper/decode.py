@@ -63,11 +63,12 @@ def run(p: WeightDecoding) -> None:
     """One launch on the current stream."""
     device, (groups, rows, columns), decoding = p.data.get_device(), p.out.shape, p.decoding
     assert decoding is not None
+    sections = decoding.sections
     compiled().decode_weight(
         device=device,
         stream=stream(device),
-        groups=groups,
-        n=rows,
+        groups=groups * sections,
+        n=rows // sections,
         k=columns,
         codes=_CODES[decoding.codes],
         data=p.data.data_ptr(),
@@ -76,7 +77,7 @@ def run(p: WeightDecoding) -> None:
         rows_of_scale=rows // p.scales.shape[1] if decoding.rows is None else decoding.rows,
         columns_of_scale=decoding.columns or columns,
         decoders=address(p.factors),
-        decoders_of_group=0 if p.factors is None else p.factors[0].numel(),
+        decoders_of_group=0 if p.factors is None else p.factors[0].numel() // sections,
         divides=decoding.divides,
         type=TYPE_CODES[p.out.dtype],
         out=p.out.data_ptr(),
