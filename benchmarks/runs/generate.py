@@ -76,7 +76,7 @@ def measure(job: Request) -> dict[str, Any]:
     way, device = WAYS[job.way], of_rank(job.device)
     torch.manual_seed(0)
     config = config_of(job.preset, job.layers, job.shrink, job.prompt + job.new)
-    model = model_of(job.preset, config, way.implementation, torch.bfloat16, device).eval()
+    model = model_of(config, way.implementation, torch.bfloat16, device).eval()
     prefill, decode = {}, {}
     with torch.no_grad(), way.switches():
         off = error(model, torch.randint(config.vocab_size, (1, CHECKED), device=device))

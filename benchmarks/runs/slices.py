@@ -15,7 +15,8 @@ class Slice(NamedTuple):
     Attributes:
         layers: on a GPU of :data:`LARGE` bytes (one H200) with 8192 tokens a step, without activation checkpointing.
         fewer: on a GPU of 80 GB.
-        attention: the attention implementation on CUDA; None for transformers' choice.
+        attention: the attention implementation of training on CUDA; None for transformers' choice. Generation has that
+        always: flex_attention compiles anew for each shape of a decode, and after eight times runs without a kernel.
     """
 
     config: str
@@ -124,9 +125,10 @@ def _shrunk(name: str, size: Any, shrink: int, top_k: int) -> Any:
     return max(16, size // shrink & -16) if name.endswith(_WIDTHS) else size
 
 
-def model_of(preset: str, config: Any, implementation: str, dtype: torch.dtype, device: torch.device) -> Any:
+def model_of(
+    config: Any, implementation: str, dtype: torch.dtype, device: torch.device, attention: str | None = None
+) -> Any:
     """A model for causal language modelling with random weights, drawn from torch's generator."""
-    attention = SLICES[preset].attention if device.type == "cuda" else None
     options = {"dtype": dtype, "experts_implementation": implementation, "attn_implementation": attention}
     with device:
         return import_module("transformers").AutoModelForCausalLM.from_config(config, **options)
@@ -174,7 +176,7 @@ FORMULA = (
 def work_of(preset: str, layers: int, shrink: int, sequence: int) -> Work:
     """The arithmetic of a slice, from a model without memory."""
     config = config_of(preset, layers, shrink, sequence)
-    model = model_of(preset, config, "eager", torch.bfloat16, torch.device("meta"))
+    model = model_of(config, "eager", torch.bfloat16, torch.device("meta"))
     experts, total = sum(map(size_of, experts_of(model))), size_of(model)
     dense = total - size_of(model.get_input_embeddings()) - experts
     chosen = config.num_experts_per_tok / number_of_experts(model)

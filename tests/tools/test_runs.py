@@ -105,7 +105,7 @@ def test_ranks_share_shards_and_experts() -> None:
 @pytest.mark.parametrize("apart", [False, True])
 def test_layers_are_compiled_around_experts_that_are_sharded_apart(apart: bool) -> None:
     config = slices.config_of("qwen3", 1, 128, 8)
-    layer = slices.model_of("qwen3", config, "fusible", torch.bfloat16, torch.device("cpu")).model.layers[0]
+    layer = slices.model_of(config, "fusible", torch.bfloat16, torch.device("cpu")).model.layers[0]
     trainer.compile_layer(layer, apart)
     compiled = {name for name, module in layer.named_modules() if module._compiled_call_impl is not None}
 
