@@ -17,6 +17,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import pairwise, product
 from statistics import median
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fusible import Combine, Dispatch, GroupedLinear, Scale, Sequential, SwiGLU, ep
+from fusible import Combine, Dispatch, Float8Block, GroupedLinear, Scale, Sequential, SwiGLU, config, ep
 
 from . import vdev
 from .arguments import command, file, positive
@@ -55,6 +56,12 @@ class Setting(NamedTuple):
     check: bool
     overlap_dispatch: int | None = None
     overlap_combine: bool | None = None
+    in_8_bits: bool = False
+
+    @property
+    def rows_of(self) -> Float8Block | None:
+        """The recipe under which tokens are sent and multiplied."""
+        return Float8Block() if self.in_8_bits else None
 
     def of_rank(self, rank: int) -> torch.device:
         return torch.device(self.device, rank) if self.device == "cuda" else torch.device(self.device)
@@ -144,8 +151,15 @@ def combine_by_hand(rows: Tensor, batch: Batch, went: ByHand) -> Tensor:
 def phases(setting: Setting, batch: Batch, group: ep.Group) -> Iterator[tuple[Phases, Callable[[], Iterator[None]]]]:
     """The functions that are timed: generators that yield after each phase."""
     preset, device = PRESETS[setting.preset], batch.x.device
-    dispatch, combine = ep.EPDispatch(group), ep.EPCombine(group)
-    model = layer(ep.EPDispatch(group), ep.EPCombine(group), preset, group.local_experts, batch.x.dtype, device)
+    dispatch, combine = ep.EPDispatch(group, recipe=setting.rows_of), ep.EPCombine(group)
+    model = layer(
+        ep.EPDispatch(group, recipe=setting.rows_of),
+        ep.EPCombine(group),
+        preset,
+        group.local_experts,
+        batch.x.dtype,
+        device,
+    )
 
     def ours() -> Iterator[None]:
         with torch.no_grad():
@@ -235,7 +249,15 @@ def differences(setting: Setting, group: ep.Group) -> dict[str, float]:
     alone = layer(Dispatch(preset.experts), Combine(), preset, slice(0, preset.experts), dtype, device)
     expected = _step(alone, everything)
     came = _step(
-        layer(ep.EPDispatch(group), ep.EPCombine(group), preset, group.local_experts, dtype, device), batches[rank]
+        layer(
+            ep.EPDispatch(group, recipe=setting.rows_of),
+            ep.EPCombine(group),
+            preset,
+            group.local_experts,
+            dtype,
+            device,
+        ),
+        batches[rank],
     )
     tokens = slice(rank * setting.tokens, (rank + 1) * setting.tokens)
     expected_here = [expected[i][tokens] if i < 3 else expected[i][group.local_experts] for i in range(len(expected))]
@@ -284,14 +306,15 @@ def measure(setting: Setting) -> dict[str, Any]:
         overlap_dispatch=setting.overlap_dispatch,
         overlap_combine=setting.overlap_combine,
     )
-    off = differences(setting, group) if setting.check else {}
-    if any(value > 0.1 for value in off.values()):
-        raise InaccurateError(f"not what one rank computes: {off}")
     seconds: dict[str, float] = {}
     steady: dict[str, float] = {}
-    for names, run in phases(setting, batch, group):
-        seconds |= timed(setting, names, run)
-        steady |= timed_in_a_row(setting, names, run)
+    with config(recipe=setting.rows_of) if setting.in_8_bits else nullcontext():
+        off = differences(setting, group) if setting.check else {}
+        if any(not value <= 0.1 for value in off.values()):
+            raise InaccurateError(f"not what one rank computes: {off}")
+        for names, run in phases(setting, batch, group):
+            seconds |= timed(setting, names, run)
+            steady |= timed_in_a_row(setting, names, run)
     group.close()
     times = {"seconds": seconds, "steady": steady}
     return {**times, "differences": off, "skew": skew(batch, setting), "transport": group.transport}
@@ -357,7 +380,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             setting = Setting(
                 *(preset, args.ranks, args.tokens, args.dtype, args.device, distribution),
                 *(args.combine, transport, args.overlap, args.rounds, not args.no_check),
-                *(args.overlap_dispatch, args.overlap_combine),
+                *(args.overlap_dispatch, args.overlap_combine, args.float8),
             )
             results = run_on_ranks(measure, setting, setting.ranks, setting.device)
             failed += "failure" in results
@@ -371,8 +394,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def beside(setting: Setting) -> str:
-    """Describes the settings of overlap that are given; the group chooses the others."""
-    said = ""
+    """Describes 8 bits, and the settings of overlap that are given; the group chooses the others."""
+    said = ", tokens and products in e4m3 (Float8Block)" if setting.in_8_bits else ""
     if setting.overlap is not None:
         said += f" with {setting.overlap} multiprocessors beside weight gradients"
     if setting.overlap_dispatch is not None:
@@ -399,6 +422,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--overlap-dispatch", type=int, help=bring)
     send = "whether the second product sends its rows to the ranks of their tokens (symmetric); else the group decides"
     parser.add_argument("--overlap-combine", action=argparse.BooleanOptionalAction, help=send)
+    parser.add_argument("--float8", action="store_true", help="tokens and products in e4m3, under Float8Block()")
     parser.add_argument("--rounds", type=positive, default=9, help="how often each is timed; the median counts")
     parser.add_argument("--no-check", action="store_true", help="do not compare with one rank that has everything")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")

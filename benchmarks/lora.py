@@ -1,30 +1,54 @@
 """Adapters on experts: time and peak memory of a step, compared with frozen experts and with PEFT's summed weights.
 
-    python -m fusible.benchmarks.lora --tokens 8192
+    python -m fusible.benchmarks.lora --preset gpt-oss --tokens 8192
 
-``frozen`` trains nothing of the experts: their input wants a gradient. ``LoRA`` trains adapters. ``summed`` is the same
-adapters as PEFT has them by itself: ``weight + B A`` as a tensor, and ``grouped_mm``. ``full`` trains the weights.
+``frozen`` trains nothing of the experts: their input wants a gradient. ``LoRA`` trains adapters, over a base in bf16 or
+in the named format. ``summed`` is the same adapters as PEFT has them by itself: ``weight + B A`` as a tensor, and
+``grouped_mm``. ``full`` trains the weights. A second table has the decoding of the first linear's weight by each
+format, beside a copy of as many bytes. Before anything is timed, steps over stored bases are compared with steps over
+their values in bf16, and decoded values with those of the format's definition; what is wrong is left out.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 import fusible
-from fusible import GroupedLinear, GroupedLoRA
+from fusible import MXFP4, NF4, Float8Block, Float8Weight, GroupedLinear, GroupedLoRA, Int4, NVFP4Weight
+from fusible.ops.formats.copies import Weight
+from fusible.ops.formats.recipe import Recipe
+from fusible.ops.formats.weight_only import WeightOnly
 from fusible.ops.kernels.doors import low_rank
+from fusible.ops.kernels.doors.decoding import decode_weight
+from fusible.ops.kernels.problems.gemm import nbytes
 
 from .arguments import positive
-from .problem import PRESETS, Preset
+from .left_out import LeftOut, footer
+from .problem import PRESETS, InaccurateError, Preset
+from .recipes import rounding
 from .timing import interleaved, markdown, peak_bytes
 
-Step = Callable[[], object]
+Step = Callable[[], tuple[Tensor, ...]]
+T = TypeVar("T")
+
+FORMATS: dict[str, WeightOnly] = {
+    "MXFP4": MXFP4(),
+    "NVFP4": NVFP4Weight(),
+    "NF4": NF4(),
+    "NF4 nested": NF4(nested=True),
+    "int4": Int4(),
+    "FP8 blocks": Float8Weight(),
+    "FP8 rows": Float8Weight("rows"),
+}
+BASES: dict[str, Recipe] = {**FORMATS, "Float8Block": Float8Block()}
 
 
 def linears(preset: Preset, rank: int, device: str) -> tuple[GroupedLinear | GroupedLoRA, GroupedLinear | GroupedLoRA]:
@@ -33,6 +57,8 @@ def linears(preset: Preset, rank: int, device: str) -> tuple[GroupedLinear | Gro
     options: dict[str, Any] = {"bias": False, "device": device, "dtype": torch.bfloat16}
     if rank:
         up, down = (GroupedLoRA(preset.experts, *shape, rank, **options) for shape in shapes)
+        for linear in (up, down):
+            torch.nn.init.normal_(linear.get_parameter("lora_b"), std=0.01)
         return up, down
     first, second = (GroupedLinear(preset.experts, *shape, **options) for shape in shapes)
     return first, second
@@ -50,8 +76,68 @@ def layer(
     return model
 
 
-def contestants(preset: Preset, tokens: int, rank: int, device: str) -> dict[str, Step]:
-    """A step of each kind of training, on the same routing."""
+def stored_layers(
+    preset: Preset, base: Recipe, rank: int, device: str
+) -> tuple[fusible.Sequential, fusible.Sequential]:
+    """A layer with adapters whose weights stay in a format, and the same one with their values in bf16."""
+    stored = layer(preset, *linears(preset, rank, device), "lora")
+    values = deepcopy(stored)
+    fusible.quantize_(stored, base)
+    for module, decoded in zip(stored, values, strict=True):
+        if isinstance(module, GroupedLoRA):
+            with torch.no_grad():
+                decoded.get_parameter("weight").copy_(base.weight_values(module._stored()))
+    return stored, values
+
+
+def check(name: str, grads: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """Compares the gradients of a step over a stored base with those over its values.
+
+    Raises:
+        InaccurateError: one differs by more than roundings of the rows do.
+    """
+    allowed = 4 * rounding(BASES[name]) if BASES[name].quantises_tokens else 0.02
+    off = max(float((a - b).norm() / b.norm()) for a, b in zip(grads, expected, strict=True))
+    if not off <= allowed:
+        raise InaccurateError(f"a gradient is off by {off:.1e}, allowed {allowed:.1e}")
+
+
+def decoding(name: str, weight: Tensor, rounds: int) -> tuple[str, ...]:
+    """A line of the table of decoding.
+
+    Raises:
+        InaccurateError: values are not those of the definition.
+    """
+    format, device = FORMATS[name], weight.device
+    stored = format.weight(weight)
+    assert stored.scales is not None
+    decode = partial(decode_weight, stored.data, stored.scales, stored.amax, weight, format)
+    last = Weight(*[None if t is None else t[-1:].cpu() for t in stored.tensors])  # type: ignore[arg-type]
+    if not torch.equal(decode()[-1:].cpu(), format.decoded(last, weight.dtype)):
+        raise InaccurateError("decoded values differ from the definition's")
+    moved = nbytes(stored.data, stored.scales, [stored.amax], weight)
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=device)
+    copy = partial(torch.empty_like(source).copy_, source)
+    seconds = interleaved({"decode": decode, "copy": copy}, rounds, device, steady=device.type == "cuda")
+    ours, theirs = seconds["decode"], seconds["copy"]
+    return name, *(f"{s * 1e6:.1f}" for s in (ours, theirs)), f"{moved / ours / 1e9:.0f}", f"{theirs / ours:.3f}"
+
+
+def attempts(names: Iterable[str], make: Callable[[str], T]) -> tuple[dict[str, T], list[LeftOut]]:
+    """The results by name, and the names without one: a failure leaves the others."""
+    results, left_out = dict[str, T](), []
+    for name in names:
+        try:
+            results[name] = make(name)
+        except (InaccurateError, RuntimeError, ValueError) as error:
+            left_out.append(LeftOut(name, f"{type(error).__name__}: {error}".splitlines()[0]))
+    return results, left_out
+
+
+def contestants(
+    preset: Preset, tokens: int, rank: int, device: str, bases: Sequence[str]
+) -> tuple[dict[str, Step], list[LeftOut]]:
+    """A step of each kind of training, on the same routing; and the bases on which it does not run."""
     x = torch.randn(tokens, preset.features, device=device, dtype=torch.bfloat16, requires_grad=True)
     scores = torch.rand(tokens, preset.experts, device=device).topk(preset.top_k, -1)
     index, weights, dy = scores.indices, scores.values.softmax(-1), torch.randn_like(x)
@@ -59,7 +145,7 @@ def contestants(preset: Preset, tokens: int, rank: int, device: str) -> dict[str
     def step_of(model: fusible.Sequential) -> Step:
         leaves = [x, *[p for p in model.parameters() if p.requires_grad]]
 
-        def step() -> object:
+        def step() -> tuple[Tensor, ...]:
             return torch.autograd.grad(model(x, top_k_index=index, top_k_weights=weights), leaves, dy)
 
         return step
@@ -73,7 +159,14 @@ def contestants(preset: Preset, tokens: int, rank: int, device: str) -> dict[str
     if device == "cuda":
         up, down = (dict(fc.named_parameters()) for fc in adapted)
         steps["summed"] = _summed(up, down, x, index, weights, dy, preset)
-    return steps
+
+    def over(base: str) -> Step:
+        stored, values = map(step_of, stored_layers(preset, BASES[base], rank, device))
+        check(base, stored(), values())
+        return stored
+
+    on_bases, left_out = attempts(bases, over)
+    return steps | {f"LoRA, {base}": step for base, step in on_bases.items()}, left_out
 
 
 def _summed(
@@ -87,7 +180,7 @@ def _summed(
 ) -> Step:
     leaves = [linear[name] for linear in (up, down) for name in ("lora_a", "lora_b")]
 
-    def step() -> object:
+    def step() -> tuple[Tensor, ...]:
         order = index.flatten().sort(stable=True)
         ends = torch.bincount(index.flatten(), minlength=preset.experts).cumsum(0).to(torch.int32)
         rows = x[order.indices // preset.top_k]
@@ -104,6 +197,16 @@ def _sum(linear: Mapping[str, Tensor]) -> Tensor:
     return linear["weight"] + linear["lora_b"] @ linear["lora_a"]
 
 
+def print_decodings(args: argparse.Namespace, device: str) -> None:
+    """Prints the table of decoding the first linear's weight."""
+    experts, features, hidden = PRESETS[args.preset][:3]
+    weight = torch.randn(experts, 2 * hidden, features, device=device, dtype=torch.bfloat16)
+    names = [name for name in args.bases if name in FORMATS]
+    rows, left_out = attempts(names, lambda name: decoding(name, weight, args.rounds))
+    heading = [f"{args.preset}, {device}", "decoding, µs", "copy, µs", "GB/s", "share of the copy's speed"]
+    print(markdown(heading, rows.values()), footer(left_out), sep="\n", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -111,24 +214,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=positive, default=8192)
     parser.add_argument("--rank", type=positive, default=16)
     parser.add_argument("--rounds", type=positive, default=7)
+    parser.add_argument("--bases", choices=BASES, nargs="*", default=[*BASES], help="formats in which weights stay")
     parser.add_argument("--passes", nargs="*", help="kinds of passes that one kernel makes, all by 'all'")
     args = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.passes is not None:
         low_rank.PASSES = low_rank.ALL_PASSES if args.passes == ["all"] else frozenset(args.passes)
-    steps = contestants(PRESETS[args.preset], args.tokens, args.rank, device)
+    if args.bases:
+        print_decodings(args, device)
+    steps, left_out = contestants(PRESETS[args.preset], args.tokens, args.rank, device, args.bases)
     seconds = interleaved(steps, args.rounds, device, steady=device == "cuda")
     rows = [
         [
             name,
             f"{seconds[name] * 1e3:.2f}",
             f"{seconds[name] / seconds['frozen']:.2f}",
+            f"{seconds[name] / seconds['LoRA']:.3f}",
             f"{peak_bytes(step, device) >> 20}",
         ]
         for name, step in steps.items()
     ]
-    heading = f"{args.preset}, {args.tokens} tokens, rank {args.rank}, bf16, {device}"
-    print(markdown([heading, "step, ms", "/ frozen", "peak, MB"], rows))
+    where = f"{args.preset}, {args.tokens} tokens, rank {args.rank}, bf16, {device}"
+    print(markdown([where, "step, ms", "/ frozen", "/ LoRA", "peak, MB"], rows))
+    print(footer(left_out))
 
 
 if __name__ == "__main__":

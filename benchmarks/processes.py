@@ -31,8 +31,16 @@ def run(measure: Measure, setting: Any, ranks: int, device: str) -> dict[str, An
             start_processes(_rank, (measure, setting, ranks, device, folder), ranks, start_method="forkserver")  # type: ignore[no-untyped-call]
         except ProcessException as error:
             print(error, file=sys.stderr)
-            return {"failure": str(error).strip().splitlines()[-1]}
+            return {"failure": reason_of(str(error))}
         return json.loads(Path(folder, "results.json").read_text())  # type: ignore[no-any-return]
+
+
+def reason_of(error: str) -> str:
+    """The line with the reason in the text of an error: the first one behind the last traceback, or the last one."""
+    lines = [line for line in error.splitlines() if line.strip()]
+    heads = [i for i, line in enumerate(lines) if line.startswith("Traceback")]
+    behind = lines[heads[-1] + 1 :] if heads else []
+    return next((line for line in behind if not line.startswith(" ")), lines[-1])
 
 
 def of_rank(device: str) -> torch.device:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,17 @@ class Report:
         """Prints a section, and rewrites the files."""
         self._sections.append(section)
         self._results += results
+        self._write(self._sections, self._results)
         self.say(section + "\n")
+
+    def draft(self, section: str, results: Iterable[Mapping[str, Any]]) -> None:
+        """Rewrites the files, with a section that is not complete and that the next one replaces."""
+        self._write([*self._sections, section], [*self._results, *results])
+
+    def _write(self, sections: Sequence[str], results: Sequence[Mapping[str, Any]]) -> None:
         if self._prefix is not None:
-            Path(f"{self._prefix}.md").write_text("\n\n".join(self._sections) + "\n")
-            Path(f"{self._prefix}.json").write_text(self._text() + "\n")
+            Path(f"{self._prefix}.md").write_text("\n\n".join(sections) + "\n")
+            Path(f"{self._prefix}.json").write_text(_text({**self._about, "results": results}) + "\n")
 
     def say(self, text: str) -> None:
         """Prints a line, unless the output is JSON."""
@@ -52,15 +59,16 @@ class Report:
         """The findings so far."""
         return {**self._about, "results": self._results}
 
-    def _text(self) -> str:
-        return json.dumps(self.data, indent=1)
-
     def __enter__(self) -> Report:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None and self._as_json:
-            print(self._text())
+            print(_text(self.data))
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, indent=1)
 
 
 def about() -> dict[str, Any]:

@@ -14,6 +14,7 @@ contestant that fails, or is less accurate than it may be, is left out with the 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections.abc import Sequence
@@ -32,11 +33,12 @@ from ..report import Report
 from ..roofline import ceilings
 from ..timing import markdown, peak_bytes
 from .plot import draw
-from .slices import SLICES, Work, config_of, model_of, size_of, work_of
+from .slices import SLICES, Work, config_of, layers_here, model_of, size_of, work_of
 from .ways import WAYS
 
 CHECKED = 64  # tokens
 WARM_UP = 2  # calls
+NO_MEMORY = "out of memory"
 
 
 class Request(NamedTuple):
@@ -68,22 +70,33 @@ class Ticks:
 
 
 def measure(job: Request) -> dict[str, Any]:
-    """Error, times by batch, peak memory."""
+    """Error, times by batch up to the largest that fits into memory, peak memory of that one."""
     import fusible.integrations.transformers  # noqa: F401
 
     way, device = WAYS[job.way], of_rank(job.device)
     torch.manual_seed(0)
     config = config_of(job.preset, job.layers, job.shrink, job.prompt + job.new)
-    model = model_of(job.preset, config, way.implementation, torch.bfloat16, device).eval()
+    model = model_of(config, way.implementation, torch.bfloat16, device).eval()
     prefill, decode = {}, {}
     with torch.no_grad(), way.switches():
         off = error(model, torch.randint(config.vocab_size, (1, CHECKED), device=device))
-        for batch in job.batches:
-            ids = torch.randint(config.vocab_size, (batch, job.prompt), device=device)
-            prefill[batch], decode[batch] = times(model, ids, job, way.compiled)
+        gc.collect()  # models hold themselves
+        for batch in sorted(job.batches):
+            try:
+                prefill[batch], decode[batch] = times(model, prompts(batch, config, job), job, way.compiled)
+            except torch.OutOfMemoryError:
+                if not prefill:
+                    raise
+                break  # so do larger ones
+        ids = prompts(max(prefill), config, job)
         peak = 2 * size_of(model) + peak_bytes(lambda: generated(model, ids, job.new, way.compiled), job.device)
     bandwidth = ceilings(job.device, torch.bfloat16, job.rounds).bandwidth
     return {"error": off, "prefill": prefill, "decode": decode, "peak": peak, "bandwidth": bandwidth}
+
+
+def prompts(batch: int, config: Any, job: Request) -> Tensor:
+    """Random tokens [batch, prompt]."""
+    return torch.randint(config.vocab_size, (batch, job.prompt), device=of_rank(job.device))
 
 
 def generated(model: Any, ids: Tensor, new: int, compiled: bool) -> list[float]:
@@ -143,31 +156,60 @@ def table(results: dict[str, dict[str, Any]], work: Work, batches: Sequence[int]
     columns = [(f"prefill {b}, ms", f"decode {b}, ms", f"reading {b}, ms") for b in batches]
     rows = []
     for name, measured in results.items():
-        reading = [2 * work.read(b) / measured["bandwidth"] for b in batches]
-        of_batch = zip(measured["prefill"].values(), measured["decode"].values(), reading, strict=True)
-        times_ = [f"{seconds * 1e3:.3f}" for three in of_batch for seconds in three]
-        rows.append((name, *times_, f"{measured['peak'] / 1e9:.4g}", f"{measured['error']:.1e}"))
+        cells = [cell for batch in batches for cell in cells_of(measured, work, batch)]
+        rows.append((name, *cells, f"{measured['peak'] / 1e9:.4g}", f"{measured['error']:.1e}"))
     return markdown(("", *(name for three in columns for name in three), "peak, GB", "error"), rows)
+
+
+def cells_of(measured: dict[str, Any], work: Work, batch: int) -> tuple[str, ...]:
+    """The three cells of a batch size."""
+    if str(batch) not in measured["decode"]:
+        return NO_MEMORY, "", ""
+    reading = 2 * work.read(batch) / measured["bandwidth"]
+    return tuple(f"{s * 1e3:.3f}" for s in (measured["prefill"][str(batch)], measured["decode"][str(batch)], reading))
 
 
 def report_on(args: argparse.Namespace, report: Report, preset: str) -> None:
     """Measures and reports a model."""
-    layers = args.layers or SLICES[preset].layers
-    work, results = work_of(preset, layers, args.shrink, args.prompt), {}
+    layers, results = args.layers or layers_here(preset, args.device), dict[str, dict[str, Any]]()
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
+    about = f"{preset}: {layers} layers, prompts of {args.prompt} tokens, {where}, torch {torch.__version__}"
+    work = work_of(preset, layers, args.shrink, args.prompt)
+
+    def findings() -> tuple[str, list[dict[str, Any]]]:
+        text, contestants = section(results, work, args)
+        return f"### {about}\n\n{text}", [{"run": about, "preset": preset, "ranks": 1, "contestants": contestants}]
+
     for way in args.contestants:
         print(f"{preset}: {way} …", file=sys.stderr, flush=True)
         sizes = (layers, args.shrink, args.prompt, args.new, tuple(args.batch))
         results[way] = run(measure, Request(preset, way, *sizes, args.rounds, args.device), 1, args.device)
-    reasons = {name: measured["failure"] for name, measured in results.items() if "failure" in measured} | wrong(
-        results
-    )
+        report.say(f"{way}: {line(results[way])}")
+        report.draft(*findings())
+    report.add(*findings())
+
+
+def section(
+    results: dict[str, dict[str, Any]], work: Work, args: argparse.Namespace
+) -> tuple[str, list[dict[str, Any]]]:
+    """The contestants so far, as Markdown and as data."""
+    reasons = {name: measured["failure"] for name, measured in results.items() if "failure" in measured}
+    reasons |= wrong(results)
     ran = {name: measured for name, measured in results.items() if name not in reasons}
-    where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-    about = f"{preset}: {layers} layers, prompts of {args.prompt} tokens, {where}, torch {torch.__version__}"
-    text = f"### {about}\n\n{table(ran, work, args.batch)}\n{footer(LeftOut(*reason) for reason in reasons.items())}"
+    text = f"{table(ran, work, args.batch)}\n{footer(LeftOut(*reason) for reason in reasons.items())}"
     each = [{"name": name, "prompt": args.prompt, **measured} for name, measured in ran.items()]
-    left_out = [{"name": name, "failure": why} for name, why in reasons.items()]
-    report.add(text, [{"run": about, "preset": preset, "ranks": 1, "contestants": [*each, *left_out]}])
+    return text, [*each, *({"name": name, "failure": why} for name, why in reasons.items())]
+
+
+def line(measured: dict[str, Any]) -> str:
+    """A contestant, as soon as it has run, in a line."""
+    if "failure" in measured:
+        return str(measured["failure"])
+    each = [
+        f"batch {b}: prefill {measured['prefill'][b] * 1e3:.3f} ms, decode {s * 1e3:.3f} ms"
+        for b, s in measured["decode"].items()
+    ]
+    return f"{'; '.join(each)}; peak {measured['peak'] / 1e9:.4g} GB, error {measured['error']:.1e}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -186,7 +228,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     ways = [name for name, way in WAYS.items() if not way.titan]
     parser.add_argument("--preset", choices=SLICES, nargs="+", default=["qwen3"], help="whose layers")
     parser.add_argument("--contestants", choices=ways, nargs="+", default=ways, help="who computes the experts")
-    parser.add_argument("--layers", type=positive, help="instead of as many as train on one H200")
+    parser.add_argument("--layers", type=positive, help="instead of as many as train on a GPU of this memory")
     parser.add_argument("--shrink", type=positive, default=1, help="divide widths, heads and experts by this")
     parser.add_argument("--prompt", type=positive, default=2048, help="tokens of a prompt")
     parser.add_argument("--new", type=positive, default=32, help="tokens that follow a prompt")

@@ -28,7 +28,7 @@ from ..timing import markdown
 from .losses import Agreement, agreement
 from .plot import draw
 from .regions import bottleneck
-from .slices import FORMULA, SLICES, Work, work_of
+from .slices import FORMULA, SLICES, Work, layers_here, work_of
 from .trainer import PHASES, Job, measure
 from .ways import WAYS, exchanges, refusal
 
@@ -62,7 +62,7 @@ def jobs(args: argparse.Namespace, preset: str, ranks: int) -> Iterator[Job]:
             yield Job(
                 preset=preset,
                 way=way,
-                layers=args.layers or SLICES[preset].layers,
+                layers=args.layers or layers_here(preset, args.device),
                 shrink=args.shrink,
                 sequence=args.sequence,
                 tokens=args.tokens,
@@ -143,40 +143,57 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f}"
 
 
-def findings_of(args: argparse.Namespace, preset: str, ranks: int) -> list[Finding]:
+def findings_of(args: argparse.Namespace, preset: str, ranks: int) -> Iterator[Finding]:
     """Runs all contestants of a model on so many ranks, one after the other."""
-    findings = []
     for job in jobs(args, preset, ranks):
         name = name_of(job)
         print(f"{preset}, {ranks} ranks: {name} …", file=sys.stderr, flush=True)
         why = refusal(WAYS[job.way], preset, ranks, args.device)
         results = run(measure, job, ranks, args.device) if why is None else {"failure": why}
-        findings.append(Finding(name, job, results))
-    return findings
+        yield Finding(name, job, results)
 
 
 def report_on(args: argparse.Namespace, report: Report, preset: str, ranks: int) -> bool:
     """Measures and reports a model on so many ranks; returns whether all losses agree."""
-    layers = args.layers or SLICES[preset].layers
-    work = work_of(preset, layers, args.shrink, args.sequence)
-    findings = findings_of(args, preset, ranks)
+    layers = args.layers or layers_here(preset, args.device)
+    work, findings = work_of(preset, layers, args.shrink, args.sequence), list[Finding]()
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     about = (
         f"{preset}: {layers} layers, {work.parameters / 1e9:.3g} B parameters, {work.active / 1e9:.3g} B active, "
         f"{args.tokens} tokens a step and GPU, sequences of {args.sequence}, {ranks} x {where}, "
         f"torch {torch.__version__}"
     )
-    text = f"### {about}\n\n{table(findings, work)}\n\n{FORMULA}: {work.flops / 1e9:.4g} GFLOP"
-    if args.profile and (details := profiles(findings)):
-        text += f"\n\n{details}"
-    about_each = [
-        {**f.results, "name": f.name, "tokens": args.tokens, "checkpointing": f.job.checkpointing} for f in findings
-    ]
-    report.add(
-        text, [{"run": about, "preset": preset, "ranks": ranks, "work": work._asdict(), "contestants": about_each}]
-    )
+    of_run = {"run": about, "preset": preset, "ranks": ranks, "work": work._asdict()}
+    for finding in findings_of(args, preset, ranks):
+        findings.append(finding)
+        report.say(line(finding, work))
+        report.draft(section(about, findings, work, args.profile), [{**of_run, "contestants": data(findings)}])
+    report.add(section(about, findings, work, args.profile), [{**of_run, "contestants": data(findings)}])
     said = [compared(f, findings) for f in findings]
     return all(one is None or one.holds for one in said)
+
+
+def line(finding: Finding, work: Work) -> str:
+    """A contestant, as soon as it has run, in a line."""
+    if finding.has_failed:
+        return f"{finding.name}: {finding.results['failure']}"
+    _, *names = HEADING
+    name, *cells = row(finding, work, None)
+    return f"{name}: {', '.join(f'{name} {cell}' for name, cell in zip(names, cells, strict=True) if cell)}"
+
+
+def section(about: str, findings: Sequence[Finding], work: Work, is_profiled: bool) -> str:
+    """The contestants so far, as Markdown."""
+    text = f"### {about}\n\n{table(findings, work)}\n\n{FORMULA}: {work.flops / 1e9:.4g} GFLOP"
+    details = profiles(findings) if is_profiled else ""
+    return f"{text}\n\n{details}" if details else text
+
+
+def data(findings: Sequence[Finding]) -> list[dict[str, Any]]:
+    """The contestants so far, for JSON."""
+    return [
+        {**f.results, "name": f.name, "tokens": f.job.tokens, "checkpointing": f.job.checkpointing} for f in findings
+    ]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -199,7 +216,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contestants", choices=WAYS, nargs="+", default=[*WAYS], help="who computes the experts")
     ranks = [n for n in (1, 2, 4) if n <= gpus] or [1]
     parser.add_argument("--ranks", type=positive, nargs="+", default=ranks, help="processes, with a GPU each on cuda")
-    parser.add_argument("--layers", type=positive, help="instead of as many as train on one H200")
+    parser.add_argument("--layers", type=positive, help="instead of as many as train on a GPU of this memory")
     parser.add_argument("--shrink", type=positive, default=1, help="divide widths, heads and experts by this")
     parser.add_argument("--sequence", type=positive, default=4096, help="tokens of a sequence")
     parser.add_argument("--tokens", type=positive, default=8192, help="of a step and rank")

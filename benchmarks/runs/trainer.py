@@ -20,7 +20,7 @@ from ..processes import of_rank
 from ..timing import peak_bytes, phases_in_a_row
 from .main_weights import MainWeights, adamw, groups_of, state_of
 from .regions import MARK, OPTIMIZER, profiled
-from .slices import config_of, model_of
+from .slices import SLICES, config_of, model_of
 from .titan import PUBLISHED, SMALL, TitanModel, titan_of
 from .ways import WAYS, Way
 
@@ -111,7 +111,8 @@ def _model(job: Job, way: Way, dtype: torch.dtype, device: torch.device) -> Any:
 
     config = config_of(job.preset, job.layers, job.shrink, job.sequence)
     config.use_cache = False
-    return model_of(job.preset, config, way.implementation, dtype, device).train()
+    attention = SLICES[job.preset].attention if device.type == "cuda" else None
+    return model_of(config, way.implementation, dtype, device, attention).train()
 
 
 def _checkpoint_layers(model: Any) -> None:

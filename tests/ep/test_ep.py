@@ -146,6 +146,16 @@ def test_the_benchmark_compares_with_one_rank_and_times(capsys: pytest.CaptureFi
     assert 1 <= result["skew"] < 2
 
 
+def test_the_benchmark_sends_tokens_in_8_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--tokens", "16", "--rounds", "1", "--device", "cpu", "--ranks", "2", "--dtype", "bf16"]
+    expert_parallel.main([*sizes, "--float8", "--json"])
+    (result,) = json.loads(capsys.readouterr().out)["results"]
+
+    assert "tokens and products in e4m3" in result["problem"]
+    assert result["differences"]["y"] == 0
+    assert 0 < result["differences"]["dW1"] < 0.01  # its operands are rounded twice
+
+
 def test_the_benchmark_reports_what_fails_and_goes_on(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

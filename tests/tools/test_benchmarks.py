@@ -48,6 +48,7 @@ from fusible.benchmarks.problem import (
     DISTRIBUTIONS,
     PRESETS,
     InaccurateError,
+    Preset,
     Problem,
     Sizes,
     add_size_arguments,
@@ -696,9 +697,31 @@ def test_contestants_of_functions_agree(monkeypatch: pytest.MonkeyPatch) -> None
 def test_bench_of_adapters_prints(capsys: pytest.CaptureFixture[str]) -> None:
     lora.main(["--preset", "small", "--tokens", "4", "--rank", "8", "--rounds", "1"])
 
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("| small, 4 tokens, rank 8")
-    assert [line.split()[1] for line in printed[2:]] == ["frozen", "LoRA", "full"]
+    decoded, steps = (part.splitlines() for part in capsys.readouterr().out.strip().split("\n\n"))
+    assert [line.split("|")[1].strip() for line in decoded[2:]] == [*lora.FORMATS]
+    assert steps[0].startswith("| small, 4 tokens, rank 8")
+    names = [line.split("|")[1].strip() for line in steps[2:]]
+    assert names == ["frozen", "LoRA", "full", *(f"LoRA, {base}" for base in lora.BASES)]
+
+
+def test_a_wrong_base_of_adapters_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of features that are no multiples of a block of 128."""
+    exact = lora.NF4.values
+    monkeypatch.setattr(lora.NF4, "values", lambda format, weight: 1.1 * exact(format, weight))
+    monkeypatch.setattr(lora.NF4, "weight_values", lambda format, weight, parts=1: exact(format, weight))
+    steps, left_out = lora.contestants(Preset(4, 320, 192, 2), 8, 8, "cpu", [*lora.BASES])
+
+    assert [one.name for one in left_out] == ["NF4", "NF4 nested"]
+    assert left_out[0].reason.startswith("InaccurateError: a gradient is off by ")
+    assert {name for name in steps if "," in name} == {f"LoRA, {name}" for name in lora.BASES if "NF4" not in name}
+
+
+def test_wrong_decoding_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "decode_weight", lambda data, scales, factors, like, format: like.clone())
+    rows, left_out = lora.attempts(["MXFP4"], lambda name: lora.decoding(name, torch.randn(2, 64, 64).bfloat16(), 1))
+
+    assert rows == {}
+    assert str(left_out[0]) == "- MXFP4: InaccurateError: decoded values differ from the definition's"
 
 
 def test_pointwise_contestants_agree() -> None:

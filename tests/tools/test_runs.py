@@ -58,7 +58,8 @@ def test_training_prints_and_writes_who_ran_and_who_did_not(
     train.main([*TRAINING, "--contestants", *names, "--profile", "--out", str(tmp_path / "train")])
     printed = capsys.readouterr().out
 
-    assert printed.strip() == (tmp_path / "train.md").read_text().strip()
+    assert printed.strip().endswith((tmp_path / "train.md").read_text().strip())
+    assert printed.startswith("grouped_mm+compile: no compiler\ngrouped_mm: tokens/s a GPU ")  # at once
     assert "- grouped_mm+compile: no compiler" in printed
     assert "- torchtitan: its attention has no backward on a CPU" in printed
     assert printed.count("next after the experts:") == 4
@@ -104,7 +105,7 @@ def test_ranks_share_shards_and_experts() -> None:
 @pytest.mark.parametrize("apart", [False, True])
 def test_layers_are_compiled_around_experts_that_are_sharded_apart(apart: bool) -> None:
     config = slices.config_of("qwen3", 1, 128, 8)
-    layer = slices.model_of("qwen3", config, "fusible", torch.bfloat16, torch.device("cpu")).model.layers[0]
+    layer = slices.model_of(config, "fusible", torch.bfloat16, torch.device("cpu")).model.layers[0]
     trainer.compile_layer(layer, apart)
     compiled = {name for name, module in layer.named_modules() if module._compiled_call_impl is not None}
 
@@ -117,6 +118,49 @@ def test_a_failure_is_a_result(capfd: pytest.CaptureFixture[str]) -> None:
 
     assert found == {"failure": "ZeroDivisionError: integer division or modulo by zero"}
     assert "Traceback" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("bench", [train, generate])
+def test_an_interrupted_run_leaves_what_it_knows(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(measure: Any, job: Any, ranks: int, device: str) -> dict[str, Any]:
+        if job.way == "fusible":
+            raise KeyboardInterrupt
+        return {"failure": "no memory"}
+
+    monkeypatch.setattr(bench, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main([*TINY, "--contestants", "grouped_mm", "fusible", "--out", str(tmp_path / "run")])
+
+    assert "grouped_mm: no memory" in capsys.readouterr().out
+    assert "- grouped_mm: no memory" in (tmp_path / "run.md").read_text()
+    (run,) = json.loads((tmp_path / "run.json").read_text())["results"]
+    assert [one["failure"] for one in run["contestants"]] == ["no memory"]
+
+
+def test_the_reason_is_the_first_line_behind_the_last_traceback() -> None:
+    text = """
+-- Process 0 terminated with the following error:
+Traceback (most recent call last):
+  File "a.py", line 1, in f
+    g()
+    ^^^
+CompilationError: no such tile
+
+Set TORCHDYNAMO_VERBOSE=1 for the internal stack trace
+"""
+    assert processes.reason_of(text) == "CompilationError: no such tile"
+    assert processes.reason_of("process 0 terminated with signal SIGKILL") == "process 0 terminated with signal SIGKILL"
+
+
+@pytest.mark.parametrize(("gigabytes", "layers"), [(80, 4), (141, 8)])
+def test_layers_are_those_of_the_memory_here(gigabytes: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(total_memory=gigabytes * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: here)
+
+    assert slices.layers_here("qwen3", "cuda") == layers
+    assert slices.layers_here("qwen3", "cpu") == 8
 
 
 def test_work_of_the_published_model() -> None:
@@ -242,12 +286,32 @@ def test_generation_prints_and_writes(
     generate.main([*SERVING, "--contestants", *names, "--out", str(tmp_path / "generate")])
     printed = capsys.readouterr().out
 
-    assert printed.strip() == (tmp_path / "generate.md").read_text().strip()
+    assert printed.strip().endswith((tmp_path / "generate.md").read_text().strip())
+    assert "fusible: batch 1: prefill " in printed
     assert "- grouped_mm+compile: no compiler" in printed
     (run,) = json.loads((tmp_path / "generate.json").read_text())["results"]
     for one in run["contestants"][:2]:
         assert min(one["decode"].values()) > 0
         assert 0 < one["error"] < 0.02
+
+
+@pytest.mark.usefixtures("alone")
+def test_batches_that_fit_are_measured_beside_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def little_memory(model: Any, ids: Tensor, new: int, compiled: bool) -> list[float]:
+        if len(ids) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return [0.0, 1.0, 3.0]
+
+    monkeypatch.setattr(generate, "generated", little_memory)
+    request = generate.Request("qwen3", "fusible", 1, 128, 4, 2, (8, 1, 2), 1, "cpu")
+    measured = json.loads(json.dumps(generate.measure(request)))
+
+    assert measured["decode"] == {"1": 2.0, "2": 2.0}
+    work = slices.work_of("qwen3", 1, 128, 4)
+    assert generate.cells_of(measured, work, 8) == ("out of memory", "", "")
+    assert generate.cells_of(measured, work, 2)[:2] == ("1000.000", "2000.000")
+    with pytest.raises(torch.OutOfMemoryError):
+        generate.measure(request._replace(batches=(4, 8)))
 
 
 def test_a_wrong_contestant_is_left_out() -> None:
