@@ -17,7 +17,7 @@ from ...fuser.contract import tracing as trace
 from ..programs.program import Program
 from ..values.activation_spec import ActivationSpec
 from ..values.grouped_tensor import GroupedTensor
-from . import backends, dispatch, extension, products
+from . import backends, dispatch, products
 from .hopper.ahead import compile_ahead
 from .hopper.peers import send_rows
 from .jit.cache import kernel_cache
@@ -88,7 +88,6 @@ def raise_wrong_sizes(device: int) -> None:
     Raises:
         RuntimeError: sizes of an earlier call were wrong.
     """
-    extension.raise_wrong_sizes(device)
     raise_reported(torch.device("cuda", device))
 
 

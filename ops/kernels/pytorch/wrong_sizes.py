@@ -1,7 +1,7 @@
-"""Detection of wrong split sizes by operations of PyTorch, on GPUs without our kernels.
+"""Detection of wrong split sizes by operations of PyTorch, for kernels that report none.
 
-Like our kernels, they report the first wrong group in host memory, and nothing waits for it. The words are those of
-``csrc/fusible/wrong_sizes.cpp``, which raises inside a launch and cannot call Python; here there is no extension.
+Like our CUDA kernels, they report the first wrong group in host memory, and nothing waits for it. The words are those
+of ``csrc/fusible/wrong_sizes.cpp``, which raises inside a launch and cannot call Python.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from .. import extension
 from ..architecture import is_capturing
 
 
@@ -72,13 +73,15 @@ def look_at(split_sizes: Tensor, rows: int) -> None:
 
 
 def raise_reported(device: torch.device) -> None:
-    """Raises the error reported for a device, and clears it; waits for nothing.
+    """Raises the error reported for a device, and clears it, whoever has reported it; waits for nothing.
 
     Raises:
         RuntimeError: sizes of an earlier call were wrong.
     """
     report = _reports.get(device)
     wrong = None if report is None or is_capturing(device) else report.take()
+    if device.type == "cuda":
+        extension.raise_wrong_sizes(device.index)
     if wrong is None:
         return
     group, size = wrong
