@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import ep_world
 import pytest
 import torch
@@ -32,19 +35,20 @@ pytestmark = [pytest.mark.cuda, pytest.mark.skipif(GPUS < 2, reason=f"needs two 
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
-    """The messages of the ranks on the cases, by the name of the run."""
-    return {
-        run: ep_world.start(
-            module, ranks, tmp_path_factory.mktemp(run), 90, transport, "cuda", [c.__name__ for c in of_run]
-        )
-        for run, (module, ranks, transport, of_run) in RUNS.items()
-        if ranks <= GPUS
-    }
+def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, list[str]]]:
+    """A function that starts the ranks of a run, once, and returns their messages on its cases."""
+
+    @cache
+    def started(run: str) -> dict[str, list[str]]:
+        module, ranks, transport, of_run = RUNS[run]
+        only = [case.__name__ for case in of_run]
+        return ep_world.start(module, ranks, tmp_path_factory.mktemp(run), 110, transport, "cuda", only)
+
+    return started
 
 
 @pytest.mark.parametrize(("run", "case"), EACH)
-def test_models(run: str, case: str, said: dict[str, dict[str, list[str]]]) -> None:
-    if run not in said:
+def test_models(run: str, case: str, said: Callable[[str], dict[str, list[str]]]) -> None:
+    if RUNS[run][1] > GPUS:
         pytest.skip(f"needs {RUNS[run][1]} GPUs, here are {GPUS}")
-    ep_world.assert_passed(case, said[run])
+    ep_world.assert_passed(case, said(run))
