@@ -44,6 +44,8 @@ class Trace:
 
 
 _trace: ContextVar[Trace | None] = ContextVar("fusible_trace", default=None)
+current_trace = _trace.get
+"""The trace that records kernels instead of running them, or None; without a Python function, for every call asks."""
 
 
 def active() -> bool:

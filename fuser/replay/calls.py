@@ -29,6 +29,7 @@ from ..contract.torch_private import (
     replay_refusal,
     transforms_active,
 )
+from ..contract.tracing import current_trace
 from ..runtime.autograd import Runtime, apply
 from ..runtime.buffers import SlotValues, check_overlaps
 from ..runtime.call import BackwardContext, BackwardInputs, EagerStep, ForwardResult, Node
@@ -40,7 +41,9 @@ _attribute_version = attrgetter("attribute_version")
 
 
 def observer() -> Refusal | None:
-    """The reason not to replay because a profiler, transform or mode observes the call, or None."""
+    """The reason not to replay because a trace, profiler, transform or mode observes the call, or None."""
+    if current_trace() is not None:
+        return Refusal("kernels are recorded, not run")
     if profiler_enabled():
         return Refusal("a profiler is active")
     if transforms_active():

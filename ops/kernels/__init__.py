@@ -17,7 +17,7 @@ from ...fuser.contract import tracing as trace
 from ..programs.program import Program
 from ..values.activation_spec import ActivationSpec
 from ..values.grouped_tensor import GroupedTensor
-from . import backends, dispatch, products
+from . import backends, dispatch, extension, products
 from .hopper.ahead import compile_ahead
 from .hopper.peers import send_rows
 from .jit.cache import kernel_cache
@@ -53,7 +53,7 @@ from .problems.rows import (
     RowDots,
     stated,
 )
-from .pytorch.wrong_sizes import raise_reported
+from .pytorch import wrong_sizes
 from .tensor_lists import addresses_of, has_objects
 
 __all__ = [
@@ -88,7 +88,10 @@ def raise_wrong_sizes(device: int) -> None:
     Raises:
         RuntimeError: sizes of an earlier call were wrong.
     """
-    raise_reported(torch.device("cuda", device))
+    of_pytorch = wrong_sizes.taken(torch.device("cuda", device))
+    extension.raise_wrong_sizes(device)
+    if of_pytorch is not None:
+        raise of_pytorch
 
 
 def as_split_sizes(split_sizes: Tensor | Sequence[int], device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusible import GLU, Activation, GroupedLinear, ReGLU, Scale, Sequential, SwiGLU, config
 from fusible.fuser import DoubleBackwardError, replay
+from fusible.fuser.contract import tracing
 from fusible.fuser.contract.torch_private import address_function
 from fusible.fuser.replay import capture, guards
 from fusible.ops.kernels import extension
@@ -748,6 +749,19 @@ def test_a_dispatch_mode_sees_as_much_as_the_first_time(runs: Runs) -> None:
         assert runs.of(experts.forward)[1] == 0
 
     assert later.seen == first.seen
+
+
+def test_a_call_that_is_recorded_is_not_captured(runs: Runs) -> None:
+    """Its kernels do not run: replays would give memory that nothing has filled."""
+    experts = Experts()
+    first = experts.step()
+    for _ in range(3):
+        with tracing.recording() as seen:
+            assert runs.of(experts.forward)[1] == 0
+        assert seen.calls
+
+    for _ in range(3):
+        assert same(experts.step(), first)
 
 
 def test_a_ready_call_can_be_exported(runs: Runs) -> None:

@@ -16,7 +16,7 @@ import fusible
 from fusible.ops.formats.copies import Columns, Rows, Weight
 from fusible.ops.formats.recipe import RECIPES, Recipe, register
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 E, K, N, T = 3, 48, 32, 40
 SIZES = torch.tensor([20, 0, 16])
 

@@ -11,7 +11,6 @@ import weakref
 import torch
 from torch import Tensor
 
-from .. import extension
 from ..architecture import is_capturing
 
 
@@ -73,20 +72,24 @@ def look_at(split_sizes: Tensor, rows: int) -> None:
 
 
 def raise_reported(device: torch.device) -> None:
-    """Raises the error reported for a device, and clears it, whoever has reported it; waits for nothing.
+    """Raises the error reported for a device, and clears it; waits for nothing.
 
     Raises:
         RuntimeError: sizes of an earlier call were wrong.
     """
+    if (error := taken(device)) is not None:
+        raise error
+
+
+def taken(device: torch.device) -> RuntimeError | None:
+    """The error reported for a device, which is cleared."""
     report = _reports.get(device)
     wrong = None if report is None or is_capturing(device) else report.take()
-    if device.type == "cuda":
-        extension.raise_wrong_sizes(device.index)
     if wrong is None:
-        return
+        return None
     group, size = wrong
     why = "which is negative" if size < 0 else "more than the rows that the groups before it leave"
-    raise RuntimeError(
+    return RuntimeError(
         f"split_sizes on the device of an earlier call were wrong: the size of group {group} is {size}, {why}. "
         "Sizes were cut to fit, so the results of that call mean nothing. fusible.config(debug=True), or "
         "FUSIBLE_DEBUG=1, checks them before each call"
