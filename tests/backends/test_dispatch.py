@@ -184,6 +184,23 @@ def test_triton_is_next(form, solved, why, monkeypatch):
     assert choice.reason.startswith(why)
 
 
+@pytest.mark.parametrize(("backend", "refused"), [("auto", True), ("triton", False)])
+def test_triton_leaves_long_groups_of_float32_to_pytorch(backend, refused, monkeypatch):
+    monkeypatch.setattr(triton_gemm, "triton_refusal", lambda rows: None)
+    x, weight = dense(64 * E + 1, K, dtype=torch.float32), dense(E, F, K, dtype=torch.float32)
+    sizes, out = torch.zeros(E, dtype=torch.int32), dense(64 * E + 1, F, dtype=torch.float32)
+    with config(backend=backend):
+        whys = [
+            triton_gemm.refusal(GroupedGemm(Layout.NT, a, weight, sizes, out[: len(a)], fresh=True))
+            for a in (x[:-1], x)
+        ]
+
+    assert whys == [
+        None,
+        "is slower than PyTorch for more than 64 float32 rows a group without TF32" if refused else None,
+    ]
+
+
 @pytest.mark.usefixtures("gpu")
 def test_a_fallback_says_why_no_backend_takes_the_problem():
     with asked(kinds.ROW_PASS, solved_by("a", "is odd"), solved_by("b", "is even"), solved_by(None)):

@@ -67,9 +67,10 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("a", "b", "why"),
         [
-            ((4, 64, BF16), (8, 64, torch.float32), "needs tokens and a weight of bfloat16, got torch.bfloat16 and"),
-            ((4, 64, torch.float32), (8, 64, BF16), "needs tokens of bfloat16, got torch.float32"),
-            ((4, 60, BF16), (8, 60, BF16), "needs features that are multiples of 8, got 60 and 8"),
+            ((4096, 64, BF16), (8, 64, torch.float32), "needs tokens and a weight of bfloat16, got torch.bfloat16 and"),
+            ((4096, 64, torch.float32), (8, 64, BF16), "needs tokens of bfloat16, got torch.float32"),
+            ((4096, 60, BF16), (8, 60, BF16), "needs features that are multiples of 8, got 60 and 8"),
+            ((4095, 64, BF16), (8, 64, BF16), "begins at 4096 tokens"),
         ],
     )
     def test_refusals(self, a: tuple[int, int, torch.dtype], b: tuple[int, int, torch.dtype], why: str) -> None:

@@ -603,8 +603,8 @@ def test_bench_of_routing_prints_and_writes(capsys: pytest.CaptureFixture[str], 
     printed = capsys.readouterr().out
 
     assert printed.strip() == (tmp_path / "routing.md").read_text().strip()
-    assert "H200 bound" not in printed
-    assert printed.count("(ours)") == 2 * 5
+    assert "copy bound" not in printed
+    assert printed.count("(ours)") == 2 * 7
     assert printed.count("| combine: embedding_bag ") == 2
 
 

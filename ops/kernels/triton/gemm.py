@@ -7,9 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...values.switches import active_switches
 from ..problems.gemm import ALL_GROUPS, Activate, GroupedGemm, Layout, factor_refusal, first
 from ..pytorch import wrong_sizes
+from ..pytorch.float32 import allows_tf32
 from .installed import DTYPES, NAME, groups_refusal, launches_on, triton_refusal
+
+MOST_ROWS_OF_FLOAT32 = 64
 
 __all__ = ["NAME", "epilogue_refusal", "name_of", "refusal", "run"]
 
@@ -25,7 +29,15 @@ def refusal(problem: GroupedGemm) -> str | None:
         return f"needs operands of one of bfloat16, float16 and float32, got {a.dtype} and {b.dtype}"
     if out.dtype not in (a.dtype, torch.float32):
         return f"gives {a.dtype} or float32, not {out.dtype}"
-    return groups_refusal(p.split_sizes, p.rows) or _factor_refusal(p) or _matrices_refusal(p)
+    return groups_refusal(p.split_sizes, p.rows) or _factor_refusal(p) or _matrices_refusal(p) or _slower(p)
+
+
+def _slower(p: GroupedGemm) -> str | None:
+    """Why PyTorch multiplies faster, where any backend may: tiles of float32 are turned for NT without tensor cores."""
+    may_be_others = active_switches().backend != NAME and p.a.dtype == torch.float32 and p.layout is Layout.NT
+    if may_be_others and not allows_tf32() and p.rows > MOST_ROWS_OF_FLOAT32 * p.groups:
+        return f"is slower than PyTorch for more than {MOST_ROWS_OF_FLOAT32} float32 rows a group without TF32"
+    return None
 
 
 def _factor_refusal(p: GroupedGemm) -> str | None:
