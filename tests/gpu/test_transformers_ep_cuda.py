@@ -42,7 +42,7 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, 
     def started(run: str) -> dict[str, list[str]]:
         module, ranks, transport, of_run = RUNS[run]
         only = [case.__name__ for case in of_run]
-        return ep_world.start(module, ranks, tmp_path_factory.mktemp(run), 110, transport, "cuda", only)
+        return ep_world.start(module, ranks, tmp_path_factory.mktemp(run), 180, transport, "cuda", only)
 
     return started
 
