@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from emulation import harness
@@ -19,6 +21,7 @@ from fusible.ops.kernels.problems.interface import Implementation
 from fusible.ops.kernels.problems.rows import ActivateRows, ColumnSums
 from fusible.ops.kernels.pytorch import grouped_mm_cpu, loop
 from fusible.ops.kernels.triton import gemm as triton_gemm
+from fusible.ops.kernels.triton import installed
 from fusible.ops.values.activation_spec import gated, interleaved
 
 T, E, F, K = 6, 2, 64, 32
@@ -182,6 +185,23 @@ def test_triton_is_next(form, solved, why, monkeypatch):
 
     assert choice.kernels.backend == solved
     assert choice.reason.startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "header", "part"),
+    [("gcc", "Python.h", None), (None, "Python.h", "a C compiler"), ("gcc", "other.h", "the header ")],
+)
+def test_triton_is_left_out_where_it_cannot_build(compiler, header, part, monkeypatch, tmp_path):
+    (tmp_path / header).touch()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(installed.shutil, "which", lambda name: compiler)
+    monkeypatch.setattr(installed.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setattr(installed, "missing_to_build", installed.missing_to_build.__wrapped__)
+    monkeypatch.setattr(installed, "is_installed", lambda: True)
+    monkeypatch.setattr(installed, "capability_of", lambda device: installed.OLDEST)
+    refused = installed.triton_refusal(SimpleNamespace(device=torch.device("cuda", 0)))
+
+    assert refused is None if part is None else refused.startswith(f"needs {part}")
 
 
 @pytest.mark.parametrize(("backend", "refused"), [("auto", True), ("triton", False)])

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sysconfig
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -26,6 +29,16 @@ def is_installed() -> bool:
     return find_spec("triton") is not None
 
 
+@cache
+def missing_to_build() -> str | None:
+    """The part that Triton lacks to build the launcher of a kernel, as containers without development files do."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "a C compiler (gcc or clang)"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton looks
+    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+    return None if header.exists() else f"the header {header}, of python3-dev"
+
+
 def is_interpreted() -> bool:
     """Whether Triton runs kernels on the CPU, slowly, for tests."""
     return os.environ.get("TRITON_INTERPRET") == "1"
@@ -38,6 +51,8 @@ def triton_refusal(rows: Tensor) -> str | None:
         return f"needs a CUDA device, got {rows.device.type}"
     if assumed() is None and not is_installed():
         return "is not installed (pip install triton)"
+    if on_cuda and assumed() is None and (part := missing_to_build()) is not None:
+        return f"needs {part} to build its launchers"
     if on_cuda and torch.version.hip is None and (capability := capability_of(rows.device)) < OLDEST:
         return f"needs compute capability {OLDEST} or above, got {capability}"
     return None
