@@ -13,7 +13,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import auto, base
 
@@ -122,6 +122,12 @@ class KeepsBytes(base.HfQuantizer):  # type: ignore[misc]
         if any("_proj" in target and "experts" in target for target in targets):
             return None  # stays as it is in the file
         return super().get_new_dtype(converter, param, dtype)
+
+
+def alone(value: Any) -> Tensor:
+    """The tensor that a conversion was given, by itself or as a list of one."""
+    tensor: Tensor = value[0] if isinstance(value, list) else value
+    return tensor
 
 
 class Same(ConversionOps):  # type: ignore[misc]

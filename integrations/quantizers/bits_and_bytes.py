@@ -19,7 +19,7 @@ from ...ops.formats.nf4 import NF4_BLOCK
 from ..hugging_face.experts_in_nf4 import SUFFIXES, ExpertsInNF4
 from ..hugging_face.stored_experts import stored_of
 from ..hugging_face.stored_layouts import Layout, nf4
-from . import PLANNED, KeepsBytes, Same, Tensors, runs_here
+from . import PLANNED, KeepsBytes, Same, Tensors, alone, runs_here
 
 _OF_EXPERTS = re.compile(r"experts\.(\d+\..*\.quant_state\.bitsandbytes__|\w+_proj_scale$)")
 _OF_A_STACK = re.compile(r"experts\.[a-z_]+\.quant_state\.bitsandbytes__")
@@ -144,7 +144,7 @@ class _OfLinears(ConversionOps):  # type: ignore[misc]
             return result
         from bitsandbytes.functional import QuantState, dequantize_4bit
 
-        parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
+        parts = {key: alone(value) for key, value in input_dict.items()}
         weight = parts.pop("weight")
         return {"weight": dequantize_4bit(weight, QuantState.from_dict(parts, weight.device))}
 
@@ -166,7 +166,7 @@ class _QuantizesStacks(ConversionOps):  # type: ignore[misc]
             result: Tensors = self._others.convert(input_dict, *args, **kwargs)
             return result
         (value,) = input_dict.values()
-        weight = value[0] if isinstance(value, list) else value
+        weight = alone(value)
         upright = weight if tuple(weight.shape) == layout.shape else weight.mT
         parts = layout.write(layout.recipe.weight(upright))
         return {f"{full_name}{suffix}": part for suffix, part in parts.items()}

@@ -17,7 +17,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ...ops.formats.copies import Weight
 from ...ops.formats.nvfp4_weight import NVFP4Weight
 from ..hugging_face.stored_layouts import Layout, modelopt_nvfp4
-from . import KeepsBytes, Same, Tensors, runs_here
+from . import KeepsBytes, Same, Tensors, alone, runs_here
 
 METHOD = "modelopt"
 _FACTOR = "weight_scale_2"
@@ -93,7 +93,7 @@ class _UnstackNumbers(ConversionOps):  # type: ignore[misc]
         self, input_dict: Tensors, source_patterns: list[str], target_patterns: list[str], **kwargs: Any
     ) -> dict[str, Tensor]:
         (value,) = input_dict.values()
-        whole = value[0] if isinstance(value, list) else value
+        whole = alone(value)
         columns = zip(target_patterns, whole.unbind(1), strict=True)
         return {p.replace("*", str(e)): number.clone() for p, column in columns for e, number in enumerate(column)}
 
@@ -110,7 +110,7 @@ class _Decode(ConversionOps):  # type: ignore[misc]
 
     def convert(self, input_dict: Tensors, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         name, model = kwargs["full_layer_name"], kwargs["model"]
-        parts = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
+        parts = {key: alone(value) for key, value in input_dict.items()}
         dtype = model.get_parameter(name).dtype
         if "weight_scale" not in parts:
             return {name: parts["weight"].to(dtype)}
