@@ -59,7 +59,7 @@ class Setting(NamedTuple):
     in_8_bits: bool = False
 
     @property
-    def rows_of(self) -> Float8Block | None:
+    def recipe(self) -> Float8Block | None:
         """The recipe under which tokens are sent and multiplied."""
         return Float8Block() if self.in_8_bits else None
 
@@ -109,6 +109,12 @@ def layer(
     return model
 
 
+def sharded_layer(setting: Setting, group: ep.Group, dtype: torch.dtype, device: torch.device) -> Sequential:
+    """The layer with the experts of this rank, between the exchanges of the setting."""
+    ends = ep.EPDispatch(group, recipe=setting.recipe), ep.EPCombine(group)
+    return layer(*ends, PRESETS[setting.preset], group.local_experts, dtype, device)
+
+
 # ------------------------------------------------------------------------------------------------------- by hand
 
 
@@ -151,15 +157,8 @@ def combine_by_hand(rows: Tensor, batch: Batch, went: ByHand) -> Tensor:
 def phases(setting: Setting, batch: Batch, group: ep.Group) -> Iterator[tuple[Phases, Callable[[], Iterator[None]]]]:
     """The functions that are timed: generators that yield after each phase."""
     preset, device = PRESETS[setting.preset], batch.x.device
-    dispatch, combine = ep.EPDispatch(group, recipe=setting.rows_of), ep.EPCombine(group)
-    model = layer(
-        ep.EPDispatch(group, recipe=setting.rows_of),
-        ep.EPCombine(group),
-        preset,
-        group.local_experts,
-        batch.x.dtype,
-        device,
-    )
+    dispatch, combine = ep.EPDispatch(group, recipe=setting.recipe), ep.EPCombine(group)
+    model = sharded_layer(setting, group, batch.x.dtype, device)
 
     def ours() -> Iterator[None]:
         with torch.no_grad():
@@ -248,17 +247,7 @@ def differences(setting: Setting, group: ep.Group) -> dict[str, float]:
     everything = Batch(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
     alone = layer(Dispatch(preset.experts), Combine(), preset, slice(0, preset.experts), dtype, device)
     expected = _step(alone, everything)
-    came = _step(
-        layer(
-            ep.EPDispatch(group, recipe=setting.rows_of),
-            ep.EPCombine(group),
-            preset,
-            group.local_experts,
-            dtype,
-            device,
-        ),
-        batches[rank],
-    )
+    came = _step(sharded_layer(setting, group, dtype, device), batches[rank])
     tokens = slice(rank * setting.tokens, (rank + 1) * setting.tokens)
     expected_here = [expected[i][tokens] if i < 3 else expected[i][group.local_experts] for i in range(len(expected))]
     names = ("y", "dx", "dweights", "dW1", "dW2")
@@ -308,7 +297,7 @@ def measure(setting: Setting) -> dict[str, Any]:
     )
     seconds: dict[str, float] = {}
     steady: dict[str, float] = {}
-    with config(recipe=setting.rows_of) if setting.in_8_bits else nullcontext():
+    with config(recipe=setting.recipe) if setting.in_8_bits else nullcontext():
         off = differences(setting, group) if setting.check else {}
         if any(not value <= 0.1 for value in off.values()):
             raise InaccurateError(f"not what one rank computes: {off}")

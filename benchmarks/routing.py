@@ -168,20 +168,21 @@ def measure(
     return seconds
 
 
-def table(asked: Sequence[RoutingPart], on_gpu: bool, seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """The measurements as Markdown, on a GPU with the bound."""
-    rows, of_copy = [], ceilings("cuda", torch.bfloat16, 5).bandwidth if on_gpu else None
+def table(asked: Sequence[RoutingPart], bandwidth: float | None, seconds: Mapping[str, Mapping[str, float]]) -> str:
+    """The measurements as Markdown, with the bound if the bandwidth of a copy is known."""
+    rows = []
     for part in asked:
         for i, (name, time) in enumerate(seconds[part.name].items()):
             label = f"{part.name}: {name}{'' if i else ' (ours)'}"
-            bound = [f"{part.bytes / of_copy * 1e6:.1f}"] if of_copy else []
+            bound = [f"{part.bytes / bandwidth * 1e6:.1f}"] if bandwidth else []
             rows.append((label, f"{time * 1e6:.1f}", *bound))
-    return markdown(("", "us", *["copy bound, us"] * on_gpu), rows)
+    return markdown(("", "us", *["copy bound, us"] * (bandwidth is not None)), rows)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the benchmark for every requested preset and number of tokens, and prints Markdown."""
     args = _arguments(argv)
+    bandwidth = ceilings(args.device, torch.bfloat16, 5).bandwidth if args.device != "cpu" else None
     with Report(args.out, args.json) as report:
         for name, tokens in product(args.preset, args.tokens):
             preset = PRESETS[name]._replace(experts=args.experts or PRESETS[name].experts)
@@ -193,9 +194,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             about = (
                 f"{name}, {preset.experts} experts, {tokens} tokens, {args.dtype}, {where}, torch {torch.__version__}"
             )
-            report.add(
-                f"### {about}\n\n{table(asked, inputs.x.is_cuda, seconds)}", [{"problem": about, "seconds": seconds}]
-            )
+            report.add(f"### {about}\n\n{table(asked, bandwidth, seconds)}", [{"problem": about, "seconds": seconds}])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
