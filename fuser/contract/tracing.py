@@ -45,12 +45,12 @@ class Trace:
 
 _trace: ContextVar[Trace | None] = ContextVar("fusible_trace", default=None)
 current_trace = _trace.get
-"""The trace that records kernels instead of running them, or None; without a Python function, for every call asks."""
+"""Returns the trace that records kernels instead of running them, or None. It is no Python function: hot calls ask."""
 
 
 def active() -> bool:
     """Whether kernels shall be recorded instead of run."""
-    return _trace.get() is not None
+    return current_trace() is not None
 
 
 class NoDataError(RuntimeError):
@@ -116,21 +116,21 @@ def is_traced(tensor: Tensor) -> bool:
 
 def record(call: KernelCall) -> None:
     """Records a kernel."""
-    trace = _trace.get()
+    trace = current_trace()
     if trace is not None:
         trace.calls.append(call)
 
 
 def note(text: str) -> None:
     """Records a remark, such as a copy that a call costs."""
-    trace = _trace.get()
+    trace = current_trace()
     if trace is not None:
         trace.notes.append(text)
 
 
 def stand_for_parameters(*tensors: Tensor) -> None:
     """Records that tensors use the memory of parameters, so that a step that keeps them keeps no additional memory."""
-    trace = _trace.get()
+    trace = current_trace()
     if trace is not None:
         trace.parameters.extend(tensors)
 

@@ -114,10 +114,11 @@ def _second_product(problem: GroupedGemm, out: Matrices) -> GroupedGemm:
     assert second is not None
     assert p.alpha is None
     assert p.beta is None
-    start = p.first_group or 0
-    b = second.b if p.first_group is None else second.b[start : start + len(p.b)]
-    options = {"row_scale": p.row_scale, "first_group": p.first_group}
-    return GroupedGemm(p.layout, second.a, b, p.split_sizes, out, beta=1.0, **options)  # type: ignore[arg-type]
+    first_group = p.first_group
+    b = second.b if first_group is None else second.b[first_group : first_group + len(p.b)]
+    return GroupedGemm(
+        *(p.layout, second.a, b, p.split_sizes, out), beta=1.0, row_scale=p.row_scale, first_group=first_group
+    )
 
 
 def run_epilogue(problem: GroupedGemm, rows: Tensor) -> None:
