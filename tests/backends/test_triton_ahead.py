@@ -118,7 +118,7 @@ def test_hidden_rows_are_rounded_alike_with_the_pre_activation_and_without(archi
 @needs_triton
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])
 def test_the_choice_counts_the_shared_memory_that_kernels_take(architecture: str, tmp_path: Path) -> None:
-    """Of each kind of product, with each epilogue, for operands and results of 16 and 32 bits."""
+    """Every kind of product is compiled with every epilogue, for operands and results of 16 and 32 bits."""
     printed = compiled(tmp_path, architecture, script="triton_shared.py")
 
     assert len(printed) == 100

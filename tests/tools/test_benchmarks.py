@@ -705,7 +705,7 @@ def test_bench_of_adapters_prints(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_wrong_base_of_adapters_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of features that are no multiples of a block of 128."""
+    """The features are no multiples of a block of 128."""
     exact = lora.NF4.values
     monkeypatch.setattr(lora.NF4, "values", lambda format, weight: 1.1 * exact(format, weight))
     monkeypatch.setattr(lora.NF4, "weight_values", lambda format, weight, parts=1: exact(format, weight))

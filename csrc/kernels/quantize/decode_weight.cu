@@ -30,8 +30,11 @@ constexpr float kTables[3][16] = {
 
 struct Params {
   DecodeWeight call;
-  int64_t rows, scales_of_row, scale_rows, section;  // of a group, but for all `rows`; rows of a section
-  int scale_shift;                                   // log2 of the units that share a scale
+  int64_t rows;  // of all groups
+  int64_t scales_of_row;
+  int64_t scale_rows;  // rows of scales of a group
+  int64_t section;     // rows of a section
+  int scale_shift;     // log2 of the units that share a scale
   float table[16];
 };
 

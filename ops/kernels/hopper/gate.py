@@ -11,13 +11,13 @@ from ..problems.gemm import GroupedGemm, Layout
 from . import gemm
 
 MANY_TOKENS = 4096
-"""From so many on the GPU is spared more than the host's additional time, some 600 µs in a forward and backward."""
+"""The fewest tokens. Each product is launched from Python, which costs the host 600 µs in a forward and backward."""
 
 
 def refusal(p: GateProduct) -> str | None:
     """Why the kernels do not take the product; None: they do."""
     if p.a.shape[0] < MANY_TOKENS and active_switches().backend != gemm.NAME:
-        return f"begins at {MANY_TOKENS} tokens, for fewer cost the host more than they spare the GPU"
+        return f"begins at {MANY_TOKENS} tokens: for fewer it costs the host more time than it saves on the GPU"
     if p.b.dtype != torch.bfloat16 or p.a.dtype not in (torch.bfloat16, torch.float32):
         return f"needs tokens and a weight of bfloat16, got {p.a.dtype} and {p.b.dtype}"
     if p.a.dtype == torch.float32 and p.layout is Layout.NT:

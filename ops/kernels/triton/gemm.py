@@ -14,6 +14,7 @@ from ..pytorch.float32 import allows_tf32
 from .installed import DTYPES, NAME, groups_refusal, launches_on, triton_refusal
 
 MOST_ROWS_OF_FLOAT32 = 64
+"""The rows of a group, on average, up to which a product NT in float32 is faster than PyTorch's."""
 
 __all__ = ["NAME", "epilogue_refusal", "name_of", "refusal", "run"]
 
@@ -33,9 +34,12 @@ def refusal(problem: GroupedGemm) -> str | None:
 
 
 def _slower(p: GroupedGemm) -> str | None:
-    """Why PyTorch multiplies faster, where any backend may: tiles of float32 are turned for NT without tensor cores."""
-    may_be_others = active_switches().backend != NAME and p.a.dtype == torch.float32 and p.layout is Layout.NT
-    if may_be_others and not allows_tf32() and p.rows > MOST_ROWS_OF_FLOAT32 * p.groups:
+    """Why PyTorch's product is faster; None: it is not, or this backend is asked for by name.
+
+    Without tensor cores, an NT product transposes each tile of the weights.
+    """
+    is_slow = p.layout is Layout.NT and p.a.dtype == torch.float32 and not allows_tf32()
+    if is_slow and p.rows > MOST_ROWS_OF_FLOAT32 * p.groups and active_switches().backend != NAME:
         return f"is slower than PyTorch for more than {MOST_ROWS_OF_FLOAT32} float32 rows a group without TF32"
     return None
 

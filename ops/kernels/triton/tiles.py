@@ -139,12 +139,11 @@ _OF_FOUR_WARPS = 64 * 128  # elements of a tile
 
 
 def shared_bytes(tile: ProgramTile, itemsize: int) -> int:
-    """At most so many bytes of shared memory are taken by a program: of any epilogue, with results of 16 or 32 bits.
+    """An upper bound of the shared memory of a program, with any epilogue and results of 16 or 32 bits.
 
-    Operands wait there for their step; tensor cores that read them there need those of 32 bits turned, which is done
-    in two more copies. An epilogue changes layouts there: of the whole tile in float32 where several warps have
-    columns of a row, else of ``2 * part`` of its columns. Where loops are flattened, the operands of the next tile
-    are there meanwhile.
+    Operands take ``stages`` copies. Tensor cores that read operands of 32 bits there need them transposed, in two more
+    copies. An epilogue changes layouts there, in float32: of the whole tile where several warps share a row, else of
+    ``2 * part`` of its columns. Where loops are flattened, the operands of the next tile are loaded meanwhile.
     """
     copies = tile.stages + (2 if tile.tma and itemsize == 4 else 0)
     operands = copies * (tile.m + tile.n) * tile.k * itemsize + _BARRIERS
