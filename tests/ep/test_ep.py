@@ -66,8 +66,8 @@ def test_ranks_that_do_not_end_are_killed_with_their_children(tmp_path: Path) ->
     said = ep_world.start("ep_stuck_cases", 2, tmp_path, wait=wait)
 
     assert wait <= time.monotonic() - began < wait + 15
-    assert len(said["started"]) == 2
-    assert all("asleep" in text and "killed: it did not end" in text for text in said["started"])
+    assert len(said["unfinished"]) == 2
+    assert all("asleep" in text and "killed: it did not end" in text for text in said["unfinished"])
 
 
 def test_a_group_needs_a_process_group() -> None:

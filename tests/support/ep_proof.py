@@ -60,7 +60,7 @@ def of_cases(run: Run, name: str, cases: Sequence[str], seconds: float) -> Itera
     for case in cases:
         faults = [*said.get(case, [])]
         if len(faults) < run.ranks:
-            faults += [f"{len(faults)} of {run.ranks} ranks came to it", *said.get("started", [])]
+            faults += [f"{len(faults)} of {run.ranks} ranks came to it", *said.get("unfinished", [])]
         yield Finding(case, "\n".join(filter(None, faults)))
 
 

@@ -6,6 +6,7 @@ since starting one takes longer than all of them.
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import os
@@ -151,6 +152,7 @@ def check_step(group: ep.Group, batch: Batch, layer: Any = None) -> None:
 
 
 _LEFT_OUT = ["left out"]
+_KILLED = "\nkilled: it did not end"
 
 
 def said_by(request: Any, folder: Path, module: str, cases: Sequence[str], few: Sequence[str]) -> dict[str, list[str]]:
@@ -173,7 +175,7 @@ def assert_passed(case: str, said: dict[str, list[str]]) -> None:
     if ranks == _LEFT_OUT:
         pytest.skip("four ranks wait for one another")
 
-    assert ranks, said.get("started", ["no rank came to it"])
+    assert ranks, said.get("unfinished", ["no rank came to it"])
     assert not any(ranks), "\n".join(ranks)
 
 
@@ -216,7 +218,9 @@ def start(
     found: dict[str, list[str]] = {}
     for rank, text in enumerate(said):
         path = folder / f"{rank}.json"
-        results = json.loads(path.read_text()) if path.exists() else {"started": text}
+        results = json.loads(path.read_text()) if path.exists() else {}
+        if not results or text.endswith(_KILLED):
+            results["unfinished"] = text
         for name, result in results.items():
             found.setdefault(name, []).append(f"rank {rank}: {result}" if result else "")
     return found
@@ -234,13 +238,16 @@ def _started(command: list[str], device: str, out: Path) -> subprocess.Popen[str
 
 
 def _ended(process: subprocess.Popen[str], end: float, out: Path) -> str:
-    """The output of a process that has ended, or is killed at the time ``end``."""
+    """The output of a process that has ended, or is killed at the time ``end`` after it has written its stacks."""
     try:
         process.wait(max(0.0, end - time.monotonic()))
         return out.read_text()
     except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGUSR1)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(2)
         _kill(process)
-        return f"{out.read_text()}\nkilled: it did not end"
+        return out.read_text() + _KILLED
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
@@ -296,7 +303,8 @@ def memory_for(transport: str, device: str) -> Iterator[None]:
 
 
 def main(transport: str, device: str, module: str, ranks: str, folder: str, rank: str, *only: str) -> None:
-    """One rank."""
+    """One rank. A signal makes it write the stacks of its threads."""
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     gpu = torch.device("cuda", int(rank)) if device == "cuda" else None
     if gpu is not None:
