@@ -113,9 +113,12 @@ def summary(events: list[Any], cuda: bool, most: int) -> Profile:
 
 
 def _times(event: Any, cuda: bool) -> list[tuple[str, float]]:
-    """Names and seconds: on CUDA of the kernels that an op launched, on a CPU of the op without those inside it."""
+    """Names and seconds: on CUDA of the kernels that an op launched, on a CPU of the op without those inside it.
+
+    A marked range has one entry of its own name among its kernels: the range on the device, kernels of others included.
+    """
     if cuda:
-        return [(kernel.name, kernel.duration / 1e6) for kernel in event.kernels]
+        return [(kernel.name, kernel.duration / 1e6) for kernel in event.kernels if kernel.name != event.name]
     return [] if event.name.startswith(MARK) else [(event.name, event.self_cpu_time_total / 1e6)]
 
 
