@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusible import Pointwise
+from fusible import Pointwise, config
 from fusible.ops import kernels
 from fusible.ops.fused.activation_role import reads_a_row
 from fusible.ops.fused.pointwise_chain import PointwiseChain
@@ -282,7 +282,8 @@ def backward(
 def run(p: GroupedGemm, case: Case) -> None:
     """Runs the problem on the case's backend, which takes it."""
     refusals = triton if case.backend == triton.NAME else hopper
-    assert refusals.refusal(p) is None, refusals.refusal(p)
+    with config(backend=case.backend):
+        assert refusals.refusal(p) is None, refusals.refusal(p)
     if case.backend == triton.NAME:
         assert triton.epilogue_refusal(p) is None, triton.epilogue_refusal(p)
         triton.run(p)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusible import check_device_errors
+from fusible import check_device_errors, config
 from fusible.ops.kernels import extension
 from fusible.ops.kernels.hopper import gemm as hopper
 from fusible.ops.kernels.hopper.operands import LAYOUTS
@@ -146,7 +146,8 @@ class Problem:
     def launch(self) -> None:
         case = self.case
         if case.backend == triton.NAME:
-            assert triton.refusal(self.gemm) is None, triton.refusal(self.gemm)
+            with config(backend=triton.NAME):
+                assert triton.refusal(self.gemm) is None, triton.refusal(self.gemm)
             return triton.run(self.gemm)
         beta = self.betas if self.betas is not None else case.beta if isinstance(case.beta, float) else 1.0
         problem = GroupedGemm(
