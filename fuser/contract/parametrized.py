@@ -68,7 +68,7 @@ def foreseen_spec(op: Op, name: str) -> TensorSpec:
         return _spec_like(like, sources)
     names = ["original"] if computing.is_tensor else [f"original{i}" for i in range(computing.ntensors)]
     originals = [t for name in names if isinstance(t := getattr(computing, name), Tensor)]
-    like = max(originals, key=Tensor.numel, default=torch.empty(0))
+    like = max(originals, key=Tensor.numel, default=torch.empty(0, device="cpu"))
     return _spec_like(like, [*originals, *computing.parameters()])
 
 

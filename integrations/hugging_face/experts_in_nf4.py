@@ -115,7 +115,7 @@ class ExpertsInNF4(NamedTuple):
             name = weights[section].replace("*", str(group))
             written |= {f"{name}{p.suffix}": t.view(p.shape) for p, t in zip(self.pieces, tensors, strict=True)}
             facts = self.facts(str(dtype).removeprefix("torch."), offsets[group][section])
-            written[f"{name}{_FACTS}"] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8)
+            written[f"{name}{_FACTS}"] = torch.tensor(list(json.dumps(facts).encode()), dtype=torch.uint8, device="cpu")
         return written
 
 

@@ -130,10 +130,10 @@ class Trial:
 
     def gradients(self, outputs: Outputs, rows: Tensor) -> list[Tensor]:
         """The gradients of the hidden states and all parameters by the weights of some rows."""
-        draw = torch.randn(outputs.ids.shape, generator=torch.Generator().manual_seed(0)) * rows.unsqueeze(-1)
+        draw = torch.randn(outputs.ids.shape, generator=torch.Generator().manual_seed(0), device="cpu")
         leaves = [self.x, *self.router.parameters()]
         grads = torch.autograd.grad(
-            (_by_id(outputs).float() * draw).sum(), leaves, allow_unused=True, retain_graph=True
+            (_by_id(outputs).float() * draw * rows.unsqueeze(-1)).sum(), leaves, allow_unused=True, retain_graph=True
         )
         return [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
 
@@ -148,7 +148,7 @@ class Trial:
         return sorted({value for value in vars(self.router).values() if type(value) in (int, float)})
 
     def _draw(self, *shape: int) -> Tensor:
-        return 0.2 * torch.randn(shape, generator=self._generator)
+        return 0.2 * torch.randn(shape, generator=self._generator, device="cpu")
 
     def _run(self, training: bool) -> Outputs:
         self.router.train(training)

@@ -140,10 +140,8 @@ class CollectiveTransport:
 
     def _gathered_counts(self, exchange: Exchange, routing: Routing, tokens: int, wanted: frozenset[str]) -> Tensor:
         """The rows that each rank has for each expert, [R, E] on the host."""
-        header = torch.tensor([*exchange, tokens, messages.flags_of(wanted)], dtype=torch.int32).to(
-            routing.split_sizes.device
-        )
-        mine = torch.cat((header, routing.split_sizes))
+        header, sizes = [*exchange, tokens, messages.flags_of(wanted)], routing.split_sizes
+        mine = torch.cat((torch.tensor(header, dtype=torch.int32, device=sizes.device), sizes))
         gathered = mine.new_empty(self._ranks * mine.numel())
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         seconds = 0 if mine.is_cuda else self._settings.timeout

@@ -146,7 +146,7 @@ def dynamic_map(device: torch.device | None = None) -> Tensor:
     """float32 [256], ascending: bitsandbytes' signed dynamic map, of a sign, an exponent of ten and a linear part."""
     values = [0.0, 1.0]
     for exponent in range(7):
-        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32, device="cpu")
         means = ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)).tolist()
         values += [*means, *[-mean for mean in means]]
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)

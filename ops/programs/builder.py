@@ -137,4 +137,5 @@ def _is_moderate(c: float) -> bool:
 
 
 def _folded(operation: str, *constants: Value) -> float:
-    return float(OPERATIONS[operation].run(*[torch.tensor(c, dtype=torch.float64) for c in constants]))
+    numbers = [torch.tensor(constant, dtype=torch.float64, device="cpu") for constant in constants]
+    return float(OPERATIONS[operation].run(*numbers))

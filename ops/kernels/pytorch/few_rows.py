@@ -27,7 +27,7 @@ def leave_most_groups_empty(rows: int, groups: int) -> bool:
 
 def groups_of(sizes: list[int]) -> Tensor:
     """int64: the group of each row, but for the tail's."""
-    return torch.repeat_interleave(torch.tensor(sizes))
+    return torch.repeat_interleave(torch.tensor(sizes, device="cpu"))
 
 
 def add_vectors(rows: Tensor, vectors: Matrices, group_of_row: Tensor) -> None:

@@ -33,7 +33,7 @@ def keep_freed_memory() -> None:
     64 MB; outputs of some megabytes are then fetched again page by page, at every call. A block of 31 MB, never
     touched, is the largest that counts.
     """
-    torch.empty(31 << 20, dtype=torch.uint8)
+    torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 def refusal(problem: GroupedGemm) -> str | None:

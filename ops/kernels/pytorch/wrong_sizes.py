@@ -20,7 +20,7 @@ class SizeReport:
     @torch.inference_mode(False)  # calls of every mode write into both
     def __init__(self, device: torch.device) -> None:
         self._on_device = torch.zeros(2, dtype=torch.int64, device=device)
-        self._on_host = torch.zeros(2, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._on_host = torch.zeros(2, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
         self._last: weakref.ref[Tensor] | None = None
         self._version_and_rows = -1, -1
 
