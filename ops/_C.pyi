@@ -243,7 +243,8 @@ def quantize_backward_workspace(*, tokens: int, features: int, groups: int = ...
 def quantize_rows(
     *, device: int, stream: int, type: int, tokens: int, features: int, x: int, pitch: int, groups: int, sizes: int,
     int64_sizes: bool, power_of_two: bool, rows: int, row_scales: int, columns: int, column_scales: int,
-    slot_of_row: int = ..., top_k: int = ..., tiles: int = ..., scaling: int = ..., amax: int = ..., encode: int = ...,
+    exponents: int = ..., slot_of_row: int = ..., top_k: int = ..., tiles: int = ..., scaling: int = ...,
+    amax: int = ..., encode: int = ...,
 ) -> None: ...
 def quantize_weight(
     *, device: int, stream: int, type: int, groups: int, n: int, k: int, weight: int, pitch: int, group_stride: int,

@@ -22,6 +22,9 @@ struct QuantizeRows {
   int64_t tokens, features;
   const void* x;  // [tokens, features], or with `slot_of_row` [tokens / top_k, features]
   int64_t pitch;
+  // [tokens, blocks of 128 features] at the pitch of x, as e8m0: x is e4m3, values are bytes times these, and columns
+  // alone are wanted; null: x is of `type`.
+  const uint8_t* exponents;
   SplitSizes sizes;
   bool power_of_two;
   QuantizedRows rows;

@@ -27,6 +27,7 @@ struct QuantizeRowsLaunch : LaunchOf<QuantizeRows, quantize_rows> {
     v.field("features", call.features), v.field("x", call.x), v.field("pitch", call.pitch), visit_groups(v, call.sizes);
     v.field("power_of_two", call.power_of_two), visit_copies(v, call.rows, call.columns);
     v.optional();
+    v.field("exponents", call.exponents);
     v.field("slot_of_row", call.slot_of_row), v.field("top_k", call.top_k), v.field("tiles", call.tiles);
     visit_scaling(v, call.scaling, call.amax, call.encode);
   }

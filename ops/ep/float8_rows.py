@@ -51,6 +51,6 @@ def packed(x: Tensor) -> Tensor:
 def arrived(rows: Tensor, hidden: int) -> QuantizedTokens:
     """The rows [Q, H] in rows of :func:`packed`: bytes where they are, scales laid out as products read them."""
     data = rows.view(torch.uint8)
-    scales = from_e8m0(data[:, hidden : hidden + ceil_blocks(hidden)]).t()
-    scales = nn.functional.pad(scales, (0, -rows.shape[0] % 4)).contiguous()
-    return QuantizedTokens(Rows(data[:, :hidden].view(E4M3.dtype), scales))
+    exponents = data[:, hidden : hidden + ceil_blocks(hidden)]
+    scales = nn.functional.pad(from_e8m0(exponents).t(), (0, -rows.shape[0] % 4)).contiguous()
+    return QuantizedTokens(Rows(data[:, :hidden].view(E4M3.dtype), scales), exponents)

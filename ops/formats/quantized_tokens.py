@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .copies import BLOCK, Rows
+from .formats import from_e8m0
 from .recipe import Recipe, gives_blocks
 
 
@@ -16,10 +17,12 @@ class QuantizedTokens(NamedTuple):
 
     Attributes:
         rows: bytes [R, K], which may have a pitch, and scales.
+        exponents: the same scales as they came: e8m0 as uint8 [R, ceil(K / 128)], at the pitch of the bytes.
         dtype: of the tokens, which represents the values exactly.
     """
 
     rows: Rows
+    exponents: Tensor
     dtype: torch.dtype = torch.bfloat16
 
     @staticmethod
@@ -34,7 +37,13 @@ class QuantizedTokens(NamedTuple):
 
     def values(self) -> Tensor:
         """[R, K], dequantised."""
-        count, columns = self.shape
-        assert self.rows.scales is not None
-        scales = self.rows.scales[:, :count].t().to(self.dtype)
-        return self.rows.data.to(self.dtype).mul_(scales.repeat_interleave(BLOCK, 1)[:, :columns])
+        return decoded(self.rows.data, self.exponents, self.dtype)
+
+
+def decoded(data: Tensor, exponents: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The values of e4m3 bytes [R, K] times powers of two, e8m0 as uint8 [R, ceil(K / 128)], rounded to ``dtype``."""
+    values, scales = data.to(dtype), from_e8m0(exponents).to(dtype)
+    whole = values.shape[1] // BLOCK
+    values[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).mul_(scales[:, :whole].unsqueeze(-1))
+    values[:, whole * BLOCK :].mul_(scales[:, whole:])
+    return values

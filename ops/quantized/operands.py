@@ -146,12 +146,15 @@ def quantized_tokens_for(
     """:func:`tokens_for` of rows that a product of this recipe reads as they came; others read their values."""
     if not tokens.are_of(recipe):
         return tokens_for(reader, recipe, tokens.values(), split_sizes, rows=True, wgrad=wgrad)
+    assert recipe is not None
     trace.note("products read the bytes of the rows as they came")
-    if not wgrad:
-        return Tokens(tokens.dtype, None, None, tokens.rows, recipe, tokens.shape[0])
-    read = tokens_for(reader, recipe, tokens.values(), split_sizes, rows=False, wgrad=True)
-    read.rows = tokens.rows
-    return read
+    kept, columns = None, None
+    if wgrad and recipe.quantises_wgrad:
+        made = {"power_of_two": True, "want_rows": False, "want_columns": True, "exponents": tokens.exponents}
+        columns = quantize_rows(tokens.rows.data, split_sizes, **made).columns
+    elif wgrad:
+        kept = tokens.values()
+    return Tokens(tokens.dtype, kept, kept if columns is None else columns, tokens.rows, recipe, tokens.shape[0])
 
 
 def weight_operands(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:

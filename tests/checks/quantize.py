@@ -13,6 +13,7 @@ from fusible import Pointwise
 from fusible.ops import kernels
 from fusible.ops.formats import reference
 from fusible.ops.formats.copies import BLOCK, Columns, Rows, ceil_blocks
+from fusible.ops.formats.quantized_tokens import decoded
 from fusible.ops.kernels.hopper import quantize, rows
 from fusible.ops.kernels.problems.gemm import ActivationGrads, Operands
 from fusible.ops.kernels.problems.quantized import (
@@ -192,6 +193,22 @@ def check_rows(
     run_rows(QuantizeRows(buffer.to(device)[:, :features], split_sizes.to(device), power_of_two, rows, columns))
     assert_rows(rows, buffer[:, :features], used_rows(sizes, tokens), power_of_two)
     assert_columns(columns, buffer[:, :features], split_sizes, power_of_two)
+
+
+def check_columns_of_bytes(device: str, sizes: Sequence[int], features: int, tail: int = 3, pitch: int = 0) -> None:
+    """Columns of rows of e4m3 are those of their values; powers of two of any size, 0 and NaN among them."""
+    tokens, blocks = sum(size for size in sizes if 0 < size < 2**20) + tail, ceil_blocks(features)
+    width, split_sizes = -(-(features + blocks) // 8) * 8 + pitch, torch.tensor(sizes)
+    draw = torch.Generator().manual_seed(tokens + features)
+    memory = torch.randint(256, (tokens, width), generator=draw, dtype=torch.uint8)
+    exponents = memory[:, features : features + blocks]
+    near_one = torch.randint(100, 140, exponents.shape, generator=draw, dtype=torch.uint8)
+    exponents.copy_(torch.where(torch.rand(exponents.shape, generator=draw) < 0.8, near_one, exponents))
+    data, copy = memory[:, :features].view(torch.float8_e4m3fn), memory.to(device)
+    columns = columns_copy(tokens, len(sizes), features, device)
+    rows, of_rows = copy[:, :features].view(torch.float8_e4m3fn), copy[:, features : features + blocks]
+    run_rows(QuantizeRows(rows, split_sizes.to(device), True, None, columns, exponents=of_rows))
+    assert_columns(columns, decoded(data, exponents), split_sizes, True)
 
 
 def run_rows(problem: QuantizeRows) -> None:

@@ -22,6 +22,12 @@ def test_rows(sizes, dtype, want, power_of_two):
         checks.check_rows("cuda", sizes, features, dtype, want=want, power_of_two=power_of_two, pitch=pitch)
 
 
+@pytest.mark.parametrize("sizes", checks.SIZES, ids=str)
+def test_columns_of_bytes(sizes):
+    for features, pitch in ((16, 0), (128, 8), (400, 0), (2880, 0), (2048, 0)):
+        checks.check_columns_of_bytes("cuda", sizes, features, pitch=pitch)
+
+
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("groups", [1, 70, 512])
 def test_rows_of_many_groups(groups, index):

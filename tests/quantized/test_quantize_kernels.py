@@ -33,6 +33,26 @@ def test_rows(sizes: list[int], power_of_two: bool) -> None:
     checks.check_rows("cpu", sizes, 272, power_of_two=power_of_two)
 
 
+@pytest.mark.parametrize("features", [16, 400])
+@pytest.mark.parametrize("sizes", checks.SIZES, ids=str)
+def test_columns_of_bytes(sizes: list[int], features: int) -> None:
+    checks.check_columns_of_bytes("cpu", sizes, features, pitch=8 if features == 16 else 0)
+
+
+def test_bytes_that_are_refused() -> None:
+    memory = torch.zeros(4, 40, dtype=torch.uint8)
+    rows, exponents = memory[:, :32].view(torch.float8_e4m3fn), memory[:, 32:33]
+    problem = QuantizeRows(rows, torch.tensor([4]), True, None, checks.columns_copy(4, 1, 32, "cpu"))
+    problem.exponents = exponents
+    assert quantize.refusal(problem) is None
+    problem.exponents = exponents.clone()
+    assert "needs exponents [4, 1] of 8 bits at the strides of the rows" in str(quantize.refusal(problem))
+    problem.exponents, problem.x = exponents, memory[:, :32]
+    assert "needs rows of e4m3 at multiples of 8 bytes, got torch.uint8" in str(quantize.refusal(problem))
+    problem.x, problem.rows = rows, checks.rows_copy(4, 32, "cpu")
+    assert "their columns alone" in str(quantize.refusal(problem))
+
+
 @pytest.mark.parametrize("want", ["rows", "columns"])
 @pytest.mark.parametrize("dtype", checks.HALVES, ids=str)
 def test_one_copy(dtype: torch.dtype, want: str) -> None:

@@ -42,6 +42,11 @@ DEVICE Encoding encoding_of(float amax, bool power_of_two) {
   return {encode, __fdiv_rn(1.f, encode)};
 }
 
+// The power of two of a byte of e8m0; of 255 NaN.
+DEVICE float from_e8m0(uint8_t exponent) {
+  return __uint_as_float(exponent == 0 ? 0x00400000u : exponent == 255 ? 0x7FC00000u : uint32_t{exponent} << 23);
+}
+
 // The rows of a thread. Magnitudes are compared as integers, in which NaN is above infinity: a maximum keeps it.
 template <class T, int kRows = kTileRows>
 struct Tile {

@@ -14,12 +14,11 @@
 namespace fusible {
 namespace {
 
-// Gathered rows need registers for their addresses.
-constexpr int blocks_per_multiprocessor(bool gather) { return gather ? 3 : 4; }
-
 // How a thread reads its rows of a tile.
 template <class T, bool kGather>
 struct RowReader {
+  static constexpr int kBlocks = kGather ? 3 : 4;  // on a multiprocessor: addresses of gathered rows take registers
+
   const T* from;  // of the thread's features, of its first row
   int64_t pitch;
   int64_t tokens[kGather ? kTileRows : 1];
@@ -44,14 +43,51 @@ struct RowReader {
   }
 };
 
-template <class T, bool kRows, bool kColumns, bool kGather>
-__global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kGather))
+// The same for rows of e4m3: their values, rounded to bfloat16, which represents all but the smallest exactly.
+struct ByteReader {
+  static constexpr int kBlocks = 4;
+
+  const uint8_t *from, *exponents;  // of the thread's features, and of its first row
+  int64_t pitch;
+
+  DEVICE ByteReader(const QuantizeRows& c, const TokenBlock& block, const TilePosition& at) : pitch(c.pitch) {
+    const int64_t before = (block.first_row + at.row()) * pitch;
+    from = static_cast<const uint8_t*>(c.x) + before + at.feature();
+    exponents = c.exponents + before;
+  }
+
+  DEVICE void read(Tile<__nv_bfloat16>& tile, int64_t first_feature, const TileExtent& extent,
+                   const TilePosition& at) const {
+    uint2 bytes[kTileRows] = {};
+    uint8_t exponent[kTileRows] = {};
+#pragma unroll
+    for (int i = 0; i < kTileRows; ++i) {
+      if (!extent.has(at, i)) continue;
+      bytes[i] = __ldg(reinterpret_cast<const uint2*>(from + i * pitch + first_feature));
+      exponent[i] = __ldg(exponents + i * pitch + first_feature / kScaleBlock);
+    }
+#pragma unroll
+    for (int i = 0; i < kTileRows; ++i) {
+      const float scale = from_e8m0(exponent[i]);
+      float values[8];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 pair = ptx::unpack_e4m3((j < 2 ? bytes[i].x : bytes[i].y) >> 16 * (j % 2));
+        values[2 * j] = __fmul_rn(pair.x, scale), values[2 * j + 1] = __fmul_rn(pair.y, scale);
+      }
+      tile.set(i, values);
+    }
+  }
+};
+
+template <class T, bool kRows, bool kColumns, class Reader>
+__global__ void __launch_bounds__(kQuantizeThreads, Reader::kBlocks)
     quantize_rows_kernel(const __grid_constant__ QuantizeRows c, int chunks) {
   __shared__ ColumnsShared shared;
   const TokenBlock block = token_block(c, chunks);
   if (!block.rows) return;
   const TilePosition at;
-  const RowReader<T, kGather> reader(c, block, at);
+  const Reader reader(c, block, at);
   const BlockFeatures in_block(c, chunks);
   const TokenCopies to(c.rows, c.columns, c.features, block.number, block.first_row);
   quantize_tokens<T, kRows, kColumns>(
@@ -67,7 +103,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kG
 
 // The largest magnitudes of groups, or of those rows and columns that are wanted.
 template <class T, bool kGather>
-__global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kGather))
+__global__ void __launch_bounds__(kQuantizeThreads, RowReader<T, kGather>::kBlocks)
     amax_of_rows_kernel(const __grid_constant__ QuantizeRows c, const Maxima maxima, int chunks) {
   __shared__ ColumnMaxima<T> shared;
   const TokenBlock block = token_block(c, chunks);
@@ -105,7 +141,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kG
 }
 
 template <class T, bool kRows, bool kColumns, bool kGather>
-__global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kGather))
+__global__ void __launch_bounds__(kQuantizeThreads, RowReader<T, kGather>::kBlocks)
     cast_rows_kernel(const __grid_constant__ QuantizeRows c, const Maxima maxima, int chunks) {
   __shared__ ColumnsShared shared;
   __shared__ float encode_of_row[kScaleBlock];
@@ -145,24 +181,34 @@ __global__ void __launch_bounds__(kQuantizeThreads, blocks_per_multiprocessor(kG
       });
 }
 
+// Completes a call, and returns its grid.
+template <class Reader>
+TokenTiles grid_of(QuantizeRows& c, int device) {
+  const TokenTiles tiles = token_tiles(c.tokens, c.sizes.groups, c.features, Reader::kBlocks, c.tiles, device);
+  c.tiles = tiles.of_block;
+  c.rows.scales_pitch = row_scales_pitch(c.tokens);
+  return tiles;
+}
+
+void launch_bytes(QuantizeRows c, int device, cudaStream_t stream) {
+  const TokenTiles tiles = grid_of<ByteReader>(c, device);
+  quantize_rows_kernel<__nv_bfloat16, false, true, ByteReader>
+      <<<tiles.blocks, kQuantizeThreads, 0, stream>>>(c, tiles.chunks);
+}
+
 template <class T, bool kRows, bool kColumns, bool kGather>
-void launch(const QuantizeRows& c, int device, cudaStream_t stream) {
-  const TokenTiles tiles =
-      token_tiles(c.tokens, c.sizes.groups, c.features, blocks_per_multiprocessor(kGather), c.tiles, device);
-  QuantizeRows call = c;
-  call.tiles = tiles.of_block;
-  call.rows.scales_pitch = row_scales_pitch(c.tokens);
+void launch(QuantizeRows c, int device, cudaStream_t stream) {
+  using Reader = RowReader<T, kGather>;
+  const TokenTiles tiles = grid_of<Reader>(c, device);
   if (c.scaling == Scaling::kBlocks) {
-    quantize_rows_kernel<T, kRows, kColumns, kGather>
-        <<<tiles.blocks, kQuantizeThreads, 0, stream>>>(call, tiles.chunks);
+    quantize_rows_kernel<T, kRows, kColumns, Reader><<<tiles.blocks, kQuantizeThreads, 0, stream>>>(c, tiles.chunks);
     return;
   }
   const Maxima maxima(c.scaling, c.amax, c.tokens);
   const int64_t count = largest_magnitudes(c.scaling, c.tokens, c.sizes.groups, c.features);
   FUSIBLE_CUDA_CHECK(cudaMemsetAsync(c.amax, 0, count * sizeof(float), stream), "zeroing ", count, " magnitudes");
-  amax_of_rows_kernel<T, kGather><<<tiles.blocks, kQuantizeThreads, 0, stream>>>(call, maxima, tiles.chunks);
-  cast_rows_kernel<T, kRows, kColumns, kGather>
-      <<<tiles.blocks, kQuantizeThreads, 0, stream>>>(call, maxima, tiles.chunks);
+  amax_of_rows_kernel<T, kGather><<<tiles.blocks, kQuantizeThreads, 0, stream>>>(c, maxima, tiles.chunks);
+  cast_rows_kernel<T, kRows, kColumns, kGather><<<tiles.blocks, kQuantizeThreads, 0, stream>>>(c, maxima, tiles.chunks);
 }
 
 template <class T, bool kGather>
@@ -177,10 +223,12 @@ void launch_wanted(const QuantizeRows& c, int device, cudaStream_t stream) {
 void quantize_rows(const QuantizeRows& c, int device, cudaStream_t stream) {
   if (!c.tokens || !c.features || !c.sizes.groups) return;
   const DeviceGuard guard(device);
-  dispatch_dtype_of_16_bits(c.type, [&](auto type) {
-    using T = Element<decltype(type)::value>;
-    c.slot_of_row ? launch_wanted<T, true>(c, device, stream) : launch_wanted<T, false>(c, device, stream);
-  });
+  if (c.exponents) launch_bytes(c, device, stream);
+  else
+    dispatch_dtype_of_16_bits(c.type, [&](auto type) {
+      using T = Element<decltype(type)::value>;
+      c.slot_of_row ? launch_wanted<T, true>(c, device, stream) : launch_wanted<T, false>(c, device, stream);
+    });
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "quantising ", c.tokens, " rows of ", c.features, " features, ",
                      c.sizes.groups, " groups");
 }

@@ -179,7 +179,7 @@ def new_scaled_wgrad(a: Tensor, b: Tensor, split_sizes: Tensor, out_dtype: torch
     return a.new_empty((split_sizes.shape[0], a.shape[1], b.shape[1]), dtype=out_dtype or torch.bfloat16)
 
 
-@kernel(new_copies)
+@kernel(new_copies, added=("exponents",))
 def quantize_rows(
     x: Tensor,
     split_sizes: Tensor,
@@ -189,14 +189,17 @@ def quantize_rows(
     want_columns: bool = False,
     slot_of_row: Tensor | None = None,
     top_k: int = 1,
+    exponents: Tensor | None = None,
 ) -> RowCopies:
     """The wanted copies of the rows of ``x`` [T, K].
 
     Args:
         slot_of_row: row r of the copies is that of the token ``slot_of_row[r] // top_k``; None: of the token r.
+        exponents: of e4m3 rows, see :class:`QuantizeRows`.
     """
     copies = new_copies(x, split_sizes, want_rows, want_columns, slot_of_row)
-    quantize(QuantizeRows(x, split_sizes, power_of_two, copies.rows, copies.columns, slot_of_row, top_k))
+    operands = copies.rows, copies.columns
+    quantize(QuantizeRows(x, split_sizes, power_of_two, *operands, slot_of_row, top_k, exponents=exponents))
     return copies
 
 

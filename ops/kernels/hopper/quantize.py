@@ -59,7 +59,7 @@ def run(problem: Quantizing) -> None:
 def _rows_refusal(problem: QuantizeRows) -> str | None:
     x, tokens = problem.x, problem.tokens
     return (
-        rows_refusal(x)
+        (rows_refusal(x) if problem.exponents is None else _bytes_refusal(problem, problem.exponents))
         or tokens_refusal(tokens, problem.split_sizes)
         or features_refusal(x.shape[1])
         or indices_refusal(problem.slot_of_row)
@@ -75,6 +75,18 @@ def rows_refusal(x: Tensor) -> str | None:
         return f"quantises bfloat16 or float16 rows, not {x.dtype}"
     if x.stride(1) != 1 or x.stride(0) % 8 or addresses(x)[0] % _VECTOR:
         return f"needs dense rows at multiples of 16 bytes, got strides {list(x.stride())}"
+    return None
+
+
+def _bytes_refusal(problem: QuantizeRows, exponents: Tensor) -> str | None:
+    """The reason against rows of e4m3, or None."""
+    x, shape = problem.x, (problem.x.shape[0], ceil_blocks(problem.x.shape[1]))
+    if problem.rows is not None or problem.slot_of_row is not None or problem.scaling is not Scaling.BLOCKS:
+        return "makes of rows of bytes their columns alone, with the scales of blocks"
+    if x.dtype != torch.float8_e4m3fn or x.stride(1) != 1 or x.stride(0) % 8 or addresses(x)[0] % 8:
+        return f"needs rows of e4m3 at multiples of 8 bytes, got {x.dtype} with strides {list(x.stride())}"
+    if exponents.dtype != torch.uint8 or exponents.shape != shape or exponents.stride() != x.stride():
+        return f"needs exponents {list(shape)} of 8 bits at the strides of the rows, got {list(exponents.shape)}"
     return None
 
 
@@ -146,7 +158,7 @@ def _quantize_rows(problem: QuantizeRows) -> None:
     compiled().quantize_rows(
         device=device,
         stream=stream(device),
-        type=TYPE_CODES[x.dtype],
+        type=TYPE_CODES[torch.bfloat16 if problem.exponents is not None else x.dtype],
         tokens=problem.tokens,
         features=x.shape[1],
         x=x.data_ptr(),
@@ -154,6 +166,7 @@ def _quantize_rows(problem: QuantizeRows) -> None:
         **group_arguments(sizes),
         power_of_two=problem.power_of_two,
         **_copy_arguments(problem.rows, problem.columns),
+        exponents=address(problem.exponents),
         slot_of_row=address(problem.slot_of_row),
         top_k=problem.top_k,
         scaling=_SCALING_CODES[problem.scaling],

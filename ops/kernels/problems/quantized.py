@@ -52,7 +52,7 @@ class QuantizeRows(SourceRows):
     """Quantises rows of tokens, sorted by group.
 
     Attributes:
-        x: bfloat16 or float16 [T, K], with dense columns.
+        x: bfloat16 or float16 [T, K], with dense columns; or the bytes of e4m3 values, see ``exponents``.
         split_sizes: int32 or int64 [E], on the device of ``x``. Rows past the last group may become anything.
         power_of_two: whether scales are powers of two.
         rows: where the copy goes that lies as ``x`` does; None: it is not wanted.
@@ -62,6 +62,8 @@ class QuantizeRows(SourceRows):
         scaling: of whole rows and groups, the rows have a scale each, [T].
         encode: float32 [E], what the values of each group are multiplied by, where groups have the scales; None: that
             follows from the values.
+        exponents: e8m0 as uint8 [T, ceil(K / 128)]: the values of e4m3 rows are bytes times these powers of two,
+            rounded to bfloat16. Of such rows columns are made, in blocks. None: ``x`` are values.
     """
 
     x: Tensor
@@ -73,10 +75,11 @@ class QuantizeRows(SourceRows):
     top_k: int = 1
     scaling: Scaling = Scaling.BLOCKS
     encode: Tensor | None = None
+    exponents: Tensor | None = None
 
     @property
     def bytes(self) -> int:
-        read = nbytes(self.x) * _reads(self.scaling) + nbytes(self.slot_of_row)
+        read = nbytes(self.x) * _reads(self.scaling) + nbytes(self.slot_of_row, self.exponents)
         return read + copy_bytes(self.rows, self.columns)
 
     def __str__(self) -> str:

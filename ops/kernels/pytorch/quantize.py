@@ -10,6 +10,7 @@ from torch import Tensor
 from ...formats import reference
 from ...formats.copies import Columns, Rows, Scaling, Weight
 from ...formats.float8 import definition
+from ...formats.quantized_tokens import decoded
 from ...formats.recipe import Recipe
 from ..problems.gemm import ActivationGrads, stacked
 from ..problems.quantized import (
@@ -36,7 +37,8 @@ def run(problem: Quantizing) -> None:
 def _rows(problem: QuantizeRows) -> None:
     if problem.scaling is not Scaling.BLOCKS:
         return _fill_whole(problem)
-    _fill(problem.gathered(), problem.split_sizes, problem.power_of_two, problem.rows, problem.columns)
+    x = problem.gathered() if problem.exponents is None else decoded(problem.x, problem.exponents)
+    _fill(x, problem.split_sizes, problem.power_of_two, problem.rows, problem.columns)
 
 
 def _fill_whole(problem: QuantizeRows) -> None:
