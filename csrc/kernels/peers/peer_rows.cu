@@ -174,40 +174,47 @@ __device__ int64_t column_of(unsigned column_block, int step) {
   return ((column_block * kSteps + step) * int64_t{32} + threadIdx.x % 32) * kVector;
 }
 
-template <class T, int kVector>
-__device__ void write_row(const PeerRows& c, int64_t row, unsigned column_block,
-                          const Vector<T, kVector> (&x)[kSteps]) {
+// A word of ones, which is NaN of any type; else zeros.
+template <class Word>
+__device__ Word all_bits(bool ones) {
+  Word word;
+  memset(&word, ones ? 0xFF : 0, sizeof(Word));
+  return word;
+}
+
+// Words, not elements: of an array of elements that may become NaN, nvcc stores one by one.
+template <class Word>
+__device__ void write_row(const PeerRows& c, int64_t row, int row_words, const Word (&x)[kSteps]) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const int64_t column = column_of<kVector>(column_block, step);
-    if (column < c.columns)
-      *reinterpret_cast<Vector<T, kVector>*>(static_cast<T*>(c.out) + row * c.columns + column) = x[step];
+    const int64_t at = column_of<1>(blockIdx.y, step);
+    if (at < row_words) static_cast<Word*>(c.out)[row * row_words + at] = x[step];
   }
 }
 
 // Reads a row; NaN of any type if the lane has failed.
-template <class T, int kVector>
-__device__ void read_row(const PeerRows& c, const T* row, unsigned column_block, Vector<T, kVector> (&x)[kSteps]) {
+template <class Word>
+__device__ void read_row(const PeerRows& c, const Word* row, int row_words, Word (&x)[kSteps]) {
   const bool failed = c.state->failed;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const int64_t column = column_of<kVector>(column_block, step);
-    if (column < c.columns) x[step] = read_vector<T, kVector>(row + column);
-    if (failed)
-      for (T& value : x[step].values) value = static_cast<T>(~T{});
+    const int64_t at = column_of<1>(blockIdx.y, step);
+    if (at < row_words) x[step] = row[at];
+    if (failed) x[step] = all_bits<Word>(true);
   }
 }
 
 // Neighbouring blocks read from different ranks, so that all links, and the memory of this device, are used all the
 // time. Behind those for tokens are blocks for the tail.
-template <class T, int kVector>
-__global__ void __launch_bounds__(kThreads) pull_kernel(const __grid_constant__ PeerRows c, unsigned token_blocks) {
+template <class Word>
+__global__ void __launch_bounds__(kThreads)
+    pull_kernel(const __grid_constant__ PeerRows c, int row_words, unsigned token_blocks) {
   const auto [first, count] = kept_by(c.firsts, c.peers.rank, c.capacity);
   const int warp = threadIdx.x / 32, ranks = c.peers.ranks;
-  Vector<T, kVector> x[kSteps] = {};
+  Word x[kSteps] = {};
   if (blockIdx.x >= token_blocks) {
     const int64_t row = (blockIdx.x - token_blocks) * int64_t{kWarps} + warp;
-    if (row >= count && row < c.capacity) write_row(c, row, blockIdx.y, x);
+    if (row >= count && row < c.capacity) write_row(c, row, row_words, x);
     return;
   }
   const int source = static_cast<int>((c.peers.rank + 1 + blockIdx.x) % ranks);
@@ -220,8 +227,8 @@ __global__ void __launch_bounds__(kThreads) pull_kernel(const __grid_constant__ 
     const unsigned row = base + lane < c.top_k ? c.row_of_slot[slot] - first : ~0u;
     unsigned here = __ballot_sync(~0u, row < count);
     if (here && !read)
-      read_row(c, in_buffer<const T>(c.peers, source, c.at) + token * c.columns, blockIdx.y, x), read = true;
-    for (; here; here &= here - 1) write_row(c, __shfl_sync(~0u, row, __ffs(here) - 1), blockIdx.y, x);
+      read_row(c, in_buffer<const Word>(c.peers, source, c.at) + token * row_words, row_words, x), read = true;
+    for (; here; here &= here - 1) write_row(c, __shfl_sync(~0u, row, __ffs(here) - 1), row_words, x);
   }
 }
 
@@ -239,14 +246,6 @@ __device__ uint64_t source_of(const PullBlocks& c, const Arrivals& arrivals, int
     return reinterpret_cast<uint64_t>(c.out) + first * int64_t{row_bytes};
   const int tokens = static_cast<int>(c.tokens);
   return c.peers.buffers[token / tokens] + c.at + token % tokens * int64_t{row_bytes};
-}
-
-// A word of ones, which is NaN of any type; else zeros.
-template <class Word>
-__device__ Word all_bits(bool ones) {
-  Word word;
-  memset(&word, ones ? 0xFF : 0, sizeof(Word));
-  return word;
 }
 
 // Words of a row by a warp, which has kLoads in each lane under way before it stores one; from nowhere, `fill`.
@@ -505,16 +504,19 @@ dim3 grid_of(const PeerRows& c, int64_t blocks, int vector) {
   return {static_cast<unsigned>(blocks), static_cast<unsigned>(blocks_of(c.columns, 32 * kSteps * vector)), 1};
 }
 
-template <class T, int kVector>
+int row_bytes_of(const PeerRows& c) { return static_cast<int>(c.columns * bytes_of(c.type)); }
+
+template <class Word>
 void launch_pull(const Pull& c, cudaStream_t stream) {
   const int64_t tokens = blocks_of(c.tokens, kWarps) * c.peers.ranks, tail = c.fill ? blocks_of(c.capacity, kWarps) : 0;
-  const dim3 grid = grid_of(c, tokens + tail, kVector);
-  pull_kernel<T, kVector><<<grid, kThreads, 0, stream>>>(c, static_cast<unsigned>(tokens));
+  const int row_words = row_bytes_of(c) / static_cast<int>(sizeof(Word));
+  const dim3 grid(static_cast<unsigned>(tokens + tail), static_cast<unsigned>(blocks_of(row_words, 32 * kSteps)));
+  pull_kernel<Word><<<grid, kThreads, 0, stream>>>(c, row_words, static_cast<unsigned>(tokens));
 }
 template <class Word>
 void launch_pull_blocks(const PullBlocks& c, cudaStream_t stream) {
   const unsigned blocks = std::min(c.blocks, device_properties(current_device()).multiprocessors);  // all are resident
-  const int row_bytes = static_cast<int>(c.columns * bytes_of(c.type));
+  const int row_bytes = row_bytes_of(c);
   pull_blocks_kernel<Word>
       <<<blocks, kMostThreads, 0, stream>>>(c, row_bytes, pieces_of_block(c), c.fill ? c.capacity : 0);
 }
@@ -586,9 +588,9 @@ void stage_rows(const StageRows& c, int device, cudaStream_t stream) {
 void pull(const Pull& c, int device, cudaStream_t stream) {
   if (!c.columns) return;
   const DeviceGuard guard(device);
-  const bool vectors = fits(c, c.out, 0);
-  if (bytes_of(c.type) == 4) vectors ? launch_pull<uint32_t, 4>(c, stream) : launch_pull<uint32_t, 1>(c, stream);
-  else vectors ? launch_pull<uint16_t, 8>(c, stream) : launch_pull<uint16_t, 1>(c, stream);
+  if (fits(c, c.out, 0)) launch_pull<uint4>(c, stream);
+  else if (bytes_of(c.type) == 4) launch_pull<uint32_t>(c, stream);
+  else launch_pull<uint16_t>(c, stream);
   FUSIBLE_CUDA_CHECK(cudaGetLastError(), "rows of ", c.tokens, " tokens of each of ", c.peers.ranks, " ranks");
 }
 
