@@ -27,7 +27,7 @@ _TENSORS = ("x", "weight", "gradient")
 
 @dataclass(frozen=True)
 class Delayed(Steps):
-    """The scale of a tensor comes from the largest of its last ``history`` amaxes, divided by 2 ** ``margin``.
+    """A rule for scales: the largest of the last ``history`` amaxes of a tensor, divided by 2 ** ``margin``.
 
     Raises:
         ValueError: a history that is not positive, a margin that is negative.

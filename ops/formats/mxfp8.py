@@ -33,8 +33,8 @@ class MXFP8(Recipe):
     """e4m3 with a power of two for each 32 values along the contraction, as Blackwell multiplies it.
 
     Attributes:
-        compute: "exact": dequantised to bfloat16, which loses nothing, and multiplied there; "fast": regrouped to
-            blocks of 128 and multiplied as :class:`Float8Block`.
+        compute: ``"exact"``: values are dequantised to bfloat16 without loss and multiplied there; ``"fast"``: they are
+            regrouped to blocks of 128 and multiplied as under :class:`Float8Block`.
 
     Raises:
         ValueError: another value.
@@ -47,7 +47,7 @@ class MXFP8(Recipe):
 
     @property
     def is_exact(self) -> bool:
-        """Whether products are those of the values, in 16 bits."""
+        """Whether products are those of the dequantised values, in 16 bits."""
         return self.compute == "exact"
 
     @property

@@ -25,12 +25,12 @@ from .reference import amax_of, decode_scales, encode_scales, gather, groups_of,
 @register
 @dataclass(frozen=True)
 class Float8Tensor(Float8):
-    """One scale for all rows of a group, and one for each expert's weight.
+    """e4m3 with one scale for all rows of a group, and one for each expert's weight.
 
     Attributes:
         scales, gradient, wgrad, fast_accumulation: as for :class:`Float8Row`.
-        delayed: scales come from past amaxes, which a linear with this recipe of its own keeps in buffers; None: from
-            the tensor itself.
+        delayed: the rule for scales from past amaxes, which a linear with its own recipe keeps in buffers; None: scales
+            come from the tensor itself.
 
     Raises:
         ValueError: another value.

@@ -253,7 +253,7 @@ class Steps(ABC):
 
 @dataclass(frozen=True)
 class NoRecipe(Recipe):
-    """Nothing is quantised: for an op in a ``config(recipe=...)`` that does not apply to it."""
+    """A recipe that quantises nothing, for an op to which an enclosing ``config(recipe=...)`` must not apply."""
 
     quantises: ClassVar[bool] = False
 
