@@ -39,7 +39,7 @@ def check_op(op: Op, x: Tensor, **keywords: object) -> None:
     Raises:
         AssertionError: a promise does not hold; the message says which.
         ArgumentError: not an op; keywords that do not fit it; an op that delivers a gradient itself, such as to
-        ``main_grad``.
+            ``main_grad``.
 
     >>> import torch, fusible
     >>> fusible.testing.check_op(fusible.SwiGLU(), torch.randn(3, 4))

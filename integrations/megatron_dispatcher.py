@@ -101,7 +101,7 @@ class FusibleFlexTokenDispatcher(MoEFlexTokenDispatcher):  # type: ignore[misc]
 
     Args:
         options: options of the exchanges. The capacity defaults to ``moe_expert_rank_capacity_factor`` if Megatron has
-        it, else to the number of rows that arrive.
+            it, else to the number of rows that arrive.
 
     Raises:
         ValueError: the configuration pads the tokens of experts, or its experts need padded rows.
@@ -143,7 +143,7 @@ def install(layer: ModuleType | None = None, **options: Any) -> None:
     Args:
         layer: the module of ``MoELayer``; that of the installed Megatron-Core by default.
         options: arguments of :class:`fusible.ep.Group`: ``max_tokens``, ``capacity``, ``combine``, ``transport``,
-        ``timeout``. ``max_tokens`` is only needed with a fixed capacity.
+            ``timeout``. ``max_tokens`` is only needed with a fixed capacity.
     """
     module: Any = layer if layer is not None else import_module(LAYER)
     module.MoEFlexTokenDispatcher = partial(FusibleFlexTokenDispatcher, options=ExchangeOptions(**options))

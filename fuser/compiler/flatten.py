@@ -21,7 +21,7 @@ class Container(nn.Sequential):
 
     Attributes:
         container_forward: the ``forward`` that runs a plan. A container with another ``forward`` is called as a plain
-        module.
+            module.
     """
 
     container_forward: ClassVar[Callable[..., object]]
@@ -157,7 +157,7 @@ class FlatContainer:
 
         Raises:
             ArgumentError: the key has the wrong type, is not in the container or is there more than once, or takes no
-            keywords.
+                keywords.
             IndexError: an index out of range.
         """
         if isinstance(key, nn.Module):

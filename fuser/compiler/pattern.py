@@ -82,7 +82,7 @@ def maximal_runs(graph: OpGraph, types: OpTypes) -> list[list[str]]:
 class Match:
     """Ops by role: ``m.fc1`` is the op, or None for an optional role that is missing.
 
-    Parametrized parameters are not computed for it; everything but their values can be read.
+    It does not compute parametrized parameters; everything but their values can be read.
     """
 
     graph: OpGraph

@@ -74,7 +74,7 @@ class CallCache:
 
         Args:
             arguments: the call's arguments, if a later call may repeat it; ``names``: the names of the last ones, which
-            are keywords.
+                are keywords.
         """
         key = call_key(self.layout, call, runtime)
         if isinstance(key, Refusal):

@@ -78,8 +78,7 @@ class Delivery(NamedTuple):
     Attributes:
         name: the input's name, as in ``needs_grad``.
         side_effects: returns the gradient's destination, and raises if the gradient cannot go there. A backward calls
-            it
-            before it writes anything, and only if it wants the gradient.
+            it before it writes anything, and only if it wants the gradient.
     """
 
     name: str
@@ -99,10 +98,8 @@ class Promises:
             does not see the op, and code that works in place behaves as without it. Lost with another ``fwd`` or
             ``bwd``.
         values_checked: the keywords whose values :meth:`Op.check` may read, only on the host, where reading does not
-            wait.
-            Of other tensors and of parameters it reads shapes, dtypes and devices, so a call with shapes that have
-            passed
-            is not checked again. None: it may read any value. Lost with another ``check``.
+            wait. For other tensors and for parameters it reads shapes, dtypes and devices, so a call with shapes that
+            have passed is not checked again. None: it may read any value. Lost with another ``check``.
         eager_only: the reason why ``torch.compile`` runs the op eagerly, between graphs; None: it compiles the op.
     """
 
@@ -161,8 +158,7 @@ class Op(nn.Module, ABC):
         output_to_caller: by extra output, whether a container returns it; None: if no later op reads it.
         promises: the promises to the runner; see :class:`Promises`.
         untraced: names of attributes that cache state of calls, on which no result depends: ``torch.compile`` runs a
-            copy
-            in which they are empty.
+            copy in which they are empty.
         reserved: the reserved names that ``fwd``, ``bwd`` and ``check`` declare.
         caches: names of attributes that cache facts about parameters; a view (:mod:`parametrized`) has its own.
         attribute_version: how often an attribute has been assigned.

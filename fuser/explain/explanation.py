@@ -116,10 +116,10 @@ class Explanation:
     """The explanation of a call. Prints as tables; :meth:`to_text`, ``to_mermaid``, ``to_dot`` and ``to_svg`` draw it.
 
     Attributes:
-        fusions: the fusions that were taken or refused, except those within a larger one that was taken.
-        near_misses: fusions that would fit but for one op.
-        replay: whether the call replays captured launches, and if not, why; empty on devices without launches. It
-        depends on earlier calls, so it is ignored in comparisons.
+        fusions: the fusions that were taken or refused, except those inside a larger fusion that was taken.
+        near_misses: fusions that fit except for one op.
+        replay: whether the call replays captured launches, or why not; empty on devices without launches. It depends on
+            earlier calls, so comparisons ignore it.
     """
 
     steps: tuple[ExplainedStep, ...]

@@ -42,7 +42,7 @@ class MakeExtraOutput(Op):
     Args:
         name: an identifier.
         output_to_caller: whether a container returns the extra output, after the main output. None: only if no op reads
-        it.
+            it.
 
     Raises:
         ValueError: a name that is not an identifier, or that is reserved.

@@ -53,7 +53,7 @@ class DispatchedRows(NamedTuple):
     Attributes:
         table: a :class:`Table`.
         rows: of a transport [Q, columns of the tokens], as of :meth:`Transport.pull`; of an :class:`EPDispatch` what it
-        makes of them.
+            makes of them.
         scales: their weights.
         arriving: counters of the rows, which may still come while the next kernel runs that is told of them; None:
             whatever is launched next finds them. It is to be kept as long as the rows come.

@@ -24,10 +24,8 @@ class Float8Row(Float8):
     Attributes:
         scales, gradient, wgrad: as for :class:`Float8Block`.
         fast_accumulation: products of rows and weights are summed entirely in the tensor core's short accumulator,
-            which
-            makes sums of one sign some percent too small. Otherwise sums are promoted every 128 values, as sums of
-            weight
-            gradients always are.
+            which makes sums of one sign some percent too small. Otherwise sums are promoted every 128 values, as sums
+            of weight gradients always are.
 
     Raises:
         ValueError: another value.

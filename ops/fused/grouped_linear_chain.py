@@ -90,7 +90,10 @@ def _pattern(run: Run) -> Pattern:
 
 @register_fusion(_pattern(Run(AFFINE, PointwiseChain)), priority=-5)
 class GroupedLinearChain(FusedOp):
-    """The product and the chain as one kernel, the chain's gradients as another; keeps x and what gradients read."""
+    """A grouped linear and a chain that adds and multiplies: one kernel forward, another for the chain's gradients.
+
+    It keeps x, and the tensors that gradients read.
+    """
 
     promises = Promises(replayable=True)
     fc1: GroupedLinear
@@ -165,4 +168,4 @@ class GroupedLinearChain(FusedOp):
 
 @register_fusion(_pattern(Run(LINKS, PointwiseChain, _adds_a_matrix, shortest=1)), priority=25)
 class GroupedLinearResidual(GroupedLinearChain):
-    """The chain adds a matrix."""
+    """A grouped linear and a chain that adds a matrix."""

@@ -55,10 +55,10 @@ class MLPCall:
 
 @register_fusion(EXPERTS, priority=30)
 class GroupedMLP(FusedOp):
-    """Experts with one kernel for each product, which also computes what is pointwise around it.
+    """Experts with one kernel for each product, which also computes the pointwise operations around it.
 
-    The rows of T tokens are sorted by expert; e is the expert of a row, s its scale before the second linear and o that
-    after it, C = 2F for an activation with gate and up, else F::
+    The rows of T tokens are sorted by expert; e is the expert of a row, s its scale before the second linear and o its
+    scale after it; C is 2F for an activation with gate and up, else F::
 
         h[T, C] = x[T, K] W1[e].T + b1[e]           kept, with x, s and o
         a[T, F] = s[T] * act(h)                     in the epilogue of h
@@ -70,7 +70,7 @@ class GroupedMLP(FusedOp):
         dW2[e] = dy.T (s o act(h))                  db2[e] = sum of o dy
         dx[T, K] = dh W1[e], dW1[e] = dh.T x        db1[e] = sum of dh
 
-    Products read :class:`Tokens`, which a linear makes: rows as they are, gathered, or quantised by its recipe.
+    Products read :class:`Tokens`, which a linear makes: unquantised, gathered, or quantised by its recipe.
     """
 
     promises = Promises(replayable=True)

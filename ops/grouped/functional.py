@@ -56,8 +56,8 @@ def grouped_gemm(
         alpha, beta: numbers, or tensors [E]. Not differentiable. If beta is the number 0, ``out`` is not read.
         bias: [E, N].
         out_elements: the number of elements to allocate if the operands' shapes do not bound the output: if both its
-        dims are ragged, or one and the depth. Without it and without ``out``, the call waits for the device. Unused
-        elements are zero; a group that does not fit is left out. Gradients never wait.
+            dims are ragged, or one and the depth. Without it and without ``out``, the call waits for the device. Unused
+            elements are zero; a group that does not fit is left out. Gradients never wait.
 
     Returns:
         A tensor if both operands are tensors, else a :class:`GroupedTensor`.

@@ -68,10 +68,8 @@ class QuantileBias:
 
     Kimi-K3 report, section 2.3.3 and appendix D. Let ``alpha_i`` be the (k + 1)-th highest biased score of token i. For
     token i to choose expert j, the bias must be ``r_ij = alpha_i - s_ij``. The next bias of an expert is the quantile k
-    / E
-    of its ``r_ij`` over the tokens, minus the mean of these quantiles over the experts. A histogram from the lowest
-    bias
-    minus 1 to the highest plus 1 counts the tokens of all microbatches and ranks.
+    / E of its ``r_ij`` over the tokens, minus the mean of these quantiles over the experts. A histogram from the lowest
+    bias minus 1 to the highest plus 1 counts the tokens of all microbatches and ranks.
 
     Args:
         bins: the number of bins of each expert's histogram, int64 [E, bins].

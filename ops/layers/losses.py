@@ -56,10 +56,8 @@ class SwitchLoss:
     """``alpha * E * sum over i of f_i P_i``: the load-balancing loss of the Switch Transformer.
 
     Arxiv 2101.03961, equations 4 to 6. ``f_i`` is the share of expert i in all slots, and ``P_i`` is its mean
-    probability
-    over the tokens. The shares add up to 1 for any k, so the loss of an even load is alpha. Transformers computes k
-    times
-    this loss, over all layers together.
+    probability over the tokens. The shares add up to 1 for any k, so the loss of an even load is alpha. Transformers
+    computes k times this loss, over all layers together.
     """
 
     alpha: float
@@ -76,14 +74,12 @@ class GlobalLoss:
     """:class:`SwitchLoss` with the experts' shares in the tokens of all ranks, the global batch (arxiv 2501.11873).
 
     The mean over the ranks is the loss of all tokens together, even if ranks have different numbers of tokens. Each
-    call
-    reduces E + 1 whole numbers over ``group``, so all ranks must call the router equally often.
+    call reduces E + 1 whole numbers over ``group``, so all ranks must call the router equally often.
 
     Args:
         alpha: the factor.
         group: the ranks that have other tokens, as ``torch.distributed`` takes it; None: all ranks, or only this
-            process
-            if ``torch.distributed`` is not initialised.
+            process if ``torch.distributed`` is not initialised.
     """
 
     alpha: float

@@ -65,19 +65,17 @@ class MoE(nn.Module):
         scale: a factor of all weights.
         groups: the groups of experts, as a :class:`Groups` or as their number.
         top_groups: with a number of groups, how many of them a token chooses from.
-        balance_loss: alpha of the load-balancing loss of the Switch Transformer, ``alpha * E * sum of f_i P_i``
-            (arxiv 2101.03961, equation 4), which each call then returns. None: no such loss.
+        balance_loss: alpha of the load-balancing loss of the Switch Transformer, ``alpha * E * sum of f_i P_i`` (arxiv
+            2101.03961, equation 4), which each call then returns. None: no such loss.
         losses: further losses, as for :class:`Router`.
         bias_update_rate: the step by which :meth:`update_bias` moves the selection bias of an expert (arxiv
-            2408.15664):
-            ``balance=SignBias(rate)``. None: no selection bias.
+            2408.15664): ``balance=SignBias(rate)``. None: no selection bias.
         balance: another rule for the selection bias, as for :class:`Router`.
         router_bias: whether the logits have a bias, a parameter [E].
         shared_ffn: the width of the shared experts together, which every token passes. None: no shared experts.
         shared_gate: whether the output of the shared experts is multiplied by ``sigmoid(gate @ x)``.
         single_grouped_weight: whether each linear of the experts has one parameter ``weight`` [E, out, in]. Otherwise
-            it
-            has ``weight0``, ``weight1``, … [out, in], and biases alike, for optimisers of matrices.
+            it has ``weight0``, ``weight1``, … [out, in], and biases alike, for optimisers of matrices.
 
     Raises:
         ArgumentError: a size is not a positive int, or a factor is not a number; in a call, tokens are not [..., H], or
@@ -167,13 +165,11 @@ class MoE(nn.Module):
 
         Args:
             valid: bool [...], True for a real token. Other tokens go to no expert and enter no count and no loss;
-                shared
-                experts see them. A padding mask is ``valid=~mask``.
+                shared experts see them. A padding mask is ``valid=~mask``.
             ids: whole numbers [..., k], the experts of each token, such as those of another run; see
                 :func:`fusible.functional.route`.
             sequences: for :class:`SequenceLoss`: the number of each token's sequence, whole numbers [...]; or the
-                length of
-                all sequences.
+                length of all sequences.
             routes: the routes of these tokens, flattened to [T, H], from another router; the layer's own router does
                 not run.
         """
@@ -223,8 +219,7 @@ class MoE(nn.Module):
         """Moves the selection bias towards an even load. Call it once per optimiser step.
 
         It reads and resets ``load``, the tokens since the last update. A call in training mode that records gradients
-        counts
-        its tokens, once even under activation checkpointing.
+        counts its tokens, once even under activation checkpointing.
 
         Args:
             group: the ranks whose tokens count, as ``torch.distributed`` takes it. None: only this process.

@@ -89,8 +89,7 @@ def route(
 
     A key is a score plus the bias. Without bias and groups, logits are compared, since rounded scores may be equal: the
     sigmoids of 30 and 31 are both 1. Normalised weights come from logarithms of scores, so they add up to ``scale``
-    even if
-    all scores underflow.
+    even if all scores underflow.
 
     Args:
         logits: [T, E], of any floating-point dtype; computed in at least float32.

@@ -41,8 +41,7 @@ class Router(WideBuffers):
         groups: a :class:`Groups`, or the number of groups, ``top_groups`` of which are kept by their two best scores.
         top_groups: with a number of groups, how many of them a token chooses from.
         selection_bias: whether there is a buffer ``selection_bias`` [E], zero at first. It is added to the scores for
-            the
-            choice of experts, but not to the weights.
+            the choice of experts, but not to the weights.
         balance: the rule by which :meth:`update_bias` moves ``selection_bias``: :class:`SignBias` or
             :class:`QuantileBias`. It implies ``selection_bias=True``.
         losses: the losses of each call, added up in ``Routes.loss``: :class:`SwitchLoss`, :class:`GlobalLoss`,
@@ -52,8 +51,7 @@ class Router(WideBuffers):
     Attributes:
         gate: the op that gives the logits, with the keywords ``weight`` and ``logit_bias``.
         choice: a container with the op that chooses. It takes logits, gives weights, ids and counts, and has the
-            keywords
-            ``selection_bias``, ``valid`` and ``ids``.
+            keywords ``selection_bias``, ``valid`` and ``ids``.
 
     Raises:
         ArgumentError: a size is not a positive int, or the scale is not a number.
@@ -153,8 +151,7 @@ class Router(WideBuffers):
             valid: bool [T], as for :func:`fusible.functional.route`.
             ids: whole numbers [T, k], as for :func:`fusible.functional.route`.
             sequences: for :class:`SequenceLoss`: the number of each token's sequence, whole numbers [T]; or the length
-                of all
-                sequences.
+                of all sequences.
         """
         is_rows = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
         if not is_rows or x.shape[1] != self.weight.shape[1]:

@@ -42,7 +42,7 @@ class Parameters(NamedTuple):
         Raises:
             TypeError: the function is not callable.
             ValueError: it is a module with parameters; a column or a constant is not a parameter of the function; a
-            name is both; a name is reserved; or an argument cannot be passed by position.
+                name is both; a name is reserved; or an argument cannot be passed by position.
         """
         _check_callable(function)
         parameters = _parameters(function)

@@ -17,8 +17,7 @@ class IdentityExperts(Op):
     """Passes tokens on, and gives their share of identity experts as the extra output ``identity``.
 
     ``identity = x * (the sum of a token's weights whose ids are num_experts or more)``: the zero experts of
-    LongCat-Flash
-    (arxiv 2509.01322, equation 1). :class:`Dispatch` ignores such ids. A layer with identity experts is::
+    LongCat-Flash (arxiv 2509.01322, equation 1). :class:`Dispatch` ignores such ids. A layer with identity experts is::
 
         Sequential(IdentityExperts(E), Dispatch(E), ..., Combine(), AddExtraInput("identity"))
 

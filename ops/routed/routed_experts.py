@@ -46,7 +46,7 @@ def routed_experts(
     Args:
         x: [T, H], the tokens.
         top_k_index: int32 or int64 [T, k], the experts of each token, k at least 1. An id below 0, or of E or more,
-        belongs to no expert and adds nothing, so a rank of expert parallelism may pass ids of other ranks.
+            belongs to no expert and adds nothing, so a rank of expert parallelism may pass ids of other ranks.
         top_k_weights: floating-point [T, k].
         w_up: [E, N, H], in the dtype of ``x`` unless autocast is on.
         w_down: [E, H, F].

@@ -92,7 +92,7 @@ def gated(
 
     Raises:
         ValueError: an unknown activation or layout, a limit that is not positive, an alpha of 0 or without silu, or a
-        number that is not finite.
+            number that is not finite.
     """
     limit = limit if limit is None else _number("limit", limit)
     alpha, linear_offset = _number("alpha", alpha), _number("linear_offset", linear_offset)

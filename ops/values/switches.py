@@ -72,8 +72,7 @@ def config(
 
     Raises:
         ValueError: a switch that is not a bool; an unknown backend; a string for ``disable_fusions``; a recipe that is
-            not
-            a frozen dataclass.
+            not a frozen dataclass.
     """
     names = disable_fusions
     if names is not None and not isinstance(names, str):

@@ -2,8 +2,7 @@
 writes both operands.
 
 They write memory that the door has just allocated and no one else has seen, so its version stays. Rows past the last
-group are
-neither read nor written.
+group are neither read nor written.
 """
 
 from __future__ import annotations
@@ -412,9 +411,7 @@ def _activation_arguments(problem: QuantizeActivation | QuantizeActivationBackwa
 
 
 def _workspace(problem: QuantizeActivationBackward, dvectors: int) -> Tensor | None:
-    """The workspace, or None if nothing is summed. Sized at every call, so that a capture sees the sizes
-    it depends on.
-    """
+    """The workspace, or None if nothing is summed. Sized at every call, so that a capture sees the sizes it depends on."""
     if problem.dscales is None and not dvectors:
         return None
     tokens, features = problem.dpostact.shape

@@ -36,8 +36,7 @@ class ActivationGrads(NamedTuple):
     """Gradients of the pre-activation and of the scales; and the activation times the scales, computed again.
 
     ``bias`` [E, C] and ``vectors`` are for kernels that know groups: the sums of ``preact`` over the rows of each,
-    which are
-    the gradient of its bias; and the gradients of the numbers of columns, in their shapes.
+    which are the gradient of its bias; and the gradients of the numbers of columns, in their shapes.
     """
 
     preact: Tensor

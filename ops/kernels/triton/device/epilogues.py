@@ -1,8 +1,7 @@
 """The operations on a product's tile before it is stored.
 
 All have one signature: ``(acc, at, operands, SHAPE, TILE, FUNCTION)``. ``at`` is the position of the tile: its group,
-its
-first row, the end of the group's rows, and the numbers of its row tile and column tile. Rows past the end are never
+its first row, the end of the group's rows, and the numbers of its row tile and column tile. Rows past the end are never
 touched.
 """
 
