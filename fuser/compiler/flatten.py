@@ -272,7 +272,7 @@ def refuse_itself(module: nn.Module, label: str, around: tuple[nn.Module, ...]) 
     """Raises if a container is nested in itself; ``around``: the containers that it is nested in."""
     if any([module is outer for outer in around]):
         kind = type(module).__name__
-        raise ArgumentError(f"op {label} ({kind}) is a container that it stands in itself; give a copy, or take it out")
+        raise ArgumentError(f"op {label} ({kind}) is a container that contains itself; give a copy, or remove it")
 
 
 def opens(module: nn.Module) -> bool:

@@ -193,10 +193,10 @@ class Pattern:
         return self.where(f"{role} has {port!r}", lambda m: not m.reads(role, port))
 
     def where(self, reason: str, holds: Callable[[Match], bool]) -> Pattern:
-        """Adds a condition; ``reason`` is what ``explain`` says if it does not hold.
+        """Adds a condition; ``explain`` prints ``reason`` if it does not hold.
 
-        A predicate may read the ops, their parameters' dtypes, devices and ``requires_grad``, and what
-        :class:`Match` offers. It must not read shapes or values of inputs.
+        A predicate may read the ops, their parameters' dtypes, devices and ``requires_grad``, and what :class:`Match`
+        offers. It must not read shapes or values of inputs.
 
         Raises:
             TypeError: ``reason`` is not a string, or ``holds`` is not callable.

@@ -156,9 +156,7 @@ def explain_last(cache: CallCache | None) -> Explanation:
         ArgumentError: there was none.
     """
     if cache is None or cache.last is None:
-        raise ArgumentError(
-            "explain: there was no call yet; give it what you would give forward (edits forget the last call)"
-        )
+        raise ArgumentError("explain: no call yet; pass the arguments of forward (an edit forgets the last call)")
     plan, shapes, runtime, replay = cache.last
     specs = zip(plan.graph.inputs(), shapes, strict=True)
     arguments = [spec._replace(shape=tuple(shape)) if spec else shape for spec, shape in specs]

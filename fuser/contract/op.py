@@ -206,16 +206,16 @@ class Op(nn.Module, ABC):
     def check(self, x: TensorSpec, *args: Any, **keywords: Any) -> Specs:
         """Raises :class:`ArgumentError` for a call that the op cannot take, before anything runs.
 
-        A keyword that reads an earlier op's extra output is a tensor without data here. Returns what ``fwd`` will
-        return for the call, by name where there are extra outputs, or None if that is not known beforehand.
+        A keyword that reads an earlier op's extra output is a tensor without data here. Returns the specs of the
+        outputs of ``fwd``, by name if there are extra outputs, or None if they are unknown before the run.
         """
         return None
 
     def check_without_x(self, *args: Any, **keywords: Any) -> None:
         """Raises :class:`ArgumentError` for keywords, or parameters, that fit no ``x``.
 
-        Called before anything runs, if ``x`` is the output of a module that is not an op. A missing keyword may still
-        arrive. :meth:`check` follows when ``x`` exists, and must find all of these errors too.
+        Called before anything runs, if ``x`` is the output of a module that is not an op. Missing keywords may still be
+        filled. :meth:`check` follows when ``x`` exists, and must find all of these errors too.
         """
 
     def returns(self, name: str, is_read: bool) -> bool:
@@ -225,7 +225,7 @@ class Op(nn.Module, ABC):
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The current parameters by name; a replaced parameter is seen at the next call.
 
-        In a run, one that is parametrized is what its parametrization gives, which autograd then passes through.
+        In a run, a parametrized parameter is the result of its parametrization, through which autograd passes.
         """
         return zip(self.input_names(), self.input_tensors(), strict=True)
 
@@ -290,7 +290,9 @@ class Op(nn.Module, ABC):
             self.__dict__["decision_version"] = self.decision_version + 1
 
     def restore_decision_version(self, decision_version: int) -> None:
-        """Restores the version after a run: conditions must not depend on attributes that an op sets while it runs."""
+        """Restores the version after a run, since conditions must not depend on attributes that an op sets while it
+        runs.
+        """
         self.__dict__["decision_version"] = decision_version
 
     def trace_refusal(self) -> str | None:
@@ -310,17 +312,17 @@ class Op(nn.Module, ABC):
 
         Args:
             x: the input.
-            *positional: there are none; an error says so, with the keywords.
+            *positional: not allowed; the error lists the keywords.
             **keywords: the op's keywords; None counts as not given.
 
         Raises:
-            ArgumentError: an unknown or a missing keyword, or whatever :meth:`check` finds.
+            ArgumentError: an unknown or a missing keyword, or an error that :meth:`check` finds.
 
         Returns:
             ``y``, or ``(y, *extras)`` where there are extra outputs.
         """
         if positional:
-            raise ArgumentError(f"{type(self).__name__}: x alone is given by position, {_by_name(self.keywords)}")
+            raise ArgumentError(f"{type(self).__name__}: only x is passed by position, {_by_name(self.keywords)}")
         return self._standalone.run(self, x, keywords)
 
 

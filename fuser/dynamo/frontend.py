@@ -179,7 +179,7 @@ def _walk(module: nn.Module, label: str, modules: Modules, around: tuple[nn.Modu
 
 
 def _addressed(modules: Modules, op_kwargs: OpKwargs, values: Values) -> Addressed:
-    """``op_kwargs`` with places in place of modules, and slots in place of values."""
+    """``op_kwargs`` with places instead of modules, and slots instead of values."""
     if not isinstance(op_kwargs, Mapping):
         raise ArgumentError(f"op_kwargs must map ops to their keywords, got a {type(op_kwargs).__name__}")
     addressed = []

@@ -257,10 +257,10 @@ def _chosen(step: ExplainedStep) -> Iterator[str]:
 
 
 class StandIn(nn.Module):
-    """A module in place of an op.
+    """A module that is not an op.
 
     Attributes:
-        reason: the reason why there is no op for it, which ``explain`` prints.
+        reason: the reason why no op replaces it, which ``explain`` prints.
     """
 
     reason: str = ""

@@ -46,7 +46,8 @@ class Stored(NamedTuple):
         if parts[0].dtype == torch.float8_e4m3fn or parts[0].dtype == torch.uint8:
             return widened(self.recipe, self.shape, Weight(*parts))
         raise RuntimeError(
-            f"fusible: {self.names[0]} was {self.recipe.name} and is {parts[0].dtype}: what casts a model casts bytes"
+            f"fusible: {self.names[0]} was {self.recipe.name} and is {parts[0].dtype}: "
+            "a cast of the model also casts bytes"
         )
 
     def stand_in(self, experts: nn.Module) -> Tensor:

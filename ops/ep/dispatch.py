@@ -96,7 +96,7 @@ class EPDispatch(Op):
                 )
         if x.shape[0] > settings.max_tokens:
             raise ArgumentError(
-                f"x has {x.shape[0]} tokens, the group has max_tokens={settings.max_tokens}; make one for more"
+                f"x has {x.shape[0]} tokens, the group has max_tokens={settings.max_tokens}; make a group for more"
             )
         return self._outputs(x, top_k_index, top_k_weights)
 
@@ -263,7 +263,7 @@ def check_rows_of(group: Group, x: TensorSpec, form: str) -> None:
         raise ArgumentError(f"x must have {settings.hidden} columns, as the group, got shape {list(x.shape)}")
     if x.device.type not in group.devices:
         raise ArgumentError(
-            f"x must be on {' or '.join(sorted(group.devices))}, as the process group moves, got {x.device}; "
+            f"x must be on {' or '.join(sorted(group.devices))}, which the process group supports, got {x.device}; "
             "move it there"
         )
     if group.device is not None and x.device != group.device:

@@ -73,8 +73,8 @@ class Lane:
             )
         if table.row_of_slot.data_ptr() != row_of_slot.data_ptr() or table.row_of_slot.shape != row_of_slot.shape:
             raise RuntimeError(
-                f"EPCombine: row_of_slot is not that of the EPDispatch that is open on lane {self.index}; "
-                "give what that one returned, or combine on its group and lane"
+                f"EPCombine: row_of_slot is not from the EPDispatch that is open on lane {self.index}; "
+                "pass the row_of_slot that it returned, or combine on the other group and lane"
             )
         self._open = None
         return table

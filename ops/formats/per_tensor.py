@@ -84,7 +84,7 @@ class Float8Tensor(Float8):
 
     def _check_scales(self) -> None:
         if self.steps is not None and self.encode is None:
-            raise ValueError(f"{self} takes its scales from steps before: a linear keeps them, in a training step")
+            raise ValueError(f"{self} takes its scales from earlier steps, which a linear keeps in training")
 
     def row_values(self, rows: Rows, split_sizes: Tensor) -> Tensor:
         return dequantize_rows(rows, split_sizes)
@@ -130,10 +130,10 @@ class Float8Tensor(Float8):
 
 @dataclass(frozen=True, eq=False)
 class ScaledFloat8Tensor(Float8Tensor):
-    """A :class:`Float8Tensor` for one tensor, whose scales are known before its values are.
+    """A :class:`Float8Tensor` for one tensor with known scales.
 
     Attributes:
-        encode: float32 [E], what the values of each group are multiplied by.
+        encode: float32 [E], the factor of the values of each group.
     """
 
     encode: Tensor | None = None

@@ -43,11 +43,11 @@ class Recipe:
 
     Attributes:
         quantises: whether it quantises anything.
-        quantises_tokens: whether tokens are quantised, and not weights alone.
-        scaling: which values share a scale in what kernels quantise; None: no kernel quantises.
+        quantises_tokens: whether tokens are quantised, not only weights.
+        scaling: the values that share a scale in tensors that kernels quantise; None: no kernel quantises.
         values_in_byte: how many values of a weight share a byte.
-        scale_dtypes: the dtypes in which scales of a weight may come and stay; empty: in the recipe's own alone.
-        encode: float32 [E], what the values of each group are multiplied by; None: that follows from them.
+        scale_dtypes: the dtypes that a weight's scales may have and keep; empty: only the recipe's own dtype.
+        encode: float32 [E], the factor of the values of each group; None: it is computed from the values.
     """
 
     quantises: ClassVar[bool] = True

@@ -31,12 +31,12 @@ _PRODUCTS = frozenset({"x", "fc1.weight", "fc2.weight"})  # of a backward, that 
 
 @dataclass(slots=True)
 class MLPCall:
-    """The arguments of a call beside x: keywords, what the runner tells, and what is given by an exchange of rows.
+    """The arguments of a call beside x: keywords, reserved names, and the state of an exchange of rows.
 
     Attributes:
-        needs_grad, x_is_inner: as of :class:`LinearCall`, by the names of the fused op.
-        arrived: of rows that may come meanwhile: see :class:`fusible.ops.kernels.GroupedGemm`.
-        slots: where rows of the output go; what stands in ``output`` then may be anything.
+        needs_grad, x_is_inner: as for :class:`LinearCall`, with the names of the fused op.
+        arrived: the counters of rows that may still arrive; see :class:`fusible.ops.kernels.GroupedGemm`.
+        slots: the destination of the output's rows; ``output`` then has arbitrary values.
     """
 
     split_sizes: Tensor

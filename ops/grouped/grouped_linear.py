@@ -451,7 +451,7 @@ def input_grad(dy: Tokens, saved: GroupedLinear.Saved, independent: Independent 
 
 
 def without_tail(x: Tensor, split_sizes: Tensor) -> Tensor:
-    """A copy whose rows past the last group are zero, whatever their values; needs no synchronisation."""
+    """Copies rows, with zeros past the last group; does not synchronise."""
     rows = x.view(-1, x.shape[-1])
     inside = torch.arange(rows.shape[0], device=x.device) < split_sizes.sum()
     return torch.where(inside.unsqueeze(-1), rows, 0).view_as(x)

@@ -348,7 +348,7 @@ def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved, *, tai
 
 
 def _read(recipe: Recipe | None, rows: Tensor, sizes: Tensor, is_gradient: bool = False) -> Tokens:
-    """Rows as a product with the weight reads them; those of formats of weights alone stay as they are."""
+    """Rows in the form that a product with the weight reads; unchanged under weight-only formats."""
     followed = recipe if recipe is not None and recipe.quantises_tokens else None
     return tokens_for(None, followed, rows, sizes, rows=True, wgrad=False, is_gradient=is_gradient)
 

@@ -159,7 +159,7 @@ def _finish_epilogue(problem: GroupedGemm, kernels: GemmImplementation, apart: s
 
 
 def zero_tail(rows: Tensor, split_sizes: Tensor) -> None:
-    """Zeros the rows past the last group of what is allocated here."""
+    """Zeroes the rows past the last group of a result allocated here."""
     dispatch.run(ZeroTail(rows, split_sizes))
 
 

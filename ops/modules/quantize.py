@@ -53,7 +53,7 @@ def _refusal(recipe: Recipe, linear: GroupedLinear | GroupedLoRA) -> str | None:
             cure = "quantise before fully_shard, which then gathers bytes"
             return f"{name}: expected a plain tensor, got a {kind.__name__}; {cure}"
     if isinstance(linear, GroupedLoRA) and recipe.quantises_tokens and not gives_blocks(recipe):
-        return f"adapters stand beside Float8Block, or a format of weights alone such as NF4, not {recipe.name}"
+        return f"adapters need Float8Block, or a weight-only format such as NF4, got {recipe.name}"
     return refusal(linear, recipe)
 
 

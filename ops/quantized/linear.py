@@ -37,7 +37,7 @@ break even with as many, and are slower with 512 (docs/quantised.md, "When it pa
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-    """Raises :class:`ArgumentError` for what is no recipe."""
+    """Raises :class:`ArgumentError` if ``recipe`` is not a recipe."""
     if recipe is not None and not is_recipe(recipe):
         raise ArgumentError(f"{op}: recipe must be one such as fusible.Float8Block(), or None, got {recipe!r}")
 
@@ -89,7 +89,7 @@ def followed_by(linear: Any) -> Recipe | None:
 def refusal(linear: Any, recipe: Recipe) -> str | None:
     """Why a linear does not follow a recipe, whatever its rows; None: it does."""
     if recipe.steps is not None and not linear.keeps_scales:
-        return "a linear keeps the scales of steps before only for a recipe=Float8Tensor(delayed=...) of its own"
+        return "a linear keeps scales of earlier steps only with its own recipe=Float8Tensor(delayed=...)"
     return recipe.size_refusal(linear.in_features, linear.out_features)
 
 

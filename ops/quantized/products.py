@@ -29,18 +29,18 @@ def forward(x: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Tensor
 
 
 def input_grad(dy: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Tensor:
-    """``dx = dy W``, of the rowwise copy of ``dy`` and the columnwise one of the weight: [T, K]; zero in the tail.
+    """``dx = dy W`` [T, K], from the rowwise copy of ``dy`` and the columnwise copy of the weight; zero in the tail.
 
-    Where both copies of a weight have the same bytes, the rowwise one may stand for the other.
+    If both copies of a weight have the same bytes, the rowwise copy serves for both.
 
     Raises:
-        ValueError: operands that do not fit one another; the two halves of a weight are no whole blocks, and bytes
-            would be multiplied.
+        ValueError: operands do not fit one another; or bytes would be multiplied, and the halves of the weight are not
+            whole blocks.
     """
     sizes = _sizes("input_grad", dy, weight, (dy.num_groups, dy.shape[-1], None))
     if _has_blocks_of_rows(weight) and weight.halves > 1 and weight.shape[1] // weight.halves % BLOCK:
         raise ValueError(
-            f"input_grad: halves of {weight.shape[1] // weight.halves} rows are no whole blocks of {BLOCK}"
+            f"input_grad: halves of {weight.shape[1] // weight.halves} rows are not whole blocks of {BLOCK}"
         )
     if weight.recipe.has_one_copy:
         operand = weight.recipe.turned(_weight(weight, "rowwise"), weight.halves, transpose_bytes)
@@ -112,5 +112,5 @@ def _weight(tensor: QuantizedGroupedTensor, name: str) -> Weight:
 def _present(tensor: QuantizedGroupedTensor, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
     data, scales = getattr(tensor, name), getattr(tensor, f"{name}_scales")
     if data is None or scales is None:
-        raise ValueError("the copy that the product reads is not there: quantize it with rowwise= and columnwise=")
+        raise ValueError("the copy that the product reads is missing; quantize with rowwise= and columnwise=")
     return data, scales, getattr(tensor, f"{name}_amax")

@@ -174,7 +174,9 @@ class QuantizedGroupedTensor:
 def _copies(
     data: Tensor, recipe: Recipe, first_dims: Tensor | None, names: Sequence[str], halves: int, is_gradient: bool
 ) -> dict[str, Copy]:
-    """The copies of these names. Kernels make those of ``Float8Block``; they leave what no group owns unwritten."""
+    """Makes the copies of these names. Kernels make copies of ``Float8Block``, and do not write rows outside of all
+    groups.
+    """
     if recipe.kernels(is_gradient) is not Scaling.BLOCKS or data.dtype.itemsize != 2:
         return {name: _quantize(recipe, name, data, first_dims, halves, is_gradient) for name in names}
     copies: dict[str, Any]

@@ -84,7 +84,7 @@ def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
         return weight_operands(recipe, weight, both)
     capture.refuse("copies of weights are kept between calls")
     if one.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("same_weights: a CUDA graph would replay with the weights of now; capture outside of it")
+        raise RuntimeError("same_weights: a CUDA graph would replay with stale weights; capture outside of it")
     key = recipe, *_identity(weight)
     kept = copies.get(key)
     if kept is None or (both and kept.copies.backward is None):
@@ -119,9 +119,9 @@ class _Names(NamedTuple):
 
 
 def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> str | None:
-    """Makes what a state dict has for a linear of the kind that the linear has; or says why that cannot be.
+    """Converts the weight of a state dict to the kind of the linear's weight, or returns why that is impossible.
 
-    A weight that is not quantised becomes one that is, or the other way, with a warning: its values have been rounded.
+    Quantising and dequantising warn, because values have been rounded.
     """
     names = _Names.of(prefix, linear.num_groups)
     weight, scales = state_dict.get(names.weight), state_dict.get(names.scales)
@@ -133,7 +133,7 @@ def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> str | N
     if isinstance(scales, Tensor):
         return _match_bytes(linear, state_dict, names, Weight(weight, scales, state_dict.get(names.amax)))
     if weight.dtype.itemsize == 1:
-        return f"{names.weight} is {weight.dtype}, and {names.scales} is missing: bytes are no values without scales"
+        return f"{names.weight} is {weight.dtype}, and {names.scales} is missing: bytes have no meaning without scales"
     if linear.is_quantized and weight.shape == linear.weight_shape:
         _replace(state_dict, names, linear.recipe.weight(weight).tensors)
     return None

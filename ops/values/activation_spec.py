@@ -99,7 +99,7 @@ def gated(
     if not alpha:
         raise ValueError("alpha must not be 0, with which silu is half of its argument")
     if alpha != 1.0 and name not in _SLOPED:
-        raise ValueError(f"alpha is the slope inside silu, which {name!r} has not; leave it 1.0, got {alpha}")
+        raise ValueError(f"alpha is the slope inside silu, which {name!r} does not have; leave it at 1.0, got {alpha}")
     spec = replace(ActivationSpec(name), gated=True, limit=limit, alpha=alpha, linear_offset=linear_offset)
     if isinstance(layout, Interleaved):
         return replace(spec, block=layout.block)

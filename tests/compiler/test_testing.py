@@ -143,7 +143,7 @@ def test_a_buffer_may_be_written() -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (WrongGradient, "WrongGradient: gradients of x, factor, w are not those of finite differences"),
+        (WrongGradient, "WrongGradient: gradients of x, factor, w do not agree with finite differences"),
         (WrongShape, r"WrongShape.bwd: the gradient of x has shape \[3, 6\], x has \[4, 6\]"),
         (NoTensor, "NoTensor.bwd: the gradient of x is a float, no tensor"),
         (WritesIntoX, "WritesIntoX.fwd writes into x, which is the caller's"),

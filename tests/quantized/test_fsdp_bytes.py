@@ -557,7 +557,7 @@ def test_dtypes_that_are_not_quantised_are_refused(mesh: DeviceMesh) -> None:
         fully_shard(gather_quantized(linear()), mesh=mesh, mp_policy=policy)(x, split_sizes=SIZES)
     changed = fully_shard(gather_quantized(linear()), mesh=mesh)
     changed.recipe = Float8Row()
-    with pytest.raises(ArgumentError, match=r"Float8Block alone is gathered in e4m3, .* recipe=Float8Row"):
+    with pytest.raises(ArgumentError, match=r"only Float8Block is gathered in e4m3, .* recipe=Float8Row"):
         changed(x.bfloat16(), split_sizes=SIZES)
 
 

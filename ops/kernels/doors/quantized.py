@@ -396,7 +396,9 @@ def _added(problem: ScaledWgrad) -> Matrices:
 
 
 def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
-    """Zeros the rows past the last group of what is allocated here; in compiled code, by what the compiler fuses."""
+    """Zeroes the rows past the last group of a result allocated here; in compiled code, by operations that the compiler
+    fuses.
+    """
     if trace.is_traced(out):
         rows = torch.arange(out.shape[0], device=out.device)
         out.masked_fill_((rows >= split_sizes.clamp(min=0).sum()).unsqueeze(-1), 0)

@@ -139,7 +139,7 @@ def refusal(device: int | None, num_experts: int, ranks: int, dtype: torch.dtype
     if dtype not in TYPE_CODES:
         return f"needs rows of 16 or 32 bits, got {dtype}"
     if num_experts > MAX_GROUPS or ranks > MAX_RANKS:
-        return f"takes {MAX_GROUPS} experts and {MAX_RANKS} ranks, got {num_experts} and {ranks}"
+        return f"takes at most {MAX_GROUPS} experts and {MAX_RANKS} ranks, got {num_experts} and {ranks}"
     return None
 
 

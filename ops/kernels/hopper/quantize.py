@@ -411,7 +411,7 @@ def _activation_arguments(problem: QuantizeActivation | QuantizeActivationBackwa
 
 
 def _workspace(problem: QuantizeActivationBackward, dvectors: int) -> Tensor | None:
-    """The workspace, or None if nothing is summed. Sized at every call, so that a capture sees the sizes it depends on."""
+    """The workspace, or None if nothing is summed. Sized at every call, so a capture sees the sizes it depends on."""
     if problem.dscales is None and not dvectors:
         return None
     tokens, features = problem.dpostact.shape

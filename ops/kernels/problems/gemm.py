@@ -107,7 +107,7 @@ _MANY = 2**30  # the row limit of some kernels
 
 
 class OperandPair(NamedTuple):
-    """Operands beside those of a product, of another depth, whose product is added to it before anything else.
+    """A second pair of operands, of another depth, whose product is added to the first before anything else.
 
     Attributes:
         a: [T, R].
@@ -360,7 +360,7 @@ def nbytes(*tensors: Matrices | Operands) -> int:
 
 
 class Counted:
-    """A problem of which each tensor is read or written once; what says where rows are does not count."""
+    """A problem that reads or writes each tensor once; indices of rows do not count."""
 
     __slots__ = ()
 

@@ -10,7 +10,7 @@ import torch
 
 @cache
 def warn_once() -> None:
-    """Says, once in a process, what float32 costs and what to do about it."""
+    """Warns once in a process about the cost of float32, and names the fix."""
     cure = (
         "" if allows_tf32() else "; or let a GPU round float32 operands: torch.backends.cuda.matmul.allow_tf32 = True"
     )

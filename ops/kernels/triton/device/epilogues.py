@@ -145,7 +145,7 @@ def backward_of_part(dy, first, at, operands, SHAPE: tl.constexpr, FUNCTION: tl.
 
 @triton.jit
 def rounded(x, like):
-    """To what is stored, so that a fused activation reads what one of its own would."""
+    """Rounds to the stored dtype, so that a fused activation reads the values that a separate one would read."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 

@@ -267,7 +267,7 @@ def _pitches(matrices: Matrices) -> tuple[int, int]:
 
 
 def _alignment(matrices: Sequence[Tensor]) -> int:
-    """Bytes of which all addresses are multiples: 16, or those of an element."""
+    """The largest number of bytes that divides all addresses: 16, or the size of an element."""
     addresses = reduce(or_, [matrix.data_ptr() for matrix in matrices])
     return 16 if addresses % 16 == 0 else matrices[0].element_size()
 
