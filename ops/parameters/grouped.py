@@ -102,10 +102,9 @@ class ExpertParameters(Op):
                 raise ArgumentError(misfit)
 
     def matrices(self, name: str, dtype: torch.dtype | None = None) -> Matrices:
-        """The values of all groups without a copy: stacked if they are contiguous, else one by one; cast if ``dtype``
-        differs.
+        """The values of all groups without a copy: stacked if contiguous, else one by one; cast if ``dtype`` differs.
 
-        A weight is [E, N, K] however it is stored.
+        A weight is [E, N, K] in any storage layout.
         """
         values: Matrices = self._values(name, self._group(name)) if self.per_group[name] else self.one_parameter(name)
         one = values if isinstance(values, Tensor) else values[0]

@@ -67,7 +67,7 @@ def weight_grad(dy: QuantizedGroupedTensor, x: QuantizedGroupedTensor, out_dtype
 def _sizes(
     product: str, tokens: QuantizedGroupedTensor, other: QuantizedGroupedTensor, shape: tuple[int | None, ...]
 ) -> Tensor:
-    """The tokens of each group, of operands that are multiplied; ``shape`` is that of the other, None where it is free.
+    """The tokens of each group of two operands; ``shape`` is the second operand's, None where it is free.
 
     Kernels read memory by these sizes.
     """
