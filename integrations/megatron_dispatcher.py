@@ -35,8 +35,8 @@ LAYER = "megatron.core.transformer.moe.moe_layer"
 class FusibleDispatchManager(_DispatchManager):  # type: ignore[misc]
     """Moves the tokens of one layer; all layers of a process share a group.
 
-    Tokens have their experts in the order of probabilities, and these go to the experts by row, as Megatron applies
-    them there. Slots without a chosen expert, such as those of dropped tokens, get no expert.
+    A token's experts are in the order of probabilities, which travel with the rows: Megatron applies them in the
+    experts. Slots without a chosen expert, such as those of dropped tokens, get no expert.
     """
 
     def __init__(self, process_group: ProcessGroup, top_k: int, num_experts: int, options: ExchangeOptions) -> None:

@@ -66,7 +66,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _get_param(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """PEFT reads shape, dtype and device of a parameter: of bytes those of the values that they stand for."""
+    """PEFT reads shape, dtype and device of a parameter; bytes show those of their decoded values."""
 
     @wraps(original)
     def get_param(self: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Experts of a transformers model whose weights are the bytes of a quantised checkpoint, and what the bytes stand for.
+"""Experts of a transformers model whose weights are the bytes of a quantised checkpoint.
 
 A stored weight has three parameters of the experts module: bytes under the name of the weight, ``NAME_scale`` and, in
 some formats, ``NAME_factor``. All are frozen. State dicts have the names and shapes of the publisher.
@@ -102,8 +102,7 @@ def keep(
     """Makes the parameter ``name`` of an experts module of a publisher's parts, whose memory it shares.
 
     Args:
-        was_transposed: whether the class has [E, K, N] in 16 bits; the module no longer says so, as bytes are [E, N,
-            K / 2].
+        was_transposed: whether the class stores [E, K, N] in 16 bits, which bytes [E, N, K / 2] do not show.
 
     Raises:
         ValueError: a part does not have the form of the format, or its values are none; names the tensor.

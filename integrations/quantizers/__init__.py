@@ -1,8 +1,8 @@
 """Quantised checkpoints in transformers: experts stay in their bytes where a model runs through ``"fusible"``.
 
-A quantiser of transformers is replaced by a subclass of itself. It acts where the model is loaded with
-``experts_implementation="fusible"``; elsewhere it does what its parent does. Before the weights are loaded, each weight
-of the experts gives way to parameters of the publisher's names; afterwards these become the parts of a stored weight.
+A subclass replaces a quantiser of transformers. If the model is loaded with ``experts_implementation="fusible"``, it
+keeps the bytes; otherwise it does what its parent does. Before the weights are loaded, each weight of the experts gives
+way to parameters of the publisher's names; afterwards these become the parts of a stored weight.
 """
 
 from __future__ import annotations

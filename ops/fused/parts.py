@@ -49,7 +49,7 @@ def kept_for_fc1(needs_grad: frozenset[str], has_bias: bool, recompute: bool) ->
 
 @lru_cache(maxsize=4096)
 def kept_for_fc2(needs_grad: frozenset[str], has_bias: bool) -> frozenset[str]:
-    """The gradients that decide what is kept of the second linear: all but its weight's, whose input is computed again."""
+    """The gradients that decide what is kept of the second linear: not its weight's, whose input is computed again."""
     needs = set(names_of(FC2, needs_grad)) | ({"x"} if goes_through(needs_grad) else set())
     needs |= {"bias_scale"} if has_bias and "out_scale_scales" in needs_grad else set()
     return frozenset(needs - {"weight"})
