@@ -24,7 +24,7 @@ class EPCombine(Op):
         group: the group of ranks.
         lane: the index of the group's lane.
 
-    Keywords:
+    Keyword Args:
         row_of_slot: int32 or int64 [T, k], from the :class:`EPDispatch`.
 
     Raises:

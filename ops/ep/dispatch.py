@@ -47,7 +47,7 @@ class EPDispatch(Op):
             fused op whose linears follow the recipe reads the bytes. It quantises the operands of weight gradients from
             the values, with one more rounding. None: tokens are sent unchanged.
 
-    Keywords:
+    Keyword Args:
         top_k_index: int32 or int64 [T, k], the experts of each token, on all ranks. An id below 0, or of
             ``num_experts`` or more, belongs to no expert.
         top_k_weights: floating-point [T, k], the routing weights.

@@ -65,7 +65,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
     Rows past ``sum(split_sizes)``, the tail, are ignored: an ``output`` buffer keeps its values there, an output that
     the op allocates is zero there. A group without rows has a weight gradient of zeros.
 
-    Keywords of a call:
+    Keyword Args:
         split_sizes: the number of rows of each group: int32 or int64 [E], on the device of ``x``. A list, or a tensor
             on the host, is copied to that device.
         output: a buffer for y: shape [..., N], dtype of the product, contiguous, without grad. The result is a view of

@@ -44,7 +44,7 @@ class GroupedLoRA(ExpertParameters):
     each product of forward and backward decodes them. Under ``fusible.Float8Block()`` they are multiplied by quantised
     rows, and the adapter by the unquantised rows.
 
-    Keywords of a call:
+    Keyword Args:
         split_sizes: the number of rows of each group: int32 or int64 [E]; copied to the device of ``x`` if needed.
 
     Args:

@@ -61,7 +61,7 @@ class Pointwise(Op):
         constants: numbers for parameters of the function, by name. They are arguments of the kernels, not part of the
             code: assigning other numbers to :attr:`constants` compiles nothing.
 
-    Keywords of a call:
+    Keyword Args:
         further parameters of the function: floating-point of shape ``x.shape[:-1]``, differentiable.
         split_sizes: with columns of groups, the number of rows of each group, as for :class:`GroupedLinear`. Rows past
             the last group read zeros.

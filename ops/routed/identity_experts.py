@@ -26,7 +26,7 @@ class IdentityExperts(Op):
     Args:
         num_experts: E, the number of experts without the identity experts.
 
-    Keywords:
+    Keyword Args:
         top_k_index: int32 or int64 [T, k], the experts of each token.
         top_k_weights: floating-point [T, k], the routing weights.
     """

@@ -43,7 +43,7 @@ class Dispatch(Op):
     Args:
         num_experts: E.
 
-    Keywords:
+    Keyword Args:
         top_k_index: int32 or int64 [T, k], k at least 1: the experts of each token. An id below 0, or of E or more,
             belongs to no expert.
         top_k_weights: floating-point [T, k]: the routing weights.

@@ -20,7 +20,7 @@ SUFFIXES = {".py", ".cpp", ".cu", ".cuh", ".h"}
 OPENERS = "Of|What|Those|That of|Whose|Whether of"
 PRONOUNS = re.compile(r"\b(nobody|somebody)\b", re.IGNORECASE)
 ITEM = re.compile(r"[\w`*][\w`*., ]*(\(.*\))?:( |$)")
-SECTIONS = re.compile(r"^(?:Args|Attributes|Keywords|Keywords of a call|Raises):\n((?: {4}.*\n|\n)+)", re.MULTILINE)
+SECTIONS = re.compile(r"^(?:Args|Attributes|Keyword Args|Raises):\n((?: {4}.*\n|\n)+)", re.MULTILINE)
 BEGINNING = re.compile(rf"(?:\A\s*|[.!?]\s+|\n\s*\n\s*)(?:{OPENERS})\b[^.?]*(?P<end>[.?]|\Z)")
 
 
