@@ -84,9 +84,9 @@ class Transport(Protocol):
         float32, from the weights [T, k] of the slots of all ranks; their tail is zero.
 
         Args:
-            call: its wanted gradients are those that the backward of the dispatch will be asked for, which ranks must
-                agree on.
-            beside: whether the rows may come while the kernel runs that is launched next, if the group overlaps them.
+            call: the call; all ranks must agree on its wanted gradients, which the backward of the dispatch will
+                compute.
+            beside: whether the rows may arrive during the next launched kernel, if the group overlaps them.
 
         Raises:
             CapacityError: a rank would own more rows than there is room for.

@@ -93,7 +93,7 @@ class DelayedScales(NamedTuple):
         return cls(torch.zeros(delayed.history, groups, **wide), torch.ones(groups, **wide))  # type: ignore[arg-type]
 
     def seen(self, amax: Tensor) -> DelayedScales:
-        """With the amaxes of this step, which may have several calls."""
+        """Returns the state with the amaxes of this step, which may have several calls."""
         return self._replace(history=torch.cat((torch.fmax(self.history[:1], amax.unsqueeze(0)), self.history[1:])))
 
     def next(self, delayed: Delayed, format: Format = E4M3, is_power_of_two: bool = False) -> DelayedScales:

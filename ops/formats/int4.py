@@ -80,7 +80,7 @@ class Int4(WeightOnly):
 
 
 def _positive(scales: Tensor) -> Tensor:
-    """Scales, with 1 for those of groups of zeros."""
+    """The scales, with 1 for groups of zeros."""
     return torch.where(scales > 0, scales, 1.0)
 
 

@@ -156,7 +156,7 @@ class Recipe:
         return Rows(self.row_values(rows, split_sizes).bfloat16())
 
     def column_operand(self, columns: Columns, split_sizes: Tensor, rows: int) -> Columns:
-        """For a weight gradient, of so many tokens."""
+        """The columnwise operand of a weight gradient, for so many tokens."""
         values = self.column_values(columns, split_sizes, rows).bfloat16()
         return Columns(values, split_sizes=split_sizes)
 
@@ -216,10 +216,10 @@ class Recipe:
     # ---- scales of steps before
 
     def on(self, linear: nn.Module, tensor: str, values: Tensor, split_sizes: Tensor | None = None) -> Recipe:
-        """The recipe for a tensor of a linear: with the scales of its steps, of which this is one.
+        """The recipe for a tensor of a linear, with the scales of its steps; the call counts as a step.
 
         Args:
-            tensor: ``"x"``, ``"weight"`` or ``"gradient"``, which is that of the output.
+            tensor: ``"x"``, ``"weight"`` or ``"gradient"`` (of the output).
             split_sizes: the rows of each group; None for a weight.
         """
         return self

@@ -62,7 +62,7 @@ def _is_unquantized(match: Match) -> bool:
 def _ends_in_zeros(match: Match) -> bool:
     """Whether rows outside of all groups agree with the unfused ops: they are zero, or no op reads them.
 
-    A chain with a function has the value of zero there. For a chain that adds, a caller expects the added term.
+    There a chain with a function has the value of zero, and a chain that adds has the added term.
     """
     ops = [match.part(name) for name in match.nodes if name != "fc1"]
     if has_function(ops) or not any(isinstance(op, Bias | AddExtraInput) for op in ops):

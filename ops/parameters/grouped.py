@@ -349,6 +349,6 @@ def _names(name: str, groups: int) -> tuple[str, ...]:
 
 @cache
 def _getter(name: str, groups: int) -> Callable[[Mapping[str, Any]], tuple[nn.Parameter, ...]]:
-    """A function that looks up all of them in a dictionary."""
+    """Returns a function that looks up all these names in a dictionary."""
     names = _names(name, groups)
     return itemgetter(*names) if groups > 1 else lambda parameters: (parameters[names[0]],)

@@ -127,7 +127,7 @@ def multiplied_back(
 
 
 def _with_second(rows: Tensor, terms: Terms, layout: Layout, split_sizes: Tensor) -> Tensor:
-    """Adds the product of the second pair, if there is one: it reads what was not quantised."""
+    """Adds the product of the second pair, if there is one, which reads unquantised rows."""
     if terms.second is None:
         return rows
     return kernels.grouped_gemm(layout, *terms.second, split_sizes, out=rows, terms=kernels.ADDED)  # type: ignore[return-value]
@@ -180,7 +180,7 @@ def wgrad_of(a: WgradOperand, b: WgradOperand, split_sizes: Tensor, number: int)
 
 
 def values_of(weight: Matrices | Weight | None, recipe: Recipe | None, like: Tensor) -> Matrices:
-    """A weight [E, N, K] for a product of rows like these: as it is, or decoded for it if it is stored."""
+    """The weight [E, N, K] for a product with such rows, decoded if it is stored in a weight-only format."""
     assert weight is not None
     if not isinstance(weight, Weight):
         return weight

@@ -17,7 +17,7 @@ from .tensor import QuantizedGroupedTensor
 
 
 def forward(x: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Tensor:
-    """``y = x W^T``, of the rowwise copies: [T, N], of the dtype of ``x``; zero in the tail.
+    """``y = x W^T`` [T, N], from the rowwise copies, in the dtype of ``x``; zero in the tail.
 
     Raises:
         ValueError: operands that do not fit one another.
@@ -97,7 +97,7 @@ def _equal(a: QuantizedGroupedTensor, b: QuantizedGroupedTensor) -> bool:
 
 
 def _has_blocks_of_rows(weight: QuantizedGroupedTensor) -> bool:
-    """Whether a scale of the weight that is multiplied is of several of its rows."""
+    """Whether several rows of the multiplied weight share a scale."""
     return weight.recipe.has_square_blocks and weight.recipe.packed is None
 
 

@@ -40,7 +40,7 @@ def routed_experts(
     """``y[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``.
 
     An expert e is ``w_down[e] @ act(w_up[e] @ x + up_bias[e]) + down_bias[e]``. N is 2 F if the activation has a gate,
-    else F. No weight is copied, and all but the ids are differentiable: gradients flow into the given tensors,
+    else F. No weight is copied. All arguments but the ids are differentiable: gradients flow into the given tensors,
     parameters or not. The order of every sum is fixed, so the same input gives the same bits.
 
     Args:
@@ -192,7 +192,7 @@ _pool = _Pool(64)
 
 
 def _check(x: Tensor, experts: _Experts, spec: ActivationSpec, transposed: bool) -> None:
-    """Checks the arguments that the ops know by other names; the ops check the rest."""
+    """Checks the arguments that have other names in the ops; the ops check the rest."""
     for name, tensor in (("x", x), *experts._asdict().items()):
         if not isinstance(tensor, Tensor) and (tensor is not None or name in ("x", "w_up", "w_down")):
             raise ArgumentError(f"routed_experts: {name} must be a tensor, got a {type(tensor).__name__}")

@@ -176,7 +176,7 @@ def by_row(weights: Tensor, routing: Routing) -> Tensor:
 
 
 def scales_of(routing: Routing, weights: Tensor) -> Tensor:
-    """[S]: the weights [T, k] in the order of the rows, in float32 at least; those that came with the routing."""
+    """The routing weights [T, k] in the order of the rows, [S], in at least float32."""
     if routing.scales is not None:
         return routing.scales
     return by_row(weights, routing).to(torch.promote_types(weights.dtype, torch.float32))

@@ -106,7 +106,7 @@ def tokens_refusal(tokens: int, split_sizes: Tensor) -> str | None:
 
 
 def features_refusal(features: int) -> str | None:
-    """The reason against the columns of rows, or None."""
+    """Why the kernels do not take these columns, or None."""
     return None if features % _VECTOR == 0 else f"needs features that are multiples of 16, got {features}"
 
 

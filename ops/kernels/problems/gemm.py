@@ -393,7 +393,7 @@ class SourceRows:
         return (self.x if self.slot_of_row is None else self.slot_of_row).shape[0]
 
     def gathered(self) -> Tensor:
-        """The rows, from where their tokens lie."""
+        """The rows, gathered from their tokens."""
         return self.x if self.slot_of_row is None else self.x.index_select(0, self.slot_of_row // self.top_k)
 
 

@@ -34,8 +34,8 @@ class Independent:
     """Products of one backward that do not read one another's results.
 
     Between two of them the stream may run nothing that touches their memory, or memory that they get afterwards: no
-    operation of torch but allocations. The extension compares the addresses of products that follow one another, since
-    memory that one reads may be free, and be the result of the next; it also notices its own launches between them.
+    operation of torch but allocations. The extension compares the addresses of consecutive products, since freed memory
+    that one reads may be the result of the next; it also notices its own launches between them.
     """
 
     __slots__ = ("_count", "_memory", "_next")

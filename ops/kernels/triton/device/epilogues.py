@@ -176,7 +176,7 @@ def numbers_of_rows(numbers, row, is_row):
 def numbers_of_columns(vectors, group, f, COUNT: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
     """[1, F] of each of (pointer, pitch from group to group, pitch from block to block): the numbers of columns.
 
-    COUNT: how many there are, which Triton cannot tell of tuples that hold constants.
+    COUNT: their number, which Triton cannot determine for tuples with constants.
     """
     values = ()
     for i in tl.static_range(COUNT):
@@ -206,7 +206,7 @@ def numbers_of_elements(matrices, at, COUNT: tl.constexpr, FEATURES: tl.constexp
 
 @triton.jit
 def column_of(f, block_pitch, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the number of a feature is in a row."""
+    """The position of a feature's number in a row."""
     if BLOCK == 0 or BLOCK == FEATURES:
         return f
     else:

@@ -46,7 +46,7 @@ def run(problem: GroupedGemm, tile: ProgramTile | None = None) -> None:
 
 
 def tile_of(problem: GroupedGemm) -> ProgramTile:
-    """The tile that was measured on this card, if there is one and it may be taken; else the table's."""
+    """The tile measured on this card, if there is one that fits; else the table's."""
     p, dtype = problem, problem.a.dtype
     kind = _KINDS.get(type(p.epilogue), p.layout.value.lower())
     strict = dtype == torch.float32 and precision_of(p.a) == "ieee"
@@ -223,7 +223,7 @@ def _numbers(
 
 
 def _factor(value: float | Tensor | None, groups: int, zero: float | None = 0.0) -> float | Tensor | None:
-    """A number for all groups, or one for each; ``zero`` in place of the number 0."""
+    """A factor as one number for all groups, or one per group; ``zero`` in place of the number 0."""
     if isinstance(value, Tensor) and (value.is_cuda or value.dim()):
         return value.to(torch.float32).expand(groups).contiguous()
     return value if value is None else float(value) or zero
@@ -273,7 +273,7 @@ def _alignment(matrices: Sequence[Tensor]) -> int:
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether bulk copies take it: rows that begin at different multiples of 16 bytes."""
+    """Whether bulk copies take the tensor: its rows begin at different multiples of 16 bytes."""
     pitches = tensor.stride()[:-1]
     return tensor.data_ptr() % 16 == 0 and all(pitch and pitch * tensor.element_size() % 16 == 0 for pitch in pitches)
 
