@@ -112,7 +112,7 @@ class Match:
         return self.runs[role].op(**{name: self.graph.op(node) for name, node in members.items()}) if members else None
 
     def part(self, name: str) -> Op:
-        """The op of a name in ``nodes``, a role or a member of a run; its computed parameters are foreseen."""
+        """The op of a name in ``nodes``, a role or a member of a run, with predicted forms of computed parameters."""
         op = self.graph.op(self.nodes[name])
         assert op is not None
         return foreseen(op)

@@ -91,7 +91,7 @@ class ExpertsInNF4(NamedTuple):
         """The facts of a matrix.
 
         Raises:
-            ValueError: they are none, or not those of the layout.
+            ValueError: they are missing, or differ from those of the layout.
         """
         try:
             facts = json.loads(bytes(text.tolist()))

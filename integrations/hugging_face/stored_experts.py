@@ -99,13 +99,13 @@ def float8_blocks(experts: Any) -> bool:
 def keep(
     experts: Any, name: str, layout: Layout, parts: dict[str, Tensor], dtype: torch.dtype, was_transposed: bool
 ) -> None:
-    """Makes the parameter ``name`` of an experts module of a publisher's parts, whose memory it shares.
+    """Makes the parameter ``name`` of an experts module from a publisher's parts, without a copy.
 
     Args:
         was_transposed: whether the class stores [E, K, N] in 16 bits, which bytes [E, N, K / 2] do not show.
 
     Raises:
-        ValueError: a part does not have the form of the format, or its values are none; names the tensor.
+        ValueError: a part does not have the form of the format, or has invalid values; the message names the tensor.
     """
     weight = layout.read(name, parts)
     names = [f"{name}{suffix}" for suffix, part in zip(_SUFFIXES, weight.tensors, strict=True) if part is not None]

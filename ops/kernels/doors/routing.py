@@ -183,7 +183,7 @@ def scales_of(routing: Routing, weights: Tensor) -> Tensor:
 
 
 def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
-    """[T, k] in ``dtype``: of each slot the number [S] of its row, 0 for those of no expert."""
+    """For each slot [T, k] the number of its row, from ``numbers`` [S], in ``dtype``; 0 for slots of no expert."""
     kinds_fit = numbers.dtype == torch.float32 and dtype in TYPE_CODES
     if routing.is_native and kinds_fit and not _is_traced(numbers):
         out = torch.empty_like(routing.row_of_slot, dtype=dtype)
