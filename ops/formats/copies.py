@@ -131,7 +131,7 @@ class Weight(NamedTuple):
 
 
 class WeightOperands(NamedTuple):
-    """A weight [E, N, K] as the forward reads it, and as it keeps it for the gradient of rows, if that is wanted."""
+    """The operand that a forward makes of a weight [E, N, K], and the one kept for the gradient of rows, if wanted."""
 
     forward: Weight
     backward: Weight | None

@@ -88,7 +88,7 @@ class DelayedScales(NamedTuple):
 
     @classmethod
     def first(cls, groups: int, delayed: Delayed, device: torch.device | None = None) -> DelayedScales:
-        """Before the first step: scales are 1."""
+        """The state before the first step, with scales of 1."""
         wide = {"dtype": torch.float32, "device": device}  # whatever torch's default dtype is: kernels read these bits
         return cls(torch.zeros(delayed.history, groups, **wide), torch.ones(groups, **wide))  # type: ignore[arg-type]
 
@@ -97,7 +97,7 @@ class DelayedScales(NamedTuple):
         return self._replace(history=torch.cat((torch.fmax(self.history[:1], amax.unsqueeze(0)), self.history[1:])))
 
     def next(self, delayed: Delayed, format: Format = E4M3, is_power_of_two: bool = False) -> DelayedScales:
-        """For the next step. A scale stays where no amax is positive and finite."""
+        """The state for the next step. A scale stays if no amax is positive and finite."""
         amax = self.history.amax(0)
         most = torch.full_like(amax, format.max * 2.0**-delayed.margin)
         encode = torch.where(amax.isfinite() & (amax > 0), most / amax, self.encode)

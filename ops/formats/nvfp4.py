@@ -151,7 +151,7 @@ def quantize_columns(
     """``x`` [T, K] transposed, in blocks of 16 tokens of one group: [T // 16 + E, K, 16].
 
     Args:
-        is_transformed: whether each block is multiplied by :func:`hadamard` first; its amax is then of the products.
+        is_transformed: whether each block is multiplied by :func:`hadamard` first; its amax is then the products'.
         seed: as for :func:`quantize_rows`.
     """
     blocks = token_blocks(split_sizes, x.shape[0], NV_BLOCK)

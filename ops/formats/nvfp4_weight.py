@@ -1,4 +1,4 @@
-"""NVFP4 of weights alone, as checkpoints have it: e2m1 with an e4m3 scale for each 16 values, and a float32 factor.
+"""NVFP4 as a weight-only format of checkpoints: e2m1 with an e4m3 scale for each 16 values, and a float32 factor.
 
 Values are ``code * (scale * factor)`` for modelopt's ``weight_scale_2``, and ``code * (scale / factor)`` for the
 ``weight_global_scale`` of compressed-tensors. The scale of a block is rounded to float32 first, as the packages do.

@@ -161,11 +161,11 @@ class Recipe:
         return Columns(values, split_sizes=split_sizes)
 
     def weight_operand(self, weight: Weight, parts: int = 1) -> Weight:
-        """For the forward."""
+        """The operand of the forward."""
         return Weight(self.weight_values(weight, parts).bfloat16())
 
     def transposed_operand(self, weight: Weight) -> Weight:
-        """For the gradient of rows, of a transpose that was quantised for it."""
+        """The operand of the gradient of rows, from a transposed copy that was quantised for it."""
         return Weight(self.transposed_values(weight).bfloat16().mT)
 
     def turned(

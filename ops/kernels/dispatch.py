@@ -163,7 +163,7 @@ def run(problem: Measured) -> Choice:
 
 
 def solve(problem: Measured, choice: Choice) -> None:
-    """Solves the problem by these kernels, or tells a trace of them. Without data, or rows, there is nothing to do."""
+    """Solves the problem by these kernels, or records them in a trace. Without data or rows it does nothing."""
     if trace.active():
         record(problem, choice)
     else:

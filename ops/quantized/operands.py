@@ -56,7 +56,7 @@ class GatheredTokens(NamedTuple):
         return self.tokens.dtype
 
     def rows(self) -> Tensor:
-        """[R, K], gathered; those of no expert may be anything."""
+        """The gathered rows [R, K]; rows of no expert are arbitrary."""
         return self.tokens if self.routing is None else permute(self.tokens, self.routing, fill=False)
 
 

@@ -248,7 +248,7 @@ def _form(value: Any) -> str:
 
 
 def _check(tensor: QuantizedGroupedTensor) -> None:
-    """Copies are of the shapes and dtypes that the recipe gives; it quantises a tensor without data to know them."""
+    """Checks that copies have the recipe's shapes and dtypes, found by quantising a tensor without data."""
     if tensor.rowwise is None and tensor.columnwise is None:
         raise ValueError("QuantizedGroupedTensor: needs a rowwise or a columnwise copy")
     sizes = tensor.first_dims

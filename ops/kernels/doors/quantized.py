@@ -118,8 +118,8 @@ def new_copies(
     """Memory for the wanted copies of rows like ``x``, or of as many as there are slots.
 
     Args:
-        columns: of a row, if not those of ``x``.
-        has_whole_rows: a scale is of a whole row, not of a block of it.
+        columns: the columns of a row, if not those of ``x``.
+        has_whole_rows: whether a scale belongs to a whole row, not to a block.
     """
     rows, columns = x.shape[0] if slot_of_row is None else slot_of_row.shape[0], columns or x.shape[1]
     number = rows // BLOCK + split_sizes.shape[0]

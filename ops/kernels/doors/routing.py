@@ -233,7 +233,7 @@ def _record_torch(routing: Routing, source: Tensor, out: Tensor) -> None:
 
 
 def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
-    """:func:`route` where our own kernels are not."""
+    """:func:`route` without our own kernels."""
     ids, slots = _within(top_k_index.reshape(-1), num_experts), top_k_index.shape[-1]
     ids, order = torch.sort(ids, stable=True)
     experts = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)

@@ -63,7 +63,7 @@ class QuantizerForm(NamedTuple):
     Attributes:
         backward: whether it is the backward.
         dtype: the dtype of the rows.
-        narrow, vectors, sums_vectors, scales: as of :class:`EpilogueForm`.
+        narrow, vectors, sums_vectors, scales: as for :class:`EpilogueForm`.
     """
 
     program: Program
