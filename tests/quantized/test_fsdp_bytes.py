@@ -563,7 +563,7 @@ def test_dtypes_that_are_not_quantised_are_refused(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize(
     ("shard", "ranks", "why"),
-    [((2, N, K), 3, "4 experts do not divide among 3 ranks"), ((4, N // 2, K), 2, "no shard of whole experts")],
+    [((2, N, K), 3, "4 experts do not divide among 3 ranks"), ((4, N // 2, K), 2, "not a shard of whole experts")],
 )
 def test_shards_that_are_not_whole_experts_are_refused(shard: tuple[int, ...], ranks: int, why: str) -> None:
     class Mesh:
