@@ -32,7 +32,7 @@ def other_gradients(rank: int, theirs: int, mine: int, named: str) -> str:
 
 
 def other_wishes(rank: int, theirs: int, mine: int, named: str) -> str:
-    """The error for a rank that will run another backward, or sends tokens in another form. Both arguments are flags."""
+    """The error for a rank that runs another backward, or sends tokens in another form. Both arguments are flags."""
     of_bits = 1 << len(WANTED)
     if not (theirs ^ mine) & of_bits:
         return other_gradients(rank, theirs, mine, named)

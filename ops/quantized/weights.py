@@ -105,7 +105,7 @@ def _identity(weight: Matrices) -> tuple[Any, ...]:
 
 
 class _Names(NamedTuple):
-    """The keys of a state dict for the weight of a linear: for one tensor or many, and for the scales that decode it."""
+    """The keys of a state dict for the weight of a linear: for one tensor or many, and for its decode scales."""
 
     weight: str
     scales: str
