@@ -2,7 +2,7 @@
 
     python -m fusible.benchmarks.float32
 
-There is no grouped float32 kernel: products run one expert after the other, and wait for the split sizes.
+Products that no grouped kernel takes run one expert after another, and wait for the split sizes.
 """
 
 from __future__ import annotations

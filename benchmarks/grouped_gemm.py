@@ -71,7 +71,7 @@ def check(p: GroupedGemm, functions: Mapping[str, Function]) -> dict[str, float]
 
     Raises:
         InaccurateError: the error exceeds twice that of a plain product in the same dtype plus its recipe's rounding,
-        or a value is not finite.
+            or a value is not finite.
     """
     before = 0.0 if p.beta is None else 1.0  # in every element of the result, which counts with beta
     parts = [(s, s.left.double() @ s.right.double() + before, (s.left @ s.right).double() + before) for s in samples(p)]

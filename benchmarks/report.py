@@ -23,7 +23,7 @@ class Report:
 
     Args:
         prefix: the prefix of the files ``.md`` and ``.json``; None: print only. They are rewritten with every section,
-        so an interrupted run keeps its findings.
+            so an interrupted run keeps its findings.
         as_json: print the data at the end instead of the sections.
     """
 

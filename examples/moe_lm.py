@@ -372,7 +372,7 @@ def run(args: Namespace) -> dict[str, Any]:
     print(explanation, "\n")
     results, where = compared(problem, args.rounds), describe(problem)
     print(f"Experts of layer 0: {where}\n\n{comparison(results)}")
-    print("\nTimes and memory are of this run; the difference is to the loop, relative to the largest element.")
+    print("\nTimes and memory were measured in this run. Differences are to the loop, relative to its largest element.")
     print(verdict(results, problem.x.device.type))
     return {**data, "problem": where, "explanation": explanation.to_dict(), "comparison": results}
 
@@ -386,7 +386,7 @@ def trained(setting: Setting, text: Tensor, held_out: Tensor, args: Namespace) -
     print(f"{parameters / 1e6:.1f} M parameters, {experts}; {len(text) / 1e6:.1f} MB of the standard library")
     losses = train(model, text, args.seconds, args.steps, size.batch, size.rate)
     unseen, completion = held_out_loss(model, held_out), complete(model, "    def __init__(self", 160)
-    print(f"loss on text that it has not seen: {unseen:.3f} nats a byte\n\n{completion} \n")
+    print(f"held-out loss: {unseen:.3f} nats a byte\n\n{completion} \n")
     return model, {"parameters": parameters, "losses": losses, "held_out_loss": unseen, "completion": completion}
 
 

@@ -105,6 +105,6 @@ def run(args: Namespace, device: str) -> None:
             ranks=Process(group, device),
         )  # fmt: skip
         print(f"loss {losses[0]:.3f} to {recent(losses):.3f} in {len(losses)} steps")
-        print(f"loss on text that it has not seen: {held_out_loss(model, text[-HELD_OUT_BYTES:]):.3f} nats a byte\n")
+        print(f"held-out loss: {held_out_loss(model, text[-HELD_OUT_BYTES:]):.3f} nats a byte\n")
     print(first_layer(model).experts.explain())
     print(f"\n{group.statistics()}")

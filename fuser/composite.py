@@ -173,7 +173,7 @@ class FusedOp(Chain):
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if cls.fwd is Chain.fwd and cls.bwd is Chain.bwd:
-            raise TypeError(f"{cls.__name__} defines neither fwd nor bwd: there is nothing that it fuses")
+            raise TypeError(f"{cls.__name__} defines neither fwd nor bwd, so it would fuse nothing")
 
     def __init__(self, *args: object, **roles: Op | None) -> None:
         if args:
@@ -186,4 +186,4 @@ class FusedOp(Chain):
 
 
 class Composite(Chain):
-    """Several ops under one name, such as ``ScaledSwiGLU``. A container flattens it; alone it runs as the chain."""
+    """Several ops under one name, such as ``ScaledSwiGLU``. A container flattens it; alone it runs as a chain."""

@@ -39,7 +39,7 @@ def check_op(op: Op, x: Tensor, **keywords: object) -> None:
     Raises:
         AssertionError: a promise does not hold; the message says which.
         ArgumentError: not an op; keywords that do not fit it; an op that delivers a gradient itself, such as to
-        ``main_grad``.
+            ``main_grad``.
 
     >>> import torch, fusible
     >>> fusible.testing.check_op(fusible.SwiGLU(), torch.randn(3, 4))
@@ -49,8 +49,8 @@ def check_op(op: Op, x: Tensor, **keywords: object) -> None:
     op.requires_grad_()
     for delivery in op.deliveries(frozenset(op.input_names())):
         raise ArgumentError(
-            f"check_op: {type(op).__name__} delivers the gradient of {delivery.name} by itself, which is not checked; "
-            "give one that returns it"
+            f"check_op: {type(op).__name__} delivers the gradient of {delivery.name} itself, "
+            "which check_op does not check; give an op that returns it"
         )
     written = [keyword for keyword, declared in op.keywords.items() if declared.buffer]
     keywords |= {name: t.detach() for name in written if isinstance(t := keywords.get(name), Tensor)}
@@ -74,7 +74,7 @@ def check_op(op: Op, x: Tensor, **keywords: object) -> None:
         torch.autograd.gradcheck(lambda *_: run(), tuple(leaves.values()))
     except RuntimeError as error:
         raise AssertionError(
-            f"{name}: gradients of {', '.join(leaves)} are not those of finite differences: {error}"
+            f"{name}: gradients of {', '.join(leaves)} do not agree with finite differences: {error}"
         ) from None
 
 

@@ -1,8 +1,8 @@
 """Conversions of other libraries' checkpoints to ours and back, as functions from state dict to state dict.
 
-Each converts the experts of every layer that it finds and leaves everything else alone. ``names`` are those of the two
-linears in the container: ``("0", "3")`` for ``Sequential(fc1, SwiGLU(), Scale(), fc2)``. Properties that a layout does
-not state are arguments and never guessed: whether matrices are transposed, whether gate and up alternate.
+Each converts the experts of every layer that it finds, and does not change other entries. ``names`` are the names of
+the two linears in the container: ``("0", "3")`` for ``Sequential(fc1, SwiGLU(), Scale(), fc2)``. Properties that a
+layout does not state are arguments and never guessed: whether matrices are transposed, whether gate and up alternate.
 
 ``load_state_dict`` of a container reads these formats by itself where nothing is ambiguous; see :mod:`loading`.
 """

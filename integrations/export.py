@@ -27,11 +27,11 @@ _SCALES = "_scale_inv"
 def export_merged(model: Any, folder: str | Path) -> None:
     """Writes a model with the active adapters merged into its weights, in the dtype of its other parameters.
 
-    The folder is one that ``from_pretrained`` reads: ``config.json`` without a quantisation, and a file for each layer.
-    One layer is decoded at a time.
+    ``from_pretrained`` reads the folder: ``config.json`` without a quantisation, and a file for each layer. One layer
+    is decoded at a time.
 
     Args:
-        model: what ``get_peft_model`` has made, or a model without adapters.
+        model: the result of ``get_peft_model``, or a model without adapters.
         folder: where to write; created if it is not there.
 
     Raises:

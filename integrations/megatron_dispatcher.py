@@ -35,8 +35,8 @@ LAYER = "megatron.core.transformer.moe.moe_layer"
 class FusibleDispatchManager(_DispatchManager):  # type: ignore[misc]
     """Moves the tokens of one layer; all layers of a process share a group.
 
-    Tokens have their experts in the order of probabilities, and these go to the experts by row, as Megatron applies
-    them there. Slots without a chosen expert, such as those of dropped tokens, get no expert.
+    A token's experts are in the order of probabilities, which travel with the rows: Megatron applies them in the
+    experts. Slots without a chosen expert, such as those of dropped tokens, get no expert.
     """
 
     def __init__(self, process_group: ProcessGroup, top_k: int, num_experts: int, options: ExchangeOptions) -> None:
@@ -101,7 +101,7 @@ class FusibleFlexTokenDispatcher(MoEFlexTokenDispatcher):  # type: ignore[misc]
 
     Args:
         options: options of the exchanges. The capacity defaults to ``moe_expert_rank_capacity_factor`` if Megatron has
-        it, else to the number of rows that arrive.
+            it, else to the number of rows that arrive.
 
     Raises:
         ValueError: the configuration pads the tokens of experts, or its experts need padded rows.
@@ -143,7 +143,7 @@ def install(layer: ModuleType | None = None, **options: Any) -> None:
     Args:
         layer: the module of ``MoELayer``; that of the installed Megatron-Core by default.
         options: arguments of :class:`fusible.ep.Group`: ``max_tokens``, ``capacity``, ``combine``, ``transport``,
-        ``timeout``. ``max_tokens`` is only needed with a fixed capacity.
+            ``timeout``. ``max_tokens`` is only needed with a fixed capacity.
     """
     module: Any = layer if layer is not None else import_module(LAYER)
     module.MoEFlexTokenDispatcher = partial(FusibleFlexTokenDispatcher, options=ExchangeOptions(**options))

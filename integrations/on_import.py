@@ -25,7 +25,7 @@ def after_import(framework: str, integration: str) -> None:
 
 
 class _Awaited(MetaPathFinder):
-    """An import finder that finds nothing itself, and removes itself when it is asked for the framework."""
+    """An import finder that finds no module, and removes itself when the framework is imported."""
 
     def __init__(self, framework: str, integration: str) -> None:
         self._framework, self._integration = framework, integration

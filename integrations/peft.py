@@ -66,7 +66,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _get_param(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """PEFT reads shape, dtype and device of a parameter: of bytes those of the values that they stand for."""
+    """PEFT reads shape, dtype and device of a parameter; bytes show those of their decoded values."""
 
     @wraps(original)
     def get_param(self: Any) -> Any:
@@ -107,7 +107,7 @@ def check_adaptable(module: Any, name: str) -> None:
     Raises:
         ValueError: the parameter is stored as bytes which ``"fusible"`` does not read, or which something else runs.
         PEFT would add adapters to the bytes, which get no gradient in transformers: nothing is trained, and the output
-        hardly changes.
+            hardly changes.
     """
     parameter = getattr(module, name, None)
     if not isinstance(parameter, Tensor):
@@ -133,7 +133,7 @@ def check_not_shared(module: Any, name: str) -> None:
 
     Raises:
         ValueError: ranks share the experts. PEFT would make adapters for all experts on each rank, and add them to the
-        experts of one.
+            experts of one.
     """
     if getattr(module, "_is_expert_parallel", False):
         raise ValueError(

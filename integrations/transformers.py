@@ -37,7 +37,7 @@ def experts_forward(self: ModelExperts, hidden_states: Tensor, top_k_index: Tens
         self: the experts module of the model.
         hidden_states: [T, H].
         top_k_index: int [T, k]; ids below 0, or not below the number of local experts, belong to no local expert and
-        add nothing.
+            add nothing.
         top_k_weights: [T, k], kept in their own dtype.
 
     Returns:

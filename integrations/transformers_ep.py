@@ -57,7 +57,7 @@ class FusibleEP(EPImplementation):  # type: ignore[misc]
         experts.__dict__[_ATTRIBUTE] = self
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Runs the experts of all ranks on the tokens of this one.
+        """Runs the experts of all ranks on the tokens of this rank.
 
         Args:
             hidden_states: [T, H].
@@ -68,7 +68,7 @@ class FusibleEP(EPImplementation):  # type: ignore[misc]
             [T, H], in the dtype of ``hidden_states``.
 
         Raises:
-            ArgumentError: more tokens than in the first call, if that was to fix their number.
+            ArgumentError: more tokens than in the first call, if the first call fixed their number.
             CapacityError: a rank would own more rows than there is room for.
             PeerError: a rank did not take part, or did something else.
         """

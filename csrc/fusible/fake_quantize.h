@@ -37,7 +37,7 @@ struct FakeQuantizeRows {
   const int64_t* seed;            // of random numbers that values are rounded by; null: to the nearest
 };
 
-// The matrices of all groups, as in QuantizeWeight. All copies lie as the weight does.
+// The matrices of all groups, as in QuantizeWeight. All copies have the layout of the weight.
 struct FakeQuantizeWeight {
   ScaledFormat format;
   DType type;

@@ -47,7 +47,7 @@ struct LinearActivationBackward {
 int64_t backward_workspace_bytes(int64_t groups, int64_t tokens, int64_t columns, bool dscales, int64_t bias_columns,
                                  int64_t dvectors);
 
-// The tile variant and what else is chosen for it.
+// Chooses the tile variant and its settings.
 GemmConfig choose_activation_config(const GemmProblem& problem, const Activation& activation, int multiprocessors,
                                     int variant = -1);
 GemmConfig choose_backward_config(const GemmProblem& problem, int multiprocessors, int variant = -1);

@@ -43,7 +43,7 @@ struct GroupedGemm {
   // one follows another, which has zeroed its counter.
   std::span<const uintptr_t> followers{};
   bool follows = false;
-  GroupWindow run{};  // the groups of this call, whose matrices alone `b` has; none: all, as under kTN
+  GroupWindow run{};  // the groups of this call, and of `b`; none: all groups, as under kTN
 };
 
 // Notes the memory that the call must find zeroed, and lets it rely on that, so that consecutive calls share one

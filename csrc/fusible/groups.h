@@ -15,8 +15,8 @@ struct GroupWindow {
   int first, count;
 };
 
-// Sizes of groups that follow one another in a buffer: int32 or int64, in device memory. Whatever stands there, what
-// exceeds the buffer is cut off where the sizes are read (device/gemm/groups.cuh).
+// Sizes of consecutive groups of a buffer: int32 or int64, in device memory. Sizes that exceed the buffer are cut when
+// they are read (device/gemm/groups.cuh).
 struct SplitSizes {
   const void* sizes;
   int groups;

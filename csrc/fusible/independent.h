@@ -1,11 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products that neither read nor overwrite each other's results or operands, launched one directly after another. The
-// next one begins where blocks of the one before have ended, rather than when all have: they share its last round.
+// Products that neither read nor overwrite each other's results or operands, launched directly one after another. The
+// next product begins when blocks of the previous one have ended, not when all have: they share its last round.
 //
-// It does not wait for the kernel before it until its own end, and sees what older kernels have written because the
-// first of such products has waited for those before it lets the next one begin (docs/kernels.md). The caller declares
-// that products follow one another and that nothing else on the stream touches their memory meanwhile. Their
-// independence is checked here.
+// A product waits for the previous kernel only at its own end. It sees the writes of older kernels, because the first
+// product waits for them before it lets the next one begin (docs/kernels.md). The caller declares that products follow
+// one another and that nothing else on the stream touches their memory meanwhile. Independence is checked here.
 #pragma once
 #include <cuda_runtime_api.h>
 

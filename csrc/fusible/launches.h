@@ -115,8 +115,8 @@ struct CapturedResult {
 // Launches in a thread are recorded by a capture that is active in it.
 class Capture {
  public:
-  // The first addresses and the sizes in bytes of all tensors that are given, and the numbers of those that are
-  // `owned`: a replay holds them alone, and they grow with the rows.
+  // `spans`: the address and the bytes of each given tensor. `owned`: the numbers of tensors that only the replay holds
+  // and that grow with the rows.
   Capture(std::vector<std::array<Address, 2>> spans, int64_t rows, Numbers owned = {})
       : rows_(rows), spans_(std::move(spans)), owned_(std::move(owned)) {}
 
@@ -275,7 +275,7 @@ void launch_now(Launch& launch) {
 // memory that it is the last to read, as if an op made them one by one.
 class Launches {
  public:
-  // Joins two captures if they fit together, else uses the one.
+  // Joins two captures if they fit together, else uses `capture`.
   static std::shared_ptr<Launches> of(const Capture& capture, const Capture* first, int64_t large) {
     const bool differ = first && first->rows_ != capture.rows_;
     const std::shared_ptr<Launches> joined = differ ? of_both(*first, capture, large) : nullptr;

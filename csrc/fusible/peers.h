@@ -67,8 +67,8 @@ struct Publish : LaneCall {
   int64_t numbers_at;  // in a buffer: [ranks, most_slots]
 };
 
-// Divides the rows of all experts among ranks: `firsts` [ranks + 1], of which a rank keeps the first `capacity`, and
-// the kept rows of each expert of this rank.
+// Divides the rows of all experts among ranks. Gives `firsts` [ranks + 1], and the kept rows of each expert of this
+// rank: a rank keeps its first `capacity` rows.
 struct DivideRows : LaneCall {
   const int32_t* tokens_per_expert;  // [experts]
   int experts;
@@ -142,7 +142,7 @@ struct PeerNumbers : LaneCall {
 void publish(const Publish& call, int device, cudaStream_t stream);
 void divide_rows(const DivideRows& call, int device, cudaStream_t stream);
 void stage_rows(const StageRows& call, int device, cudaStream_t stream);
-// Copies the tokens of all ranks to the rows of this rank, of the slots of all ranks.
+// Copies the tokens of all ranks to the rows of this rank.
 void pull(const Pull& call, int device, cudaStream_t stream);
 // The same by blocks of rows. Lets the next kernel of the stream begin.
 void pull_blocks(const PullBlocks& call, int device, cudaStream_t stream);
@@ -157,9 +157,9 @@ void push_sums(const PushSums& call, int device, cudaStream_t stream);
 // Each token of this rank is the sum of the parts of the ranks that keep rows of it, in fp32, in the order of ranks,
 // rounded once more.
 void sum_parts(const SumParts& call, int device, cudaStream_t stream);
-// The number of each row of this rank, from those of the slots of all ranks in its buffer. The tail is zero.
+// Copies the numbers of slots of all ranks, from this rank's buffer, to the rows of this rank. The tail is zero.
 void numbers_to_rows(const PeerNumbers& call, int device, cudaStream_t stream);
-// The number of each slot of this rank, from the buffers of the owners of their rows; 0 for slots without a row.
+// Copies the numbers of rows, from the buffers of their owners, to the slots of this rank; 0 for slots without a row.
 void pull_numbers(const PeerNumbers& call, int device, cudaStream_t stream);
 
 }  // namespace fusible

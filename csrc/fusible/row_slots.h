@@ -10,8 +10,8 @@ namespace fusible {
 // buffer.
 struct RowSlots {
   Peers peers;
-  const LaneState* state;      // where it says that the lane has failed, nothing is stored: others may be reading
-  const int32_t* slot_of_row;  // of the rows of all ranks: among the slots of all ranks
+  const LaneState* state;      // if the lane has failed, nothing is stored, since others may be reading
+  const int32_t* slot_of_row;  // the slot of each row of all ranks, among the slots of all ranks
   const int32_t* firsts;       // [ranks + 1]: the first row of each rank
   int64_t slots, at;
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A split size that does not fit, as the one word by which a kernel tells the host: what both share. No CUDA here.
+// The word by which a kernel reports a wrong split size, shared by device and host. No CUDA here.
 #pragma once
 #include <cstdint>
 

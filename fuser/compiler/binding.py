@@ -123,7 +123,7 @@ def _bind_addressed(layout: FlatContainer, assignments: Assignments, op_kwargs: 
 
 
 def _entry_for(layout: FlatContainer, addressee: Addressee, name: str) -> int:
-    """The entry of an addressee that takes a keyword: the op itself, or the one part of a composite that takes it."""
+    """The entry that takes a keyword of an addressee: the op itself, or the only part of a composite that takes it."""
     takers = [entry for entry in addressee.entries if entry in layout.takers.get(name, ())]
     if len(takers) == 1:
         return takers[0]

@@ -21,7 +21,7 @@ class Container(nn.Sequential):
 
     Attributes:
         container_forward: the ``forward`` that runs a plan. A container with another ``forward`` is called as a plain
-        module.
+            module.
     """
 
     container_forward: ClassVar[Callable[..., object]]
@@ -157,7 +157,7 @@ class FlatContainer:
 
         Raises:
             ArgumentError: the key has the wrong type, is not in the container or is there more than once, or takes no
-            keywords.
+                keywords.
             IndexError: an index out of range.
         """
         if isinstance(key, nn.Module):
@@ -272,7 +272,7 @@ def refuse_itself(module: nn.Module, label: str, around: tuple[nn.Module, ...]) 
     """Raises if a container is nested in itself; ``around``: the containers that it is nested in."""
     if any([module is outer for outer in around]):
         kind = type(module).__name__
-        raise ArgumentError(f"op {label} ({kind}) is a container that it stands in itself; give a copy, or take it out")
+        raise ArgumentError(f"op {label} ({kind}) is a container that contains itself; give a copy, or remove it")
 
 
 def opens(module: nn.Module) -> bool:

@@ -18,7 +18,7 @@ def refusal(match: Match, fused: FusedOp) -> str | None:
 
 
 def last(match: Match) -> str:
-    """The op whose ``y`` becomes the fused op's: the one that no other matched op reads."""
+    """The op whose ``y`` becomes the fused op's ``y``: no other matched op reads it."""
     nodes = set(match.nodes.values())
     return next(n for n in nodes if not any(r in nodes and output == "y" for r, _, output in match.graph.readers(n)))
 

@@ -82,7 +82,7 @@ def maximal_runs(graph: OpGraph, types: OpTypes) -> list[list[str]]:
 class Match:
     """Ops by role: ``m.fc1`` is the op, or None for an optional role that is missing.
 
-    Parametrized parameters are not computed for it; everything but their values can be read.
+    It does not compute parametrized parameters; everything but their values can be read.
     """
 
     graph: OpGraph
@@ -112,7 +112,7 @@ class Match:
         return self.runs[role].op(**{name: self.graph.op(node) for name, node in members.items()}) if members else None
 
     def part(self, name: str) -> Op:
-        """The op of a name in ``nodes``, a role or a member of a run; its computed parameters are foreseen."""
+        """The op of a name in ``nodes``, a role or a member of a run, with predicted forms of computed parameters."""
         op = self.graph.op(self.nodes[name])
         assert op is not None
         return foreseen(op)
@@ -193,10 +193,10 @@ class Pattern:
         return self.where(f"{role} has {port!r}", lambda m: not m.reads(role, port))
 
     def where(self, reason: str, holds: Callable[[Match], bool]) -> Pattern:
-        """Adds a condition; ``reason`` is what ``explain`` says if it does not hold.
+        """Adds a condition; ``explain`` prints ``reason`` if it does not hold.
 
-        A predicate may read the ops, their parameters' dtypes, devices and ``requires_grad``, and what
-        :class:`Match` offers. It must not read shapes or values of inputs.
+        A predicate may read the ops, their parameters' dtypes, devices and ``requires_grad``, and what :class:`Match`
+        offers. It must not read shapes or values of inputs.
 
         Raises:
             TypeError: ``reason`` is not a string, or ``holds`` is not callable.

@@ -74,7 +74,7 @@ class CallCache:
 
         Args:
             arguments: the call's arguments, if a later call may repeat it; ``names``: the names of the last ones, which
-            are keywords.
+                are keywords.
         """
         key = call_key(self.layout, call, runtime)
         if isinstance(key, Refusal):
@@ -156,9 +156,7 @@ def explain_last(cache: CallCache | None) -> Explanation:
         ArgumentError: there was none.
     """
     if cache is None or cache.last is None:
-        raise ArgumentError(
-            "explain: there was no call yet; give it what you would give forward (edits forget the last call)"
-        )
+        raise ArgumentError("explain: no call yet; pass the arguments of forward (an edit forgets the last call)")
     plan, shapes, runtime, replay = cache.last
     specs = zip(plan.graph.inputs(), shapes, strict=True)
     arguments = [spec._replace(shape=tuple(shape)) if spec else shape for spec, shape in specs]

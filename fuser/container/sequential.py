@@ -69,7 +69,7 @@ class Sequential(Container):
     def __init__(self, *modules: Any, **named: nn.Module) -> None:
         if modules and named:
             raise TypeError(
-                f"Sequential: all modules have names, or none has; {', '.join(named)} came beside unnamed ones"
+                f"Sequential: give names to all modules or to none; {', '.join(named)} came with unnamed ones"
             )
         modules = modules or (named,)
         if len(modules) == 1 and isinstance(modules[0], Mapping):
@@ -133,12 +133,13 @@ class Sequential(Container):
     def explain(
         self, x: object = None, *extra_inputs: object, op_kwargs: OpKwargs | None = None, **shared: object
     ) -> Explanation:
-        """Explains what a call with these arguments runs, and why each fusion and kernel was or was not used.
+        """Explains which ops and kernels a call with these arguments runs, and why fusions and kernels were or were not
+        used.
 
         Takes the arguments of :meth:`forward`, or none for the last call. Runs nothing.
 
         Raises:
-            ArgumentError: no arguments, and no call yet; arguments, but no ``x``; else as :meth:`forward`.
+            ArgumentError: no arguments, and no call yet; arguments without ``x``; otherwise as :meth:`forward`.
         """
         if x is None and not extra_inputs and not op_kwargs and not shared:
             return explain_last(self._compiled)

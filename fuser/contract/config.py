@@ -34,12 +34,12 @@ def constant(function: F) -> F:
 
 @dataclass(frozen=True)
 class Config:
-    """The switches in force. They are one object wherever they are equal.
+    """The switches in force. Equal switches are one object.
 
     Attributes:
         strict: whether a refused fusion, or a kernel that falls back, is an error.
         disable_fusions: the names of fusions that must not fire.
-        debug: whether values are checked that only a synchronisation with the device tells.
+        debug: whether values are checked that need a synchronisation with the device.
         variables: the switches that environment variables set, and what each word stands for.
 
     Raises:
@@ -83,10 +83,10 @@ _in_use: WeakValueDictionary[tuple[object, ...], Config] = WeakValueDictionary()
 
 
 def defaults_of(environment: Mapping[str, str]) -> Config:
-    """The switches that hold where no ``config`` is, for jobs whose code one cannot edit.
+    """The switches outside of every ``config``, for jobs whose code cannot be edited.
 
     ``FUSIBLE_STRICT`` sets ``strict`` and so on; ``FUSIBLE_DISABLE_FUSIONS`` names fusions, with commas between them.
-    One that is empty counts as not there.
+    An empty variable counts as unset.
 
     Raises:
         ValueError: a variable with another value.

@@ -1,4 +1,4 @@
-"""The errors that a call can raise. Each names the op, the argument, what was expected, what came, and the fix."""
+"""The errors that a call can raise. Each names the op, the argument, the expected and the given value, and the fix."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The op contract: a pure ``fwd``/``bwd`` pair over named tensors, on top of an ``nn.Module``.
 
-The signature of ``fwd`` is the declaration of an op: its keyword-only parameters are what a call may give it. Tensors
-are differentiable inputs, a :data:`Buffer` is memory of the caller that the op writes, everything else is metadata.
-Reserved names are filled by the runner for a half or a ``check`` that declares them: ``needs_grad`` (a frozenset of the
-names whose gradients autograd will want), ``autocast_dtype`` (None without autocast) and, for a ``fwd`` alone,
-``x_is_inner`` (whether something in front of the op, in the same call, has made its ``x``).
+The signature of ``fwd`` is the declaration of an op: its keyword-only parameters are the keywords of a call. Tensors
+are differentiable inputs, a :data:`Buffer` is memory of the caller that the op writes, everything else is metadata. The
+runner fills reserved names for a ``fwd``, ``bwd`` or ``check`` that declares them: ``needs_grad`` (a frozenset of the
+names whose gradients autograd will want), ``autocast_dtype`` (None without autocast) and, only for ``fwd``,
+``x_is_inner`` (whether an earlier step of the same call made ``x``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CHANGE_NOTHING = frozenset(
 
 
 class Keyword(NamedTuple):
-    """One per-call argument of an op."""
+    """A keyword argument of an op's calls."""
 
     required: bool
     tensor: bool
@@ -60,10 +60,10 @@ class SideEffects(NamedTuple):
     """The destination of a gradient that ``bwd`` does not return.
 
     Attributes:
-        tensors: the tensors that it writes, or returns aliases of.
+        tensors: the tensors that the gradient is written to, or whose aliases are returned.
         facts: other values that the result depends on.
-        written: the tensors that it writes.
-        done: called after others have written them, to notify their owners.
+        written: the written tensors.
+        done: called after the tensors were written, to notify their owners.
     """
 
     tensors: Sequence[Tensor]
@@ -76,9 +76,9 @@ class Delivery(NamedTuple):
     """A gradient that ``bwd`` delivers by itself: to memory that it finds, or later.
 
     Attributes:
-        name: of the input, as autograd's wishes have it.
-        side_effects: finds where the gradient goes, and raises where it cannot go there. A backward asks before it
-            writes anything, and only if it wants the gradient.
+        name: the input's name, as in ``needs_grad``.
+        side_effects: returns the gradient's destination, and raises if the gradient cannot go there. A backward calls
+            it before it writes anything, and only if it wants the gradient.
     """
 
     name: str
@@ -90,18 +90,17 @@ class Promises:
     """The promises of an op to the runner. A subclass that states none keeps those that its own code cannot break.
 
     Attributes:
-        replayable: calls of a form may be replayed (``replay``): all that ``fwd`` and ``bwd`` do is launched by the
-            kernels' library, returned, or declared by :meth:`Op.deliveries`, and depends on nothing but what
-            :meth:`Op.device_inputs` and the calls give, by form, and on attributes that are assigned (``training``
-            aside). Lost by a subclass with code of its own, beyond ``__init__``.
-        passes_x_on: all outputs are ``x`` itself. It is then handed on as it is, as by ``torch.nn.Identity``: autograd
-            sees nothing of the op, and code that works in place behaves as without it. Lost with another ``fwd`` or
+        replayable: calls of one form may be replayed (``replay``). All work of ``fwd`` and ``bwd`` is launched by the
+            kernels' library, returned, or declared by :meth:`Op.deliveries`. It depends only on the forms of the call's
+            tensors and of :meth:`Op.device_inputs`, and on assigned attributes except ``training``. Lost by a subclass
+            that defines more than ``__init__``.
+        passes_x_on: all outputs are ``x`` itself. The runner then passes it on, as ``torch.nn.Identity`` does: autograd
+            does not see the op, and code that works in place behaves as without it. Lost with another ``fwd`` or
             ``bwd``.
-        values_checked: the keywords of whose tensors :meth:`Op.check` may look at the values, on the host alone, where
-            reading them waits for nothing; of all others, and of parameters, it looks at shapes, dtypes and devices. A
-            call of shapes that have passed is then not checked again. None: it may look at any value. Lost with
-            another ``check``.
-        eager_only: why ``torch.compile`` runs the op eagerly, between graphs; None: it compiles it.
+        values_checked: the keywords whose values :meth:`Op.check` may read, only on the host, where reading does not
+            wait. For other tensors and for parameters it reads shapes, dtypes and devices, so a call with shapes that
+            have passed is not checked again. None: it may read any value. Lost with another ``check``.
+        eager_only: the reason why ``torch.compile`` runs the op eagerly, between graphs; None: it compiles the op.
     """
 
     replayable: bool = False
@@ -149,23 +148,23 @@ class Op(nn.Module, ABC):
     """One differentiable step.
 
     Subclasses define :meth:`fwd` and :meth:`bwd`, and keep what the backward needs in a ``NamedTuple``, by convention
-    called ``Saved``; nothing else may pass between the two. An op runs in a :class:`Sequential`, or alone, as
-    ``op(x, **keywords)``.
+    called ``Saved``; nothing else may pass between the two. An op runs in a :class:`Sequential`, or alone, as ``op(x,
+    **keywords)``.
 
     Attributes:
-        keywords: the per-call arguments, from the signature of ``fwd``. An op whose keywords depend on how it was built
-            sets its own in ``__init__``.
+        keywords: the keywords of a call, from the signature of ``fwd``. An op whose keywords depend on its constructor
+            sets them in ``__init__``.
         extra_outputs: names of the outputs besides ``y``.
-        output_to_caller: of an extra output whether a container returns it; None: if no later op reads it.
-        promises: what the runner may take for granted; see :class:`Promises`.
-        untraced: names of attributes that hold what was kept from calls, on which no result depends: ``torch.compile``
-            runs on a copy in which they are empty.
-        reserved: which of the reserved names ``fwd``, ``bwd`` and ``check`` declare.
-        caches: names of attributes that hold what was found of the parameters; a view (:mod:`parametrized`) has others.
+        output_to_caller: by extra output, whether a container returns it; None: if no later op reads it.
+        promises: the promises to the runner; see :class:`Promises`.
+        untraced: names of attributes that cache state of calls, on which no result depends: ``torch.compile`` runs a
+            copy in which they are empty.
+        reserved: the reserved names that ``fwd``, ``bwd`` and ``check`` declare.
+        caches: names of attributes that cache facts about parameters; a view (:mod:`parametrized`) has its own.
         attribute_version: how often an attribute has been assigned.
-        decision_version: how often one that is no tensor has been, other than by ``fwd`` and ``bwd``: fusions are then
-            decided anew.
-        layouts: of the tensors that a call may give; a nested tensor counts as ``torch.jagged``.
+        decision_version: how often an attribute that is not a tensor has been assigned, other than by ``fwd`` and
+            ``bwd``: fusions are then decided anew.
+        layouts: the accepted layouts of a call's tensors; a nested tensor counts as ``torch.jagged``.
     """
 
     __slots__ = ("_container_of_one",)
@@ -207,16 +206,16 @@ class Op(nn.Module, ABC):
     def check(self, x: TensorSpec, *args: Any, **keywords: Any) -> Specs:
         """Raises :class:`ArgumentError` for a call that the op cannot take, before anything runs.
 
-        A keyword that reads an earlier op's extra output is a tensor without data here. Returns what ``fwd`` will
-        return for the call, by name where there are extra outputs, or None if that is not known beforehand.
+        A keyword that reads an earlier op's extra output is a tensor without data here. Returns the specs of the
+        outputs of ``fwd``, by name if there are extra outputs, or None if they are unknown before the run.
         """
         return None
 
     def check_without_x(self, *args: Any, **keywords: Any) -> None:
         """Raises :class:`ArgumentError` for keywords, or parameters, that fit no ``x``.
 
-        Called before anything runs, if ``x`` is the output of a module that is not an op. A missing keyword may still
-        arrive. :meth:`check` follows when ``x`` exists, and must find all of these errors too.
+        Called before anything runs, if ``x`` is the output of a module that is not an op. Missing keywords may still be
+        filled. :meth:`check` follows when ``x`` exists, and must find all of these errors too.
         """
 
     def returns(self, name: str, is_read: bool) -> bool:
@@ -226,7 +225,7 @@ class Op(nn.Module, ABC):
     def inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The current parameters by name; a replaced parameter is seen at the next call.
 
-        In a run, one that is parametrized is what its parametrization gives, which autograd then passes through.
+        In a run, a parametrized parameter is the result of its parametrization, through which autograd passes.
         """
         return zip(self.input_names(), self.input_tensors(), strict=True)
 
@@ -291,7 +290,9 @@ class Op(nn.Module, ABC):
             self.__dict__["decision_version"] = self.decision_version + 1
 
     def restore_decision_version(self, decision_version: int) -> None:
-        """Restores the version after a run: conditions must not depend on attributes that an op sets while it runs."""
+        """Restores the version after a run, since conditions must not depend on attributes that an op sets while it
+        runs.
+        """
         self.__dict__["decision_version"] = decision_version
 
     def trace_refusal(self) -> str | None:
@@ -311,17 +312,17 @@ class Op(nn.Module, ABC):
 
         Args:
             x: the input.
-            *positional: there are none; an error says so, with the keywords.
+            *positional: not allowed; the error lists the keywords.
             **keywords: the op's keywords; None counts as not given.
 
         Raises:
-            ArgumentError: an unknown or a missing keyword, or whatever :meth:`check` finds.
+            ArgumentError: an unknown or a missing keyword, or an error that :meth:`check` finds.
 
         Returns:
             ``y``, or ``(y, *extras)`` where there are extra outputs.
         """
         if positional:
-            raise ArgumentError(f"{type(self).__name__}: x alone is given by position, {_by_name(self.keywords)}")
+            raise ArgumentError(f"{type(self).__name__}: only x is passed by position, {_by_name(self.keywords)}")
         return self._standalone.run(self, x, keywords)
 
 

@@ -30,7 +30,7 @@ def input_may_change(module: nn.Module) -> bool:
 
 
 def is_called_whole(op: Op) -> bool:
-    """Whether an op must be called as itself: hooks, and a ``forward`` of its own, run nowhere else."""
+    """Whether an op must be called as a module, because its hooks or its own ``forward`` run only then."""
     return is_hooked(op) or overrides_forward(op)
 
 

@@ -1,4 +1,4 @@
-"""Ops with parameters that are computed, by parametrizations or by hooks: a view holds the values for one run.
+"""Ops with parameters computed by parametrizations or hooks: a view holds the values for one run.
 
 A parametrization (``torch.nn.utils.parametrize``) computes whenever the parameter is read, so a run reads it once.
 ``torch.nn.utils.prune``, ``weight_norm`` and ``spectral_norm`` compute in a hook, before the op is called: the value is
@@ -49,7 +49,9 @@ def computed(op: AnyOp) -> AnyOp:
 
 
 def foreseen(op: AnyOp) -> AnyOp:
-    """A view on the forms of what will be computed, which computes nothing; the op itself where nothing will be."""
+    """A view with the forms of the values that will be computed, without computing them; the op itself if it has no
+    computed parameters.
+    """
     if not computes_parameters(op):
         return op
     return view_of(op, lambda part, name: _outline(part, name, foreseen_spec(part, name)))
@@ -104,7 +106,7 @@ def view_of(op: AnyOp, value: Callable[[Op, str], Tensor]) -> AnyOp:
 
 @lru_cache(maxsize=1024)
 def _view_class(cls: type[AnyOp], slots: tuple[str, ...]) -> type[AnyOp]:
-    """A class whose objects have these attributes to themselves, wherever else they get the others from."""
+    """A subclass whose objects have these attributes of their own, and get the others elsewhere."""
     return type(cls.__name__, (cls,), {"__slots__": slots, "__module__": cls.__module__, "__doc__": cls.__doc__})
 
 

@@ -15,9 +15,9 @@ class TensorSpec(NamedTuple):
     """A tensor without its data.
 
     Attributes:
-        shape: None where it must not count, as plans serve any.
+        shape: None in a plan, which serves any shape.
         layout: a nested tensor counts as ``torch.jagged``.
-        requires_grad: not known of what a check says of outputs.
+        requires_grad: unknown for outputs that a check returns.
     """
 
     shape: tuple[int, ...]

@@ -12,7 +12,7 @@ _TENSOR_TYPES = (Tensor, nn.Parameter)
 
 
 def stores_values(kind: type[Tensor]) -> bool:
-    """Whether the memory of such tensors is their values: no subclass that says itself what operations do."""
+    """Whether the memory of such tensors holds their values: the class does not define operations itself."""
     if kind in _TENSOR_TYPES or issubclass(kind, WITHOUT_DATA):
         return True
     function: object = kind.__torch_function__

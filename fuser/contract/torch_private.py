@@ -111,7 +111,7 @@ def _replay_refusal() -> str | None:
 
 
 replay_refusal: str | None = _replay_refusal()
-"""Why no call is replayed: one cannot ask torch all that a replay depends on. None: one can."""
+"""The reason why no call is replayed: torch cannot be asked for all facts that a replay depends on. None: it can."""
 
 profiler_enabled: Callable[[], bool] = private("_C._autograd._profiler_enabled") or (lambda: True)
 """Whether a profiler runs. Else: always, so that profiles keep their ranges, and each call pays for them."""
@@ -126,10 +126,10 @@ dispatch_mode_depth: Callable[[], int] = private("_C._len_torch_dispatch_stack")
 current_dispatch_mode: Callable[[], object] = private_of_module(
     "torch.utils._python_dispatch", "_get_current_dispatch_mode"
 ) or (lambda: None)
-"""The innermost of them. Else: None, and products wait for one another while a call is captured."""
+"""The innermost dispatch mode. Else: None, and products wait for one another while a call is captured."""
 
 forward_ad_state: Any = forward_ad if hasattr(forward_ad, "_current_level") else SimpleNamespace(_current_level=0)
-"""Its ``_current_level`` is that of forward-mode gradients, -1 outside of them; read without a call.
+"""Its ``_current_level`` is the level of forward-mode gradients, -1 outside of them; read without a call.
 
 Else: 0, so that every tensor is asked for its tangent.
 """
@@ -193,7 +193,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., tuple[Ten
 
 
 is_batched_gradient: Callable[[Tensor], bool] = private("_C._functorch.is_legacy_batchedtensor") or _never
-"""Whether a gradient is one of ``is_grads_batched``. Else: no, and torch's error stands without our explanation."""
+"""Whether a gradient comes from ``is_grads_batched``. Else: no, and torch's own error is raised."""
 
 
 # ---- backwards
@@ -214,7 +214,7 @@ def _will_run(node: object) -> bool:
 
 
 engine_will_run: Callable[[object], bool] = private("_C._will_engine_execute_node") or _will_run
-"""Whether the running backward goes on to a node. Else: yes, with a warning; true of ``backward()``."""
+"""Whether the running backward will run a node. Else: yes, with a warning, as is true of ``backward()``."""
 
 
 _FIRST = 2**64 - 1  # the number of the nodes that accumulate gradients
@@ -237,8 +237,8 @@ _forward_gradients_enabled: Callable[[], bool] = private("_C._is_fwd_grad_enable
 def is_without_gradients() -> bool:
     """Whether the caller runs under ``no_grad`` or ``inference_mode``.
 
-    The forward of an autograd function, such as a reentrant checkpoint's, switches gradients of both modes off, while
-    ``no_grad`` leaves those of forward mode on. Else: ``no_grad`` is taken for such a forward.
+    The forward of an autograd function, such as a reentrant checkpoint's, switches off gradients of both modes;
+    ``no_grad`` leaves forward mode on. Else: ``no_grad`` counts as such a forward.
     """
     if torch.is_grad_enabled():
         return False
@@ -272,7 +272,7 @@ def _storage_by_object(tensor: Tensor) -> int:
 
 
 storage_id = _storage_by_address if hasattr(torch.UntypedStorage, "_cdata") else _storage_by_object
-"""The identity of a tensor's storage while it lives. Else: that of the object, which torch keeps with the storage."""
+"""The identity of a tensor's storage while it lives. Else: that of the object which torch keeps with the storage."""
 
 
 address_function: int = private("_C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr") or 0

@@ -1,4 +1,4 @@
-"""Runs on tensors without data: those of ``explain``, and those of a compiler."""
+"""Runs on tensors without data: of ``explain``, and of a compiler."""
 
 from __future__ import annotations
 

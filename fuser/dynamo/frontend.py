@@ -1,10 +1,9 @@
 """The part of a call that Dynamo traces under ``torch.compile``: lists and tuples, no plan, no kernel.
 
 Everything that a plan depends on is read here, so that Dynamo guards on it by value: the structure of the modules,
-their
-hooks and attributes, the dtypes of the arguments, the switches. The plan itself is found outside of the trace
-(:mod:`steps`). It comes back as steps without tensors; all tensors, parameters included, are arguments of the steps,
-so that the compiled code serves any other layer of the same structure.
+their hooks and attributes, the dtypes of the arguments, the switches. The plan itself is found outside of the trace
+(:mod:`steps`). It comes back as steps without tensors; all tensors, parameters included, are arguments of the steps, so
+that the compiled code serves any other layer of the same structure.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ def _walk(module: nn.Module, label: str, modules: Modules, around: tuple[nn.Modu
 
 
 def _addressed(modules: Modules, op_kwargs: OpKwargs, values: Values) -> Addressed:
-    """``op_kwargs`` with places in place of modules, and slots in place of values."""
+    """``op_kwargs`` with places instead of modules, and slots instead of values."""
     if not isinstance(op_kwargs, Mapping):
         raise ArgumentError(f"op_kwargs must map ops to their keywords, got a {type(op_kwargs).__name__}")
     addressed = []

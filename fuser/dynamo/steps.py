@@ -38,8 +38,8 @@ class TracedStep(NamedTuple):
         handle: the name of the step for :func:`run_step`; None for a module that Dynamo traces itself.
         labels: the modules whose tensors are passed, or the module to trace.
         tensors: the slots of x and of the tensors among the keywords.
-        keywords: of a module to trace: (keyword, slot).
-        copies: of a module to trace: whether it is given a copy of x, since it works in place.
+        keywords: for a module to trace, its (keyword, slot).
+        copies: whether a module to trace gets a copy of x, since it works in place.
     """
 
     handle: str | None

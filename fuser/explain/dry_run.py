@@ -223,7 +223,9 @@ def _run_module(module: nn.Module, x: int, values: SlotValues, mode: FakeTensorM
 
 
 def _tensors_once(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors by name, under one name where a module has two: the call would put the other's stand-in back."""
+    """The tensors by name. A tensor that a module has under two names is listed once, because the call would restore
+    the second name's stand-in.
+    """
     for prefix, inside in module.named_modules():
         for name, tensor in (inside._parameters | inside._buffers).items():
             if tensor is not None:

@@ -116,10 +116,10 @@ class Explanation:
     """The explanation of a call. Prints as tables; :meth:`to_text`, ``to_mermaid``, ``to_dot`` and ``to_svg`` draw it.
 
     Attributes:
-        fusions: the fusions that were taken or refused, except those within a larger one that was taken.
-        near_misses: fusions that would fit but for one op.
-        replay: whether the call replays captured launches, and if not, why; empty on devices without launches. It
-        depends on earlier calls, so it is ignored in comparisons.
+        fusions: the fusions that were taken or refused, except those inside a larger fusion that was taken.
+        near_misses: fusions that fit except for one op.
+        replay: whether the call replays captured launches, or why not; empty on devices without launches. It depends on
+            earlier calls, so comparisons ignore it.
     """
 
     steps: tuple[ExplainedStep, ...]
@@ -257,10 +257,10 @@ def _chosen(step: ExplainedStep) -> Iterator[str]:
 
 
 class StandIn(nn.Module):
-    """A module in place of an op.
+    """A module that is not an op.
 
     Attributes:
-        reason: the reason why there is no op for it, which ``explain`` prints.
+        reason: the reason why no op replaces it, which ``explain`` prints.
     """
 
     reason: str = ""

@@ -29,9 +29,9 @@ class Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Observes a run. Any operation other than an allocation, a view or a launch of the library prevents replays.
 
     Attributes:
-        memory: of results that are allocated, without their first sizes.
-        views: the results that are inputs: the number of each, and as what shape it is viewed; None: it is detached.
-        results: of each result the number, inputs first, then ``memory``; -1 for None, from there backwards the views.
+        memory: the memory of allocated results, without their first sizes.
+        views: the results that are inputs: the number of each input, and the shape of its view; None: it is detached.
+        results: the number of each result: inputs first, then ``memory``; -1 for None, and views from -2 down.
         written: the inputs whose versions change.
     """
 

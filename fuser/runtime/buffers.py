@@ -27,7 +27,7 @@ class NamedValue(NamedTuple):
 
 
 SlotValues: TypeAlias = list[Any]
-"""The values of a call, by slot: tensors, and whatever else its ops and modules are given."""
+"""The values of a call, by slot: tensors, and the other arguments of its ops and modules."""
 
 Memory: TypeAlias = tuple[int, int, Tensor]  # the addresses of the first and the last byte, and whose they are
 

@@ -50,7 +50,7 @@ class BackwardContext:
     """The state of a backward besides its saved tensors.
 
     Attributes:
-        names: the names of the differentiable tensors; ``wanted``: those whose gradients were wanted in the forward.
+        names: the names of the differentiable tensors; ``wanted``: the names whose gradients the forward wanted.
         rest: the ``Saved`` of ``fwd``, without its tensors.
         config: the switches of the forward.
         order: the order of the saved tensors in ``rest``; None if they were saved in that order.

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..contract.torch_private import current_raw_stream
 
 current_stream: dict[str, Callable[[int], int]] = {"cuda": current_raw_stream}
-"""For each type of such devices, what gives the address of the current stream of the device with an index."""
+"""By device type, the function from a device's index to the address of its current stream."""
 
 
 def stream_of(tensor: Tensor) -> int:

@@ -19,7 +19,7 @@ _MOST_TOKENS = 1 << 24  # of a group without a capacity, which reserves nothing 
 
 
 class ExchangeOptions(NamedTuple):
-    """The options of a :class:`fusible.ep.Group` that a layer of another framework needs; described there.
+    """The options that a layer of another framework passes to :class:`fusible.ep.Group`, which describes them.
 
     Attributes:
         max_tokens: None for any number; only possible if the number of rows is not fixed.

@@ -41,7 +41,7 @@ class LayerForm(NamedTuple):
         spec: the op between the linears, as plain values; None if the module's own code runs there.
         has_norm: whether a norm of the model follows.
         scales: the kind of scales of weights that stay quantised, see :class:`fusible.Float8Block`; None for plain
-        weights.
+            weights.
     """
 
     up: tuple[int, ...]

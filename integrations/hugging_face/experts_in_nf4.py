@@ -91,7 +91,7 @@ class ExpertsInNF4(NamedTuple):
         """The facts of a matrix.
 
         Raises:
-            ValueError: they are none, or not those of the layout.
+            ValueError: they are missing, or differ from those of the layout.
         """
         try:
             facts = json.loads(bytes(text.tolist()))
@@ -104,7 +104,7 @@ class ExpertsInNF4(NamedTuple):
         return expected
 
     def write(self, weights: Sequence[str], parts: Sequence[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors of all experts by name: the inverse of :meth:`read`, for the names of all sections."""
+        """The tensors of all experts by name, with the names of all sections; the inverse of :meth:`read`."""
         by_matrix = [part.reshape(self.layout.shape[0], self.sections, -1) for part in parts]
         offsets = by_matrix[-1][..., -1].tolist()  # where scales are nested
         written: dict[str, Tensor] = {}

@@ -47,7 +47,7 @@ class ModelExperts(nn.Module):
 
 
 def is_experts(module: nn.Module) -> TypeGuard[ModelExperts]:
-    """Whether a module has what transformers gives to experts modules, whose forward it wraps."""
+    """Whether a module has the attributes that transformers gives to experts modules, whose forward it wraps."""
     forward = getattr(type(module), "forward", None)
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(forward, "__wrapped__")
 

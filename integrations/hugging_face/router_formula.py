@@ -178,7 +178,7 @@ def recognized(router: nn.Module, dtype: torch.dtype) -> Formula | str:
                 return formula if formula.agrees(narrow) else f"it rounds scores to {narrow.theirs.logits.dtype}"
     except Exception as error:  # a model's code may raise anything where it is tried out
         return str(error)
-    return "its experts and weights are those of no rule of fusible.functional.route"
+    return "no rule of fusible.functional.route gives its experts and weights"
 
 
 def _product(trial: Trial) -> Formula:

@@ -1,4 +1,4 @@
-"""Experts of a transformers model whose weights are the bytes of a quantised checkpoint, and what the bytes stand for.
+"""Experts of a transformers model whose weights are the bytes of a quantised checkpoint.
 
 A stored weight has three parameters of the experts module: bytes under the name of the weight, ``NAME_scale`` and, in
 some formats, ``NAME_factor``. All are frozen. State dicts have the names and shapes of the publisher.
@@ -46,7 +46,8 @@ class Stored(NamedTuple):
         if parts[0].dtype == torch.float8_e4m3fn or parts[0].dtype == torch.uint8:
             return widened(self.recipe, self.shape, Weight(*parts))
         raise RuntimeError(
-            f"fusible: {self.names[0]} was {self.recipe.name} and is {parts[0].dtype}: what casts a model casts bytes"
+            f"fusible: {self.names[0]} was {self.recipe.name} and is {parts[0].dtype}: "
+            "a cast of the model also casts bytes"
         )
 
     def stand_in(self, experts: nn.Module) -> Tensor:
@@ -98,14 +99,13 @@ def float8_blocks(experts: Any) -> bool:
 def keep(
     experts: Any, name: str, layout: Layout, parts: dict[str, Tensor], dtype: torch.dtype, was_transposed: bool
 ) -> None:
-    """Makes the parameter ``name`` of an experts module of a publisher's parts, whose memory it shares.
+    """Makes the parameter ``name`` of an experts module from a publisher's parts, without a copy.
 
     Args:
-        was_transposed: whether the class has [E, K, N] in 16 bits; the module no longer says so, as bytes are [E, N,
-            K / 2].
+        was_transposed: whether the class stores [E, K, N] in 16 bits, which bytes [E, N, K / 2] do not show.
 
     Raises:
-        ValueError: a part does not have the form of the format, or its values are none; names the tensor.
+        ValueError: a part does not have the form of the format, or has invalid values; the message names the tensor.
     """
     weight = layout.read(name, parts)
     names = [f"{name}{suffix}" for suffix, part in zip(_SUFFIXES, weight.tensors, strict=True) if part is not None]

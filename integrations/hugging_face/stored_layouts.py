@@ -1,6 +1,6 @@
-"""How publishers store experts in 8 or 4 bits, once transformers has stacked them: names, shapes, dtypes.
+"""The names, shapes and dtypes of publishers' experts in 8 or 4 bits, once transformers has stacked them.
 
-Each is a view of the parts of a format of ours, so nothing is copied, and what is written back is what was read.
+Each tensor is a view of a part of a format of this library, so nothing is copied, and saving writes the loaded bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Quantised checkpoints in transformers: experts stay in their bytes where a model runs through ``"fusible"``.
 
-A quantiser of transformers is replaced by a subclass of itself. It acts where the model is loaded with
-``experts_implementation="fusible"``; elsewhere it does what its parent does. Before the weights are loaded, each weight
-of the experts gives way to parameters of the publisher's names; afterwards these become the parts of a stored weight.
+A subclass replaces a quantiser of transformers. If the model is loaded with ``experts_implementation="fusible"``, it
+keeps the bytes; otherwise it does what its parent does. Before the weights are loaded, each weight of the experts gives
+way to parameters of the publisher's names; afterwards these become the parts of a stored weight.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ def plan(experts: Any, name: str, layout: Layout) -> None:
 
 
 def settle(experts: Any, dtype: torch.dtype) -> None:
-    """Makes stored weights of the parameters that loading has filled.
+    """Turns the loaded parameters into stored weights.
 
     Raises:
-        ValueError: the checkpoint lacks one, or it does not fit.
+        ValueError: the checkpoint lacks a part, or a part does not fit.
     """
     was_transposed = experts.is_transposed
     for name, layout in experts.__dict__.pop(PLANNED, {}).items():
@@ -83,7 +83,9 @@ class KeepsBytes(base.HfQuantizer):  # type: ignore[misc]
     """The common part of quantisers that leave experts in their bytes, before the class of transformers."""
 
     def layout_of(self, experts: Any, name: str, shape: tuple[int, int, int]) -> Layout | None:
-        """How the checkpoint stores a weight of the experts; None: as no format of ours, so the parent loads it."""
+        """The layout in which the checkpoint stores a weight of the experts; None: no known layout, so the parent class
+        loads it.
+        """
         raise NotImplementedError
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:

@@ -86,10 +86,10 @@ def _keys(files: Sequence[str]) -> Iterator[str]:
 
 
 def _layers_in_4_bits(files: Sequence[str] | None) -> set[str] | None:
-    """The layers whose experts a checkpoint has in 4 bits; None: unknown, and loading says what is missing.
+    """The layers whose experts a checkpoint has in 4 bits; None: unknown, and loading reports missing tensors.
 
     Raises:
-        ValueError: it has a stack of experts that was quantised as one matrix.
+        ValueError: the checkpoint has a stack of experts that was quantised as one matrix.
     """
     if files is None or not all([str(file).endswith(".safetensors") for file in files]):
         return None
@@ -154,7 +154,7 @@ class _OfLinears(ConversionOps):  # type: ignore[misc]
 
 
 class _QuantizesStacks(ConversionOps):  # type: ignore[misc]
-    """Quantises the experts of a layer as they arrive, and what else arrives as its parent does."""
+    """Quantises the experts of a layer as they arrive, and other tensors as its parent class does."""
 
     def __init__(self, others: ConversionOps) -> None:
         self._others = others

@@ -75,7 +75,7 @@ class ModelOptQuantizer(KeepsBytes):
 
 
 class _StackNumbers(ConversionOps):  # type: ignore[misc]
-    """The numbers of experts, those of gate beside those of up, as [E, sections]."""
+    """The numbers of experts, [E, sections]: gate's beside up's."""
 
     def convert(
         self, input_dict: dict[str, list[Tensor]], source_patterns: Any, target_patterns: Any, **kwargs: Any

@@ -93,7 +93,7 @@ def _from_hugging_face(experts: _ExpertOps, part: dict[str, Tensor]) -> Layer:
     turned = shapes == [(e, k, n) for e, n, k in expected]
     fix = "convert it with fusible.integrations.checkpoints.from_hugging_face"
     if straight and turned:
-        raise ValueError(f"the matrices are square, so their orientation is not to be seen: {fix}(transposed=...)")
+        raise ValueError(f"the matrices are square, so their orientation is ambiguous: {fix}(transposed=...)")
     if turned and experts.activation.spec.gated:
         raise ValueError(
             f"the matrices are transposed; gate and up may alternate: {fix}(transposed=True, interleaved=...)"

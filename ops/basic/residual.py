@@ -42,7 +42,7 @@ class MakeExtraOutput(Op):
     Args:
         name: an identifier.
         output_to_caller: whether a container returns the extra output, after the main output. None: only if no op reads
-        it.
+            it.
 
     Raises:
         ValueError: a name that is not an identifier, or that is reserved.
@@ -114,7 +114,7 @@ class AddExtraInput(Op):
             if tensor.device != x.device:
                 raise ArgumentError(f"{name}: expected a tensor on {x.device}, where x is, got one on {tensor.device}")
             if is_narrow_float(tensor.dtype) or not torch.can_cast(tensor.dtype, x.dtype):
-                raise ArgumentError(f"{name}: {tensor.dtype} cannot be added to x, of {x.dtype}, as which it comes out")
+                raise ArgumentError(f"{name}: {tensor.dtype} cannot be added to x, of {x.dtype}, the dtype of the sum")
         return x
 
     def fwd(self, x: Tensor, **extra: Tensor) -> tuple[Tensor, None]:

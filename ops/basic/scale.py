@@ -18,7 +18,7 @@ class Scale(Op):
     It comes before the second linear of an expert (TransformerEngine, Megatron) or after it (Hugging Face, torchtitan).
     The two differ if that linear has a bias.
 
-    Keywords of a call:
+    Keyword Args:
         scales: a number for every row of ``x``, shape ``x.shape[:-1]``, any floating-point dtype. Its gradient is
             ``sum(dy * x)`` over the columns.
     """

@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 def balanced_order(loads: Tensor | Sequence[float], ranks: int) -> Tensor:
-    """An order of experts by which the ranks of a :class:`Group` have about equal loads.
+    """Returns an order of experts in which the ranks of a :class:`Group` have about equal loads.
 
-    Experts are taken from the heaviest one on. Each goes to the rank with the smallest load among those with room.
-    Expert ``order[i]`` becomes expert ``i``: bring the rows of the router, the weights of experts and their optimizer
-    states into that order, all alike, and the model is the same function.
+    Experts are taken by falling load. Each goes to the rank with the smallest load among those with room. Expert
+    ``order[i]`` becomes expert ``i``: apply the order to the router's rows, the experts' weights and their optimizer
+    states, and the model computes the same function.
 
     Args:
         loads: [E], the number of rows that each expert has had.
@@ -24,7 +24,7 @@ def balanced_order(loads: Tensor | Sequence[float], ranks: int) -> Tensor:
         int64 [E], on the CPU: the experts of the first rank, then of the second, and so on; ascending in each.
 
     Raises:
-        ValueError: loads are not finite numbers of at least 0, or ranks does not divide their number.
+        ValueError: a load is not a finite number of at least 0, or ``ranks`` does not divide the number of experts.
     """
     of_experts = torch.as_tensor(loads, dtype=torch.float64, device="cpu")
     if of_experts.dim() != 1 or not bool((of_experts.isfinite() & (of_experts >= 0)).all()):

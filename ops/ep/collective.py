@@ -58,7 +58,7 @@ class Sums(NamedTuple):
     """The sums of a token's rows on each owner (``combine="reduced"``).
 
     Attributes:
-        here: sums rows of this rank's experts for each (rank, token) that has some; then a tail.
+        here: sums the rows of this rank's experts for each (rank, token) that has rows; then a tail.
         back: adds the sums that come back, for each token of this rank.
         to_rank, from_rank: int64 [R], on the host: the number of sums sent to each rank, and received from it.
     """
@@ -151,7 +151,7 @@ class CollectiveTransport:
         return table[:, _HEADER:].long()
 
     def _compare(self, exchange: Exchange, headers: Sequence[Sequence[int]]) -> None:
-        """Raises if ranks do different things."""
+        """Raises an error if ranks make different calls."""
         named = exchange.named("dispatch")
         for rank, (lane, number, _, flags) in enumerate(headers):
             if (lane, number) != exchange:
@@ -160,7 +160,7 @@ class CollectiveTransport:
                 raise PeerError(messages.other_wishes(rank, flags, headers[self._rank][3], named))
 
     def _kept(self, exchange: Exchange, counts: Tensor) -> Tensor:
-        """The counts, without rows that their owner has no room for."""
+        """The counts, without rows that exceed their owner's capacity."""
         owned = counts.view(self._ranks, self._ranks, -1).sum((0, 2))
         required, owner = (int(each) for each in owned.max(0))
         self._required = max(self._required, required)
@@ -217,7 +217,9 @@ class CollectiveTransport:
         return permutation.by_slot(self._start_returning(numbers, table, kind)(), table.routing, dtype)
 
     def _start_returning(self, rows: Tensor, table: CollectiveTable, kind: str) -> Callable[[], Tensor]:
-        """Sends Q rows or numbers back; the result has those of this rank's slots, zero for slots without an expert."""
+        """Sends Q rows or numbers back; the result has one for each slot of this rank, zero for slots without an
+        expert.
+        """
         order, slots = table.arrivals.in_place, table.routing.slot_of_row.shape[0]
         leaving = rows.new_empty(order.shape[0], *rows.shape[1:])
         leaving.index_copy_(0, order, rows[: order.shape[0]])

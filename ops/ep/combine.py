@@ -16,23 +16,23 @@ from .transport import Exchange
 class EPCombine(Op):
     """Combines rows [Q, H] of this rank's experts to tokens [T, H]: the sum of each token's rows, from all ranks.
 
-    The group's ``combine`` determines the rounding of sums. It does not apply the routing weights; put ``Scale()`` in
-    front of it,
-    or an activation with scales. It ends the exchange that the :class:`EPDispatch` of the same group and lane began.
+    The group's ``combine`` determines the rounding of sums. EPCombine does not apply the routing weights; put
+    ``Scale()``, or an activation with scales, before it. It ends the exchange that the :class:`EPDispatch` of the same
+    group and lane began.
 
     Args:
         group: the group of ranks.
-        lane: the index of the group's lane that it uses.
+        lane: the index of the group's lane.
 
-    Keywords:
+    Keyword Args:
         row_of_slot: int32 or int64 [T, k], from the :class:`EPDispatch`.
 
     Raises:
         TypeError: ``group`` is not a :class:`Group`.
         ValueError: the group has no such lane.
-        ArgumentError: in a call, rows that do not fit the group.
+        ArgumentError: in a call, the rows do not fit the group.
         PeerError: a rank did not take part.
-        RuntimeError: the :class:`EPDispatch` is missing, or of another group or lane.
+        RuntimeError: there is no open :class:`EPDispatch` of this group and lane.
     """
 
     promises = Promises(values_checked=frozenset(), eager_only="it waits for other ranks")

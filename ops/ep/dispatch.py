@@ -26,8 +26,8 @@ _WANTED = frozenset({"x", "top_k_weights"})  # of a dispatch
 class EPDispatch(Op):
     """Dispatches tokens [T, H] of all ranks: each rank gets the rows [Q, H] of the experts that it owns.
 
-    Rows are sorted by expert, then rank, token and slot. Rows past the last expert, the tail, are zero. Later ops
-    read its extra outputs by name:
+    Rows are sorted by expert, then rank, token and slot. Rows past the last expert, the tail, are zero. Later ops read
+    its extra outputs by name:
 
     ===============  ============================  ========================================================
     name             shape, dtype                  contents
@@ -41,24 +41,24 @@ class EPDispatch(Op):
 
     Args:
         group: the group of ranks.
-        lane: the index of the group's lane that it uses.
-        recipe: ``Float8Block()``: tokens are quantised before they are sent, which halves the traffic. Rows then hold
-        the dequantised values in bfloat16; a linear under that recipe gives the same output as for the tokens. A fused
-        op whose linears follow it reads the bytes. The operands of its weight gradients are quantised from the values,
-        with one more rounding. None: tokens are sent unchanged.
+        lane: the index of the group's lane.
+        recipe: ``Float8Block()``: tokens are quantised before they are sent, which halves the traffic. Rows are then
+            the dequantised values in bfloat16; a linear under that recipe gives the same output as for the tokens. A
+            fused op whose linears follow the recipe reads the bytes. It quantises the operands of weight gradients from
+            the values, with one more rounding. None: tokens are sent unchanged.
 
-    Keywords:
-        top_k_index: int32 or int64 [T, k]: the experts of each token, on all ranks. An id below 0, or of
-        ``num_experts`` or more, is no expert's.
-        top_k_weights: floating-point [T, k]: the routing weights.
+    Keyword Args:
+        top_k_index: int32 or int64 [T, k], the experts of each token, on all ranks. An id below 0, or of
+            ``num_experts`` or more, belongs to no expert.
+        top_k_weights: floating-point [T, k], the routing weights.
 
     Raises:
         TypeError: ``group`` is not a :class:`Group`.
         ValueError: the group has no such lane, or its tokens cannot be sent under that recipe.
         ArgumentError: in a call, tokens, ids or weights do not fit the group.
-        CapacityError: a rank would own more rows than there is room for.
-        PeerError: a rank did not take part, or did something else.
-        RuntimeError: the last exchange of the lane was not ended by an :class:`EPCombine`, or the group is closed.
+        CapacityError: a rank would own more rows than ``capacity``.
+        PeerError: a rank did not take part, or made another call.
+        RuntimeError: the lane's last exchange was not ended by an :class:`EPCombine`, or the group is closed.
     """
 
     extra_outputs = ("split_sizes", "scales", "row_of_slot")
@@ -96,7 +96,7 @@ class EPDispatch(Op):
                 )
         if x.shape[0] > settings.max_tokens:
             raise ArgumentError(
-                f"x has {x.shape[0]} tokens, the group has max_tokens={settings.max_tokens}; make one for more"
+                f"x has {x.shape[0]} tokens, the group has max_tokens={settings.max_tokens}; make a group for more"
             )
         return self._outputs(x, top_k_index, top_k_weights)
 
@@ -130,12 +130,12 @@ class EPDispatch(Op):
         return outputs, self.Saved(table, x.dtype, top_k_weights.dtype)
 
     def exchange(self, call: RoutedCall, fill: bool, beside: bool = False, as_sent: bool = False) -> DispatchedRows:
-        """The table of a new exchange, and the rows and scales of this rank's experts.
+        """Returns the table of a new exchange, and the rows and scales of this rank's experts.
 
         Args:
-            fill: whether the tail of the rows must be zero; else it is arbitrary.
-            beside: whether they may come while the kernel runs that is launched next.
-            as_sent: whether rows that are sent in 8 bits are returned as :class:`QuantizedTokens`; else as values.
+            fill: whether the tail of the rows must be zero; otherwise it is arbitrary.
+            beside: whether rows may arrive while the next launched kernel runs.
+            as_sent: whether rows sent in 8 bits are returned as :class:`QuantizedTokens`; otherwise as values.
         """
         call = replace(call, x=call.x.to(self.group.settings.dtype), needs_grad=call.needs_grad & _WANTED)
         if trace.active():
@@ -263,7 +263,7 @@ def check_rows_of(group: Group, x: TensorSpec, form: str) -> None:
         raise ArgumentError(f"x must have {settings.hidden} columns, as the group, got shape {list(x.shape)}")
     if x.device.type not in group.devices:
         raise ArgumentError(
-            f"x must be on {' or '.join(sorted(group.devices))}, as the process group moves, got {x.device}; "
+            f"x must be on {' or '.join(sorted(group.devices))}, which the process group supports, got {x.device}; "
             "move it there"
         )
     if group.device is not None and x.device != group.device:

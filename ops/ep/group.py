@@ -73,8 +73,8 @@ class Lane:
             )
         if table.row_of_slot.data_ptr() != row_of_slot.data_ptr() or table.row_of_slot.shape != row_of_slot.shape:
             raise RuntimeError(
-                f"EPCombine: row_of_slot is not that of the EPDispatch that is open on lane {self.index}; "
-                "give what that one returned, or combine on its group and lane"
+                f"EPCombine: row_of_slot is not from the EPDispatch that is open on lane {self.index}; "
+                "pass the row_of_slot that it returned, or combine on the other group and lane"
             )
         self._open = None
         return table
@@ -104,34 +104,35 @@ class Group:
         process_group: a group of ``torch.distributed``; None: all ranks.
         num_experts: E, the total number of experts; a multiple of the number of ranks.
         max_tokens: the largest number of tokens of a rank in a call. Ranks may give different numbers, or none.
-        top_k: k, the experts that each token chooses.
+        top_k: k, the number of experts that each token chooses.
         hidden: H, the columns of a token.
         dtype: the dtype of tokens and rows.
-        capacity: the number of rows that a rank can own at once: a factor of ``max_tokens * top_k`` (float), rows
-        (int), ``"worst"``: the maximum possible, or ``"exact"``: the number that arrives, which the host waits for.
+        capacity: the number of rows that a rank can own at once: a factor of ``max_tokens * top_k`` (a float), a number
+            of rows (an int), ``"worst"`` for the maximum possible, or ``"exact"`` for the number that arrives, for
+            which the host waits.
         overflow: ``"raise"``: too many rows raise :class:`CapacityError` on all ranks. ``"drop"``: the last rows in the
-        order of experts are dropped, deterministically, and counted.
-        combine: ``"exact"``: the rows of a token are summed by its own rank, in float32, in the order of its slots,
-            and rounded once: bit-identical to one process with all experts. ``"reduced"``: each rank sums its rows of a
-            token, and sends one row per token. That moves less data, rounds twice, and the bits depend on the ranks. It
-            excludes ``overlap_combine=True`` of transport ``"symmetric"``.
+            order of experts are dropped, deterministically, and counted.
+        combine: ``"exact"``: the token's own rank sums its rows in float32, in the order of its slots, and rounds once:
+            bit-identical to one process with all experts. ``"reduced"``: each rank sums its rows of a token, and sends
+            one row per token. That moves less data and rounds twice; bits depend on the number of ranks. It excludes
+            ``overlap_combine=True`` of transport ``"symmetric"``.
         transport: ``"collective"``: ``all_to_all_single`` of the process group. ``"symmetric"``: GPUs of one host read
-            one another's memory; the host does not wait, so errors are raised by a later call or by :meth:`check`.
-            ``"rails"``: several hosts with equally many GPUs: ``"symmetric"`` inside of each, equal collectives
-            between GPUs of one number; needs ``combine="reduced"``, as each host rounds its sums. ``"auto"``:
+            one another's memory; the host does not wait, so a later call or :meth:`check` raises errors. ``"rails"``:
+            for several hosts with equally many GPUs, ``"symmetric"`` inside each host and equal collectives between
+            GPUs of one local rank; needs ``combine="reduced"``, as each host rounds its sums. ``"auto"``:
             ``"collective"``, which runs everywhere.
         lanes: the number of exchanges that may be open at once, for overlapping microbatches.
         timeout: seconds to wait for a peer; 0: forever.
-        overlap: with transport ``"symmetric"``, how many multiprocessors sum the gradients of tokens while the others
-            compute those of weights, in an :class:`EPGroupedMLP`; 0: all do one after the other. None: 32, or a quarter
-            of a smaller device, unless rows are too few.
-        overlap_dispatch: with transport ``"symmetric"``, how many multiprocessors bring rows to the experts of an
-            :class:`EPGroupedMLP` in bfloat16 while the others multiply those that are there; 0: one after the other.
-            None: 16 where that gains in training, judged by rows, dtype, recipe and ranks; ``explain()`` says why.
-        overlap_combine: with transport ``"symmetric"``, whether rows go to the ranks of their tokens as the second
-            linear of an :class:`EPGroupedMLP` computes them (in bfloat16; else right behind it), so that each rank
-            sums from its own memory. Takes memory for ``max_tokens * top_k`` rows more in each lane. None: where it
-            gains, as above.
+        overlap: with transport ``"symmetric"``, the number of multiprocessors that sum the gradients of tokens in an
+            :class:`EPGroupedMLP` while the others compute gradients of weights; 0: no overlap. None: 32, or a quarter
+            of a smaller device, unless there are too few rows.
+        overlap_dispatch: with transport ``"symmetric"``, the number of multiprocessors that bring rows to an
+            :class:`EPGroupedMLP` in bfloat16 while the others multiply the rows that have arrived; 0: no overlap. None:
+            16 if that gains in training, judged by rows, dtype, recipe and ranks; ``explain()`` says why.
+        overlap_combine: with transport ``"symmetric"``, whether the second linear of an :class:`EPGroupedMLP` sends its
+            rows to the ranks of their tokens as it computes them (in bfloat16; otherwise right after it), so that each
+            rank sums from its own memory. It takes memory for ``max_tokens * top_k`` more rows in each lane. None: if
+            that gains, as above.
 
     Attributes:
         rank, size: the index of this rank; the number of ranks.
@@ -252,10 +253,10 @@ class Group:
             raise
 
     def row_buffer(self, lane: int = 0) -> torch.Tensor | None:
-        """[Q, H]: memory of the transport for the ``output`` of the last linear; None if any memory will do.
+        """Returns transport memory [Q, H] for the ``output`` of the last linear; None if any memory will do.
 
-        The :class:`EPCombine` of the open exchange does not copy rows that are in it. All exchanges of a lane share
-        this memory.
+        The :class:`EPCombine` of the open exchange does not copy rows that are in this memory. All exchanges of a lane
+        share it.
 
         Args:
             lane: the lane of the open exchange.
@@ -289,7 +290,7 @@ class Group:
             self._mover.check()
 
     def statistics(self) -> Statistics:
-        """The counters so far; with transport ``"rails"`` of the ranks of this host."""
+        """Returns the counters so far; with transport ``"rails"`` those of the ranks of this host."""
         return Statistics(sum(lane.exchanges for lane in self._lanes), **self._mover.statistics())
 
     def reset(self) -> None:

@@ -19,7 +19,7 @@ def flags_of(wanted: Iterable[str]) -> int:
 
 
 def other_step(rank: int, theirs: str, mine: str) -> str:
-    """The error that a rank is at another step."""
+    """The error for a rank that is at another step."""
     return f"rank {rank} is at {theirs}, this rank at {mine}; all ranks must run the same layers in the same order"
 
 
@@ -32,7 +32,7 @@ def other_gradients(rank: int, theirs: int, mine: int, named: str) -> str:
 
 
 def other_wishes(rank: int, theirs: int, mine: int, named: str) -> str:
-    """The error that a rank will run another backward, or sends tokens in another form. Both arguments are flags."""
+    """The error for a rank that runs another backward, or sends tokens in another form. Both arguments are flags."""
     of_bits = 1 << len(WANTED)
     if not (theirs ^ mine) & of_bits:
         return other_gradients(rank, theirs, mine, named)

@@ -8,10 +8,10 @@ import torch
 
 from .settings import Settings
 
-_MOST, _SHARE = 32, 4  # as measured on 132 multiprocessors, and never more than one of so many
-_LEAST_BYTES = 8 << 20  # of rows: below, a sum takes about as long as two streams need to wait for one another
+_MOST, _SHARE = 32, 4  # at most 32, measured on a GPU with 132; and at most a quarter of them
+_LEAST_BYTES = 8 << 20  # of rows: a smaller sum takes about as long as two streams need to synchronise
 _BRINGING = 16  # multiprocessors that bring rows: 8 are too few, 32 gain no more
-_MOST_ROWS = 1024  # of a rank for an expert: with 2048, products take so long that moves no longer matter
+_MOST_ROWS = 1024  # of a rank for an expert: with 2048, products are so long that moves no longer matter
 _FOR = (
     f"products hide moves where a rank has at least {_LEAST_BYTES >> 20} MB of rows, "
     f"and an expert at most {_MOST_ROWS} rows of each rank"
@@ -19,12 +19,12 @@ _FOR = (
 
 
 class Overlaps(NamedTuple):
-    """The moves of a forward that run beside its products. All ranks have the same, as they have the same settings.
+    """The moves of a forward that run beside its products; equal on all ranks, as the settings are.
 
     Attributes:
-        dispatch: the number of multiprocessors that bring rows beside the first product; 0: rows come before it.
+        dispatch: the number of multiprocessors that bring rows during the first product; 0: rows arrive before it.
         combine: whether the second product sends its rows to the ranks of their tokens.
-        reason: why it is so; None: the transport has no such moves.
+        reason: the reason of these values; None: the transport has no such moves.
     """
 
     dispatch: int = 0
@@ -48,7 +48,7 @@ class Overlaps(NamedTuple):
 
 
 def _against(settings: Settings, ranks: int) -> str | None:
-    """The reason why overlaps do not gain, or None. It must depend on nothing that can differ between ranks."""
+    """The reason why overlaps do not gain, or None. It must not depend on anything that differs between ranks."""
     moved, rows = settings.slots * settings.hidden * settings.dtype.itemsize, settings.slots / settings.num_experts
     if ranks == 1:
         return "no row leaves the only rank"
@@ -62,12 +62,12 @@ def _against(settings: Settings, ranks: int) -> str | None:
 
 
 def multiprocessors_beside(asked: int | None, there: int, summed: int) -> int:
-    """How many take a sum while the others multiply; 0: all of them take it, and multiply afterwards.
+    """The number of multiprocessors that sum while the others multiply; 0: all sum, then multiply.
 
     Args:
-        asked: ``overlap`` of the group, which is followed where it is a number.
-        there: of the device.
-        summed: bytes of rows.
+        asked: the group's ``overlap``; a number is obeyed.
+        there: the number of multiprocessors of the device.
+        summed: the bytes of the summed rows.
     """
     if asked is not None:
         return asked

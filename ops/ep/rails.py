@@ -53,7 +53,7 @@ class Hosts(NamedTuple):
         if self.number == 1:
             return f"is on host {names[0]}, as all ranks are; make the group with transport='symmetric'"
         if any(names[rank] != names[rank - rank % self.each] for rank in range(len(names))):
-            return f"needs equally many ranks on each host, one host after the other, and they are on {names}"
+            return f"needs equally many ranks on each host, in consecutive order, but they are on {names}"
         return None
 
     @property

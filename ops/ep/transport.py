@@ -52,11 +52,10 @@ class DispatchedRows(NamedTuple):
 
     Attributes:
         table: a :class:`Table`.
-        rows: of a transport [Q, columns of the tokens], as of :meth:`Transport.pull`; of an :class:`EPDispatch` what it
-        makes of them.
-        scales: their weights.
-        arriving: counters of the rows, which may still come while the next kernel runs that is told of them; None:
-            whatever is launched next finds them. It is to be kept as long as the rows come.
+        rows: [Q, columns of the tokens], from :meth:`Transport.pull`; an :class:`EPDispatch` may decode them.
+        scales: the routing weights of the rows.
+        arriving: counters of rows that may still arrive during the next kernel that reads these counters; None: the
+            rows are there. Keep them until all rows have arrived.
     """
 
     table: Any
@@ -85,9 +84,9 @@ class Transport(Protocol):
         float32, from the weights [T, k] of the slots of all ranks; their tail is zero.
 
         Args:
-            call: its wanted gradients are those that the backward of the dispatch will be asked for, which ranks must
-                agree on.
-            beside: whether the rows may come while the kernel runs that is launched next, if the group overlaps them.
+            call: the call; all ranks must agree on its wanted gradients, which the backward of the dispatch will
+                compute.
+            beside: whether the rows may arrive during the next launched kernel, if the group overlaps them.
 
         Raises:
             CapacityError: a rank would own more rows than there is room for.
@@ -98,7 +97,7 @@ class Transport(Protocol):
         """Pulls rows [Q, H] of this rank's experts from the tokens [T, H] of all ranks.
 
         Args:
-            fill: whether the tail must be zero; else it is arbitrary.
+            fill: whether the tail must be zero; otherwise it is arbitrary.
         """
 
     def start_sum(

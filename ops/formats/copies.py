@@ -52,8 +52,7 @@ class Rows(NamedTuple):
     Attributes:
         data: [T, K], bytes or packed codes; or the values in bfloat16, without the factors of groups.
         scales: for blocks of 1 x 128, float32 [ceil(K / 128), pitch], with pitch = T rounded up to 4: the scale of
-        token
-            t, block b at [b, t]. For whole rows, float32 [T]. Else in the recipe's own layout. None: ``data`` are
+            token t, block b at [b, t]. For whole rows, float32 [T]. Else in the recipe's own layout. None: ``data`` are
             values.
         amax: float32 [E], gives a factor of a product for each group; None: no factors.
     """
@@ -99,8 +98,8 @@ class Weight(NamedTuple):
     Attributes:
         data: [E, N, K], bytes or packed codes, contracted over K; or the values in bfloat16.
         scales: for blocks, float32 [E, blocks of N, blocks of K], with any strides. Blocks restart at each group, and
-        at each of two halves of its rows if these are gate and up. For whole rows, float32 [E, N]. Else in the recipe's
-        own layout. None: ``data`` are values.
+            at each of two halves of its rows if these are gate and up. For whole rows, float32 [E, N]. Else in the
+            recipe's own layout. None: ``data`` are values.
         amax: as of :class:`Rows`.
         packed: the layout of bytes that are multiplied in 16 bits; None: not such bytes.
         turn: the operation of the gradient of rows on it.
@@ -132,7 +131,7 @@ class Weight(NamedTuple):
 
 
 class WeightOperands(NamedTuple):
-    """A weight [E, N, K] as the forward reads it, and as it keeps it for the gradient of rows, if that is wanted."""
+    """The operand that a forward makes of a weight [E, N, K], and the one kept for the gradient of rows, if wanted."""
 
     forward: Weight
     backward: Weight | None

@@ -27,7 +27,7 @@ _TENSORS = ("x", "weight", "gradient")
 
 @dataclass(frozen=True)
 class Delayed(Steps):
-    """The scale of a tensor comes from the largest of its last ``history`` amaxes, divided by 2 ** ``margin``.
+    """A rule for scales: the largest of the last ``history`` amaxes of a tensor, divided by 2 ** ``margin``.
 
     Raises:
         ValueError: a history that is not positive, a margin that is negative.
@@ -88,16 +88,16 @@ class DelayedScales(NamedTuple):
 
     @classmethod
     def first(cls, groups: int, delayed: Delayed, device: torch.device | None = None) -> DelayedScales:
-        """Before the first step: scales are 1."""
+        """The state before the first step, with scales of 1."""
         wide = {"dtype": torch.float32, "device": device}  # whatever torch's default dtype is: kernels read these bits
         return cls(torch.zeros(delayed.history, groups, **wide), torch.ones(groups, **wide))  # type: ignore[arg-type]
 
     def seen(self, amax: Tensor) -> DelayedScales:
-        """With the amaxes of this step, which may have several calls."""
+        """Returns the state with the amaxes of this step, which may have several calls."""
         return self._replace(history=torch.cat((torch.fmax(self.history[:1], amax.unsqueeze(0)), self.history[1:])))
 
     def next(self, delayed: Delayed, format: Format = E4M3, is_power_of_two: bool = False) -> DelayedScales:
-        """For the next step. A scale stays where no amax is positive and finite."""
+        """The state for the next step. A scale stays if no amax is positive and finite."""
         amax = self.history.amax(0)
         most = torch.full_like(amax, format.max * 2.0**-delayed.margin)
         encode = torch.where(amax.isfinite() & (amax > 0), most / amax, self.encode)

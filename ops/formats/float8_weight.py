@@ -24,12 +24,12 @@ _BLOCKS = {"blocks": (BLOCK, BLOCK), "rows": (None, 1), "tensor": (None, None)}
 @register
 @dataclass(frozen=True)
 class Float8Weight(WeightOnly):
-    """Weights in e4m3 as checkpoints have them, decoded for products with rows in 16 bits.
+    """Weights in e4m3 as checkpoints store them, decoded for products with rows in 16 bits.
 
     Attributes:
-        scales: "blocks" of 128 x 128 (DeepSeek-V3, Qwen3-FP8): [E, ceil(N / 128), ceil(K / 128)]; "rows" (by channel):
-            [E, N]; or "tensor": [E, sections].
-        sections: 2 where gate and up, the sections of the rows, have a scale each under "tensor".
+        scales: ``"blocks"`` of 128 x 128 (DeepSeek-V3, Qwen3-FP8): [E, ceil(N / 128), ceil(K / 128)]; ``"rows"`` (by
+            channel): [E, N]; or ``"tensor"``: [E, sections].
+        sections: with ``"tensor"``, 2 if gate and up have scales of their own; else 1.
 
     Raises:
         ValueError: another value.

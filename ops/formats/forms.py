@@ -41,7 +41,7 @@ def check_decoders(recipe: Recipe, shape: tuple[int, int, int], decoders: Sequen
     """Raises :class:`ArgumentError` where the scales of a weight that stays quantised do not fit."""
     scales, amax = (*decoders, None, None)[:2]
     if (why := misfit(recipe, shape, Weight(form_of(recipe, shape).data, scales, amax))) is not None:
-        raise ArgumentError(f"{why}; what casts a module casts them too, so quantise it after that")
+        raise ArgumentError(f"{why}; a cast of the module also casts them, so quantise after the cast")
 
 
 def widened(recipe: Recipe, shape: tuple[int, int, int], copy: Weight) -> Weight:

@@ -29,8 +29,8 @@ class Int4(WeightOnly):
     """Weights in four bits with a scale for each group of values of a row, as compressed-tensors stores them.
 
     Attributes:
-        group: the values that share a scale, a multiple of 8; Kimi-K2 has 32, many others have 128.
-        zero_points: whether each group has a zero point too, int32 [E, ceil(N / 8), K / group].
+        group: the number of values that share a scale, a multiple of 8; 32 in Kimi-K2, 128 in many other models.
+        zero_points: whether each group also has a zero point, int32 [E, ceil(N / 8), K / group].
 
     Raises:
         ValueError: another value.
@@ -80,7 +80,7 @@ class Int4(WeightOnly):
 
 
 def _positive(scales: Tensor) -> Tensor:
-    """Scales, with 1 for those of groups of zeros."""
+    """The scales, with 1 for groups of zeros."""
     return torch.where(scales > 0, scales, 1.0)
 
 

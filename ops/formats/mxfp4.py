@@ -30,7 +30,8 @@ _NAN = 255  # the byte of a scale
 @register
 @dataclass(frozen=True)
 class MXFP4(WeightOnly):
-    """Weights in e2m1 with a power of two for each 32 values along the contraction, as gpt-oss's checkpoints have them.
+    """Weights in e2m1 with a power of two for each 32 values along the contraction: the format of gpt-oss's
+    checkpoints.
 
     Rows and gradients are not quantised. Products are exact, in bfloat16.
     """

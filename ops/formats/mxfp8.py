@@ -33,8 +33,8 @@ class MXFP8(Recipe):
     """e4m3 with a power of two for each 32 values along the contraction, as Blackwell multiplies it.
 
     Attributes:
-        compute: "exact": dequantised to bfloat16, which loses nothing, and multiplied there; "fast": regrouped to
-            blocks of 128 and multiplied as :class:`Float8Block`.
+        compute: ``"exact"``: values are dequantised to bfloat16 without loss and multiplied there; ``"fast"``: they are
+            regrouped to blocks of 128 and multiplied as under :class:`Float8Block`.
 
     Raises:
         ValueError: another value.
@@ -47,7 +47,7 @@ class MXFP8(Recipe):
 
     @property
     def is_exact(self) -> bool:
-        """Whether products are those of the values, in 16 bits."""
+        """Whether products are those of the dequantised values, in 16 bits."""
         return self.compute == "exact"
 
     @property
@@ -75,7 +75,7 @@ class MXFP8(Recipe):
         return Weight(*quantize_rows(weight))
 
     def transposed_weight(self, weight: Tensor, parts: int = 1, is_gradient: bool = False) -> Weight:
-        """Bytes and scales lie as those of the weight do."""
+        """Bytes and scales have the layout of the weight's."""
         turned = _turned(self.weight(weight.mT))
         return turned._replace(data=turned.data.contiguous())
 
@@ -171,7 +171,7 @@ def dequantize_columns(columns: Columns, split_sizes: Tensor, dtype: torch.dtype
 
 
 def regroup_rows(rows: Rows) -> Rows:
-    """Rows [T, K] as those of :class:`~fusible.Float8Block`: exact but for what becomes subnormal."""
+    """Rows [T, K] in the form of :class:`~fusible.Float8Block`: exact except for values that become subnormal."""
     assert rows.scales is not None
     tokens = rows.data.shape[0]
     exponents = split(rows.scales.view(torch.uint8), -1, _PER_BLOCK)
@@ -207,7 +207,7 @@ def regroup_weight(weight: Weight, halves: int) -> Weight:
 
 
 def _block_scales(largest: Tensor) -> Tensor:
-    """The scales of blocks as float32: NaN where MX blocks have that of infinity, whose bytes are those of 448.
+    """The scales of blocks as float32: NaN for MX blocks with the scale of infinity, whose bytes are those of 448.
 
     A product of bytes would take them for 448 times 2 ** 127, and give a finite number where weights are small.
     """
@@ -215,7 +215,7 @@ def _block_scales(largest: Tensor) -> Tensor:
 
 
 def _shift(exponents: Tensor, largest: Tensor) -> Tensor:
-    """float32: what bytes are multiplied by when their scale becomes the largest one; 0 for what would underflow."""
+    """The float32 factors of bytes when their scale becomes the largest scale; 0 for bytes that would underflow."""
     exponent = (127 + exponents.int() - largest.int()).clamp(min=0)
     return (exponent << 23).view(torch.float32)
 

@@ -58,11 +58,11 @@ class Nested(NamedTuple):
 @register
 @dataclass(frozen=True)
 class NF4(WeightOnly):
-    """Weights in bitsandbytes' NF4: 16 quantiles of a normal distribution, scaled for each 64 values of a row.
+    """Weights in bitsandbytes' NF4: 16 quantiles of a normal distribution, with a scale for each 64 values of a row.
 
     Attributes:
-        nested: the scales are bytes (double quantisation), decoded by float32 numbers of each group.
-        sections: 2 where gate and up, the sections of the rows, have such numbers each under ``nested``.
+        nested: whether the scales are bytes (double quantisation), which float32 numbers of each group decode.
+        sections: with ``nested``, 2 if gate and up have such numbers of their own; else 1.
 
     Raises:
         ValueError: another value.

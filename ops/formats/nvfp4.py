@@ -36,13 +36,13 @@ _NEGATIVE = 0b1101_0111_1110_1000  # which rows of the transform change their si
 @register
 @dataclass(frozen=True)
 class NVFP4(Recipe):
-    """e2m1 with an e4m3 scale for each 16 values and a float32 scale for the tensor; computed exactly, in bfloat16.
+    """e2m1 with an e4m3 scale for each 16 values and a float32 scale for each group; computed exactly, in bfloat16.
 
-    Values include the scale of the group, operands do not: products have a factor for it.
+    Operands do not include the scale of the group, which products apply as a factor.
 
     Attributes:
-        stochastic_rounding: of gradients.
-        hadamard: rows are transformed before they are quantised for a weight gradient.
+        stochastic_rounding: whether gradients are rounded stochastically.
+        hadamard: whether rows are transformed before they are quantised for a weight gradient.
 
     Raises:
         ValueError: another value.
@@ -151,7 +151,7 @@ def quantize_columns(
     """``x`` [T, K] transposed, in blocks of 16 tokens of one group: [T // 16 + E, K, 16].
 
     Args:
-        is_transformed: whether each block is multiplied by :func:`hadamard` first; its amax is then of the products.
+        is_transformed: whether each block is multiplied by :func:`hadamard` first; its amax is then the products'.
         seed: as for :func:`quantize_rows`.
     """
     blocks = token_blocks(split_sizes, x.shape[0], NV_BLOCK)

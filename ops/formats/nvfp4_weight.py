@@ -1,4 +1,4 @@
-"""NVFP4 of weights alone, as checkpoints have it: e2m1 with an e4m3 scale for each 16 values, and a float32 factor.
+"""NVFP4 as a weight-only format of checkpoints: e2m1 with an e4m3 scale for each 16 values, and a float32 factor.
 
 Values are ``code * (scale * factor)`` for modelopt's ``weight_scale_2``, and ``code * (scale / factor)`` for the
 ``weight_global_scale`` of compressed-tensors. The scale of a block is rounded to float32 first, as the packages do.
@@ -28,8 +28,8 @@ class NVFP4Weight(WeightOnly):
     """Weights in e2m1 with an e4m3 scale for each 16 values of a row and float32 factors; rows stay in 16 bits.
 
     Attributes:
-        sections: 1, or 2 where the two sections of the rows, gate and up, have factors of their own: [E, sections].
-        divides: whether scales are divided by the factors, as compressed-tensors stores them; modelopt's multiply.
+        sections: the number of factors of each group [E, sections]; 2 if gate and up have factors of their own.
+        divides: whether scales are divided by the factors, as compressed-tensors stores them; modelopt multiplies.
 
     Raises:
         ValueError: another value.

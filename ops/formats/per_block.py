@@ -20,12 +20,13 @@ from .recipe import register, transposed_bytes
 @register
 @dataclass(frozen=True)
 class Float8Block(Float8):
-    """e4m3, rows scaled in blocks of 1 x 128 and weights in blocks of 128 x 128.
+    """e4m3 with scales of blocks: 1 x 128 values of a row, 128 x 128 of a weight.
 
     Attributes:
-        scales: "power_of_two", or "float32": a little closer where one value dominates a block.
-        gradient: the format of incoming gradients; "e5m2" has twice the error, and range that block scales have anyway.
-        wgrad: "float8", or "bfloat16": weight gradients are products of what was not quantised.
+        scales: ``"power_of_two"``, or ``"float32"``: a smaller error if one value dominates a block.
+        gradient: the format of incoming gradients, ``"e4m3"`` or ``"e5m2"``. e5m2 has twice the error, and a range that
+            block scales do not need.
+        wgrad: ``"float8"``, or ``"bfloat16"``: weight gradients are products of unquantised values.
 
     Raises:
         ValueError: another value.

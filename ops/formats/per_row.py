@@ -19,13 +19,13 @@ from .reference import amax_of, decode_scales, encode_scales, gather, largest_by
 @register
 @dataclass(frozen=True)
 class Float8Row(Float8):
-    """e4m3, one scale for each row of an operand.
+    """e4m3 with one scale for each row of an operand.
 
     Attributes:
         scales, gradient, wgrad: as for :class:`Float8Block`.
-        fast_accumulation: whole products of rows and weights are summed in the tensor core's short accumulator, where
-            sums of one sign lose some percent; else sums are promoted every 128 values, as those of weight gradients
-            always are.
+        fast_accumulation: products of rows and weights are summed entirely in the tensor core's short accumulator,
+            which makes sums of one sign some percent too small. Otherwise sums are promoted every 128 values, as sums
+            of weight gradients always are.
 
     Raises:
         ValueError: another value.

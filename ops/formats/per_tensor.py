@@ -25,12 +25,12 @@ from .reference import amax_of, decode_scales, encode_scales, gather, groups_of,
 @register
 @dataclass(frozen=True)
 class Float8Tensor(Float8):
-    """One scale for all rows of a group, and one for each expert's weight.
+    """e4m3 with one scale for all rows of a group, and one for each expert's weight.
 
     Attributes:
         scales, gradient, wgrad, fast_accumulation: as for :class:`Float8Row`.
-        delayed: scales come from past amaxes, which a linear with this recipe of its own keeps in buffers; None: from
-            the tensor itself.
+        delayed: the rule for scales from past amaxes, which a linear with its own recipe keeps in buffers; None: scales
+            come from the tensor itself.
 
     Raises:
         ValueError: another value.
@@ -84,7 +84,7 @@ class Float8Tensor(Float8):
 
     def _check_scales(self) -> None:
         if self.steps is not None and self.encode is None:
-            raise ValueError(f"{self} takes its scales from steps before: a linear keeps them, in a training step")
+            raise ValueError(f"{self} takes its scales from earlier steps, which a linear keeps in training")
 
     def row_values(self, rows: Rows, split_sizes: Tensor) -> Tensor:
         return dequantize_rows(rows, split_sizes)
@@ -130,10 +130,10 @@ class Float8Tensor(Float8):
 
 @dataclass(frozen=True, eq=False)
 class ScaledFloat8Tensor(Float8Tensor):
-    """A :class:`Float8Tensor` for one tensor, whose scales are known before its values are.
+    """A :class:`Float8Tensor` for one tensor with known scales.
 
     Attributes:
-        encode: float32 [E], what the values of each group are multiplied by.
+        encode: float32 [E], the factor of the values of each group.
     """
 
     encode: Tensor | None = None

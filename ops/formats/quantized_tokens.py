@@ -13,12 +13,12 @@ from .recipe import Recipe, gives_blocks
 
 
 class QuantizedTokens(NamedTuple):
-    """Rows of experts whose tokens were quantised before they came: e4m3, with a power of two for each 128 values.
+    """Rows of experts whose tokens arrive quantised: e4m3, with a power of two for each 128 values.
 
     Attributes:
         rows: bytes [R, K], which may have a pitch, and scales.
         exponents: the same scales as they came: e8m0 as uint8 [R, ceil(K / 128)], at the pitch of the bytes.
-        dtype: of the tokens, which represents the values exactly.
+        dtype: the dtype of the tokens, which represents the values exactly.
     """
 
     rows: Rows

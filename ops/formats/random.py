@@ -32,7 +32,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], seed: Tensor) -> tupl
 def uniform_of_rows(seed: Tensor, copy: int, group: Tensor, row: Tensor, features: int) -> Tensor:
     """float32 [..., features], from 0 inclusive to 1 exclusive in steps of 2 ** -16, for each row of a group.
 
-    Eight rows of a feature share a counter, so that whoever has their column needs one.
+    Eight rows of a feature share a counter, so that the thread of their column needs one counter.
 
     Args:
         copy: number of the copy of a tensor, each of which has numbers of its own.

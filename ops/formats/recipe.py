@@ -43,11 +43,11 @@ class Recipe:
 
     Attributes:
         quantises: whether it quantises anything.
-        quantises_tokens: whether tokens are quantised, and not weights alone.
-        scaling: which values share a scale in what kernels quantise; None: no kernel quantises.
+        quantises_tokens: whether tokens are quantised, not only weights.
+        scaling: the values that share a scale in tensors that kernels quantise; None: no kernel quantises.
         values_in_byte: how many values of a weight share a byte.
-        scale_dtypes: the dtypes in which scales of a weight may come and stay; empty: in the recipe's own alone.
-        encode: float32 [E], what the values of each group are multiplied by; None: that follows from them.
+        scale_dtypes: the dtypes that a weight's scales may have and keep; empty: only the recipe's own dtype.
+        encode: float32 [E], the factor of the values of each group; None: it is computed from the values.
     """
 
     quantises: ClassVar[bool] = True
@@ -156,16 +156,16 @@ class Recipe:
         return Rows(self.row_values(rows, split_sizes).bfloat16())
 
     def column_operand(self, columns: Columns, split_sizes: Tensor, rows: int) -> Columns:
-        """For a weight gradient, of so many tokens."""
+        """The columnwise operand of a weight gradient, for so many tokens."""
         values = self.column_values(columns, split_sizes, rows).bfloat16()
         return Columns(values, split_sizes=split_sizes)
 
     def weight_operand(self, weight: Weight, parts: int = 1) -> Weight:
-        """For the forward."""
+        """The operand of the forward."""
         return Weight(self.weight_values(weight, parts).bfloat16())
 
     def transposed_operand(self, weight: Weight) -> Weight:
-        """For the gradient of rows, of a transpose that was quantised for it."""
+        """The operand of the gradient of rows, from a transposed copy that was quantised for it."""
         return Weight(self.transposed_values(weight).bfloat16().mT)
 
     def turned(
@@ -216,10 +216,10 @@ class Recipe:
     # ---- scales of steps before
 
     def on(self, linear: nn.Module, tensor: str, values: Tensor, split_sizes: Tensor | None = None) -> Recipe:
-        """The recipe for a tensor of a linear: with the scales of its steps, of which this is one.
+        """The recipe for a tensor of a linear, with the scales of its steps; the call counts as a step.
 
         Args:
-            tensor: ``"x"``, ``"weight"`` or ``"gradient"``, which is that of the output.
+            tensor: ``"x"``, ``"weight"`` or ``"gradient"`` (of the output).
             split_sizes: the rows of each group; None for a weight.
         """
         return self
@@ -253,7 +253,7 @@ class Steps(ABC):
 
 @dataclass(frozen=True)
 class NoRecipe(Recipe):
-    """Nothing is quantised: for an op in a ``config(recipe=...)`` that does not apply to it."""
+    """A recipe that quantises nothing, for an op to which an enclosing ``config(recipe=...)`` must not apply."""
 
     quantises: ClassVar[bool] = False
 

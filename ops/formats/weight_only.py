@@ -53,7 +53,7 @@ class WeightOnly(Recipe):
         """Bits a weight, with those of its scales."""
 
     def stored_refusal(self, weight: Weight) -> str | None:
-        """Why parts of the right shapes and dtypes are no weight; None: they are. Reads values."""
+        """Why parts of the right shapes and dtypes are not a valid weight; None: they are. Reads values."""
         return None
 
     def decoded(self, weight: Weight, dtype: torch.dtype) -> Tensor:

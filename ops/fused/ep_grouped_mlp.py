@@ -38,7 +38,10 @@ _WEIGHTS = frozenset({"fc1.weight", "fc2.weight"})
     priority=40,
 )
 class EPGroupedMLP(InnerMLP):
-    """Keeps the table of the exchange, and the state of :class:`GroupedMLP`."""
+    """Experts on several ranks, from dispatch to combine, as one op.
+
+    It keeps the table of the exchange, and the state of :class:`GroupedMLP`.
+    """
 
     dispatch: EPDispatch
     combine: EPCombine

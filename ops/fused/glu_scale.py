@@ -14,7 +14,7 @@ from ..basic.scale import Scale
 
 @register_fusion(Pattern.path(act=Activated, scale=Scale), priority=-20)
 class GLUScale(FusedOp):
-    """``act(x) * scales[:, None]``."""
+    """``act(x) * scales[:, None]`` as one kernel."""
 
     promises = Promises(replayable=True)
     act: Activated

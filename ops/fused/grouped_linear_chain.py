@@ -62,7 +62,7 @@ def _is_unquantized(match: Match) -> bool:
 def _ends_in_zeros(match: Match) -> bool:
     """Whether rows outside of all groups agree with the unfused ops: they are zero, or no op reads them.
 
-    A chain with a function has the value of zero there. For a chain that adds, a caller expects the added term.
+    There a chain with a function has the value of zero, and a chain that adds has the added term.
     """
     ops = [match.part(name) for name in match.nodes if name != "fc1"]
     if has_function(ops) or not any(isinstance(op, Bias | AddExtraInput) for op in ops):
@@ -90,7 +90,10 @@ def _pattern(run: Run) -> Pattern:
 
 @register_fusion(_pattern(Run(AFFINE, PointwiseChain)), priority=-5)
 class GroupedLinearChain(FusedOp):
-    """The product and the chain as one kernel, the chain's gradients as another; keeps x and what gradients read."""
+    """A grouped linear and a chain that adds and multiplies: one kernel forward, another for the chain's gradients.
+
+    It keeps x, and the tensors that gradients read.
+    """
 
     promises = Promises(replayable=True)
     fc1: GroupedLinear
@@ -165,4 +168,4 @@ class GroupedLinearChain(FusedOp):
 
 @register_fusion(_pattern(Run(LINKS, PointwiseChain, _adds_a_matrix, shortest=1)), priority=25)
 class GroupedLinearResidual(GroupedLinearChain):
-    """The chain adds a matrix."""
+    """A grouped linear and a chain that adds a matrix."""

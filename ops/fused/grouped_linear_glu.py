@@ -35,7 +35,7 @@ from .pointwise_chain import PointwiseChain
     priority=20,
 )
 class GroupedLinearGLU(FusedOp):
-    """``act(x W^T + bias) * scales`` as one kernel; keeps x, the pre-activation, the scales and the weight."""
+    """``act(x W^T + bias) * scales`` as one kernel, which keeps x, the pre-activation, the scales and the weight."""
 
     promises = Promises(replayable=True)
     fc1: GroupedLinear

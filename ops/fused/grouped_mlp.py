@@ -31,12 +31,12 @@ _PRODUCTS = frozenset({"x", "fc1.weight", "fc2.weight"})  # of a backward, that 
 
 @dataclass(slots=True)
 class MLPCall:
-    """The arguments of a call beside x: keywords, what the runner tells, and what is given by an exchange of rows.
+    """The arguments of a call beside x: keywords, reserved names, and the state of an exchange of rows.
 
     Attributes:
-        needs_grad, x_is_inner: as of :class:`LinearCall`, by the names of the fused op.
-        arrived: of rows that may come meanwhile: see :class:`fusible.ops.kernels.GroupedGemm`.
-        slots: where rows of the output go; what stands in ``output`` then may be anything.
+        needs_grad, x_is_inner: as for :class:`LinearCall`, with the names of the fused op.
+        arrived: the counters of rows that may still arrive; see :class:`fusible.ops.kernels.GroupedGemm`.
+        slots: the destination of the output's rows; ``output`` then has arbitrary values.
     """
 
     split_sizes: Tensor
@@ -55,10 +55,10 @@ class MLPCall:
 
 @register_fusion(EXPERTS, priority=30)
 class GroupedMLP(FusedOp):
-    """Experts with one kernel for each product, which also computes what is pointwise around it.
+    """Experts with one kernel for each product, which also computes the pointwise operations around it.
 
-    The rows of T tokens are sorted by expert; e is the expert of a row, s its scale before the second linear and o that
-    after it, C = 2F for an activation with gate and up, else F::
+    The rows of T tokens are sorted by expert; e is the expert of a row, s its scale before the second linear and o its
+    scale after it; C is 2F for an activation with gate and up, else F::
 
         h[T, C] = x[T, K] W1[e].T + b1[e]           kept, with x, s and o
         a[T, F] = s[T] * act(h)                     in the epilogue of h
@@ -70,7 +70,7 @@ class GroupedMLP(FusedOp):
         dW2[e] = dy.T (s o act(h))                  db2[e] = sum of o dy
         dx[T, K] = dh W1[e], dW1[e] = dh.T x        db1[e] = sum of dh
 
-    Products read :class:`Tokens`, which a linear makes: rows as they are, gathered, or quantised by its recipe.
+    Products read :class:`Tokens`, which a linear makes: unquantised, gathered, or quantised by its recipe.
     """
 
     promises = Promises(replayable=True)

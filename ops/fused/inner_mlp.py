@@ -22,7 +22,7 @@ SCALES = {"scale": "scales", "out_scale": "out_scale_scales"}  # by role: the ke
 
 
 def tokens_to_tokens(dispatch: type[Op], combine: type[Op], to_combine: Iterable[str] = ROUTING) -> Pattern:
-    """The ops of a GroupedMLP between two others; ``to_combine`` are the extra outputs that the second reads."""
+    """A pattern of a GroupedMLP's ops between two other ops; the second reads the extra outputs ``to_combine``."""
     path = Pattern.path(dispatch=dispatch, **ROLES, combine=combine)
     pattern = with_activation(routed(path, SCALES, to_combine))
     for buffer in ("output", "grad_input"):

@@ -42,14 +42,14 @@ def _outer_name(part: OpPart, name: str) -> str:
 
 @lru_cache(maxsize=4096)
 def kept_for_fc1(needs_grad: frozenset[str], has_bias: bool, recompute: bool) -> frozenset[str]:
-    """The gradients that decide what is kept of the first linear: all that it reads, where it is computed again."""
+    """The gradients that decide what is kept of the first linear: all of its gradients, if it is computed again."""
     everything = {"x", "weight", *(["bias_scale"] if has_bias else [])} if recompute else set()
     return names_of(FC1, needs_grad) | everything
 
 
 @lru_cache(maxsize=4096)
 def kept_for_fc2(needs_grad: frozenset[str], has_bias: bool) -> frozenset[str]:
-    """The gradients that decide what is kept of the second linear: all but its weight's, whose input is made again."""
+    """The gradients that decide what is kept of the second linear: not its weight's, whose input is computed again."""
     needs = set(names_of(FC2, needs_grad)) | ({"x"} if goes_through(needs_grad) else set())
     needs |= {"bias_scale"} if has_bias and "out_scale_scales" in needs_grad else set()
     return frozenset(needs - {"weight"})

@@ -30,7 +30,7 @@ DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 class PointwiseChain(FusedOp):
-    """The composition of its parts, as one kernel forward and one backward; without kernels, part by part."""
+    """Consecutive pointwise ops as one kernel forward and one backward; without kernels the ops run one by one."""
 
     promises = Promises(replayable=True)
 

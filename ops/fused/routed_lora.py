@@ -50,9 +50,10 @@ def _pattern() -> Pattern:
 
 @register_fusion(_pattern(), priority=40)
 class RoutedLoRA(RoutedOp):
-    """Keeps the tokens, the permutation, the pre-activation, and R numbers a row for each adapter.
+    """A routed layer with adapters (:class:`GroupedLoRA`), from tokens to tokens, as one op.
 
-    The activation is computed again, and the rows are gathered again. A frozen weight needs no gradient product.
+    It keeps the tokens, the permutation, the pre-activation, and R numbers per row and adapter. The backward computes
+    the activation again, and gathers the rows again. A frozen weight needs no gradient product.
     """
 
     dispatch: Dispatch

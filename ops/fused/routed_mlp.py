@@ -32,7 +32,11 @@ from .routed_forward import forward, routed_mlp
 
 @register_fusion(with_as_many_groups(tokens_to_tokens(Dispatch, Combine)), priority=40)
 class RoutedMLP(InnerMLP):
-    """Keeps the tokens, the permutation, and the state of :class:`GroupedMLP` except its input."""
+    """A routed layer, from tokens to tokens, as one op around a :class:`GroupedMLP`.
+
+    It keeps the tokens, the permutation, and the state of :class:`GroupedMLP` except its input, whose rows the backward
+    gathers again.
+    """
 
     dispatch: Dispatch
     combine: Combine

@@ -56,8 +56,8 @@ def grouped_gemm(
         alpha, beta: numbers, or tensors [E]. Not differentiable. If beta is the number 0, ``out`` is not read.
         bias: [E, N].
         out_elements: the number of elements to allocate if the operands' shapes do not bound the output: if both its
-        dims are ragged, or one and the depth. Without it and without ``out``, the call waits for the device. Unused
-        elements are zero; a group that does not fit is left out. Gradients never wait.
+            dims are ragged, or one and the depth. Without it and without ``out``, the call waits for the device. Unused
+            elements are zero; a group that does not fit is left out. Gradients never wait.
 
     Returns:
         A tensor if both operands are tensors, else a :class:`GroupedTensor`.
@@ -162,7 +162,7 @@ def _sizes(split_sizes: Tensor | None, offsets: Tensor | None) -> Tensor | None:
             came = f"shape {list(sizes.shape)}" if isinstance(sizes, Tensor) else f"a {type(sizes).__name__}"
             raise ArgumentError(f"grouped_gemm: {name} must be an int32 or int64 tensor [E], got {came}")
         if sizes is not None and not sizes.shape[0]:
-            raise ArgumentError(f"grouped_gemm: {name} must be of one group at least, got shape [0]")
+            raise ArgumentError(f"grouped_gemm: {name} must have at least one group, got shape [0]")
     if offsets is None:
         return split_sizes
     if split_sizes is not None:
@@ -177,7 +177,7 @@ def _product_of(
     groups_a = a if isinstance(a, GroupedTensor) else _as_groups("a", a, sizes, ragged=True)
     groups_b = b if isinstance(b, GroupedTensor) else _as_groups("b", b, sizes, ragged=layout is Layout.TN)
     if sizes is not None and isinstance(a, GroupedTensor) and (isinstance(b, GroupedTensor) or layout is not Layout.TN):
-        raise ArgumentError("grouped_gemm: a GroupedTensor has its own dims; split_sizes would be a second opinion")
+        raise ArgumentError("grouped_gemm: a GroupedTensor has its own dims; leave split_sizes out")
     for attribute in ("dtype", "device", "num_groups"):
         if getattr(groups_a, attribute) != getattr(groups_b, attribute):
             came = f"a has {getattr(groups_a, attribute)}, b has {getattr(groups_b, attribute)}"

@@ -65,18 +65,16 @@ class GroupedLinear(WideBuffers, WeightGrads):
     Rows past ``sum(split_sizes)``, the tail, are ignored: an ``output`` buffer keeps its values there, an output that
     the op allocates is zero there. A group without rows has a weight gradient of zeros.
 
-    Keywords of a call:
+    Keyword Args:
         split_sizes: the number of rows of each group: int32 or int64 [E], on the device of ``x``. A list, or a tensor
-        on
-            the host, is copied there.
+            on the host, is copied to that device.
         output: a buffer for y: shape [..., N], dtype of the product, contiguous, without grad. The result is a view of
-        it.
+            the buffer.
         grad_input: a buffer for the gradient of x: shape and dtype of x, contiguous, without grad. The gradient is that
-        memory; its tail keeps its values. If ``x`` is a contiguous leaf without a
-            ``.grad``, the buffer becomes its ``.grad`` (with other strides, torch copies it): to accumulate over
-            several backwards, give each its own buffer. Behind another op or module of the container the gradient is a
-            copy
-            whose tail is zero, so that the buffer's tail reaches no earlier weight gradient.
+            memory; the tail keeps its values. If ``x`` is a contiguous leaf without a ``.grad``, the buffer becomes its
+            ``.grad`` (with other strides, torch copies it): to accumulate over several backwards, give each its own
+            buffer. If another op or module of the container made ``x``, it gets a copy with a zero tail, so that the
+            buffer's tail reaches no earlier weight gradient.
         bias_scale: with ``scale_bias``, the factor of the bias in each row: [...], any floating-point dtype.
 
     Args:
@@ -84,22 +82,25 @@ class GroupedLinear(WideBuffers, WeightGrads):
         in_features: K.
         out_features: N.
         bias: whether there is a bias.
-        single_grouped_weight: one parameter ``weight`` [E, N, K]; else ``weight0``, ``weight1``, … [N, K].
-        single_grouped_bias: one parameter ``bias`` [E, N]; else ``bias0``, ``bias1``, … [N].
-        scale_bias: the bias, if there is one, is multiplied by ``bias_scale``, which is then a required keyword.
-        accumulate_into_main_grad: the weight gradient is added to ``weight.main_grad`` (or replaces it, if
-        ``weight.overwrite_main_grad`` is set) and does not go through autograd. If the weight has
-        ``grad_added_to_main_grad``, that is set to True, and the weight gets a ``.grad`` with meaningless values. A
-        16-bit ``main_grad`` is rounded like an ``out`` of :func:`grouped_gemm`.
-        delay_wgrad_compute: the weight gradient is computed by :meth:`backward_dw`.
-        transposed_weight: the weight is stored as [E, K, N] (``weight0``, … as [K, N]), and is read in that layout.
-        recipe: the recipe that quantises the operands of its products. None: that of ``config(recipe=...)``;
-        ``NoRecipe()``: no quantisation.
+        single_grouped_weight: whether there is one parameter ``weight`` [E, N, K]; else ``weight0``, ``weight1``, … [N,
+            K].
+        single_grouped_bias: whether there is one parameter ``bias`` [E, N]; else ``bias0``, ``bias1``, … [N].
+        scale_bias: whether the bias, if there is one, is multiplied by ``bias_scale``, which is then a required
+            keyword.
+        accumulate_into_main_grad: whether the weight gradient is added to ``weight.main_grad`` (or replaces it, if
+            ``weight.overwrite_main_grad`` is set) instead of going through autograd. If the weight has
+            ``grad_added_to_main_grad``, that is set to True, and the weight gets a ``.grad`` with meaningless values. A
+            16-bit ``main_grad`` is rounded like an ``out`` of :func:`grouped_gemm`.
+        delay_wgrad_compute: whether the weight gradient is computed by :meth:`backward_dw`, not in the backward.
+        transposed_weight: whether the weight is stored as [E, K, N] (``weight0``, … as [K, N]), and read in that
+            layout.
+        recipe: the recipe that quantises the operands of the products. None: the recipe of ``config(recipe=...)``;
+            ``NoRecipe()``: no quantisation.
 
     Raises:
-        ArgumentError: a size that is not a positive int, or a dtype that is not floating-point with at least 16 bits;
-            in a call, arguments that do not fit.
-        RuntimeError: in a backward that accumulates into ``main_grad``, if that is missing or does not fit.
+        ArgumentError: a size is not a positive int, or the dtype is not floating-point with at least 16 bits; in a
+            call, arguments do not fit.
+        RuntimeError: in a backward that accumulates into ``main_grad``, ``main_grad`` is missing or does not fit.
     """
 
     promises = Promises(replayable=True, values_checked=frozenset({"split_sizes"}))
@@ -360,11 +361,11 @@ class GroupedLinear(WideBuffers, WeightGrads):
         independent: Independent | None = None,
         dbias: Tensor | None = None,
     ) -> dict[str, Gradient]:
-        """The wanted gradients, from the gradient of the output as its products read it.
+        """Returns the wanted gradients, from the gradient of the output in the form that products read.
 
         Args:
-            independent: the independent products that theirs belong to.
-            dbias: the gradient of the bias, where it has come with ``dy``.
+            independent: the independent products that the products of these gradients belong to.
+            dbias: the gradient of the bias, if it was computed together with ``dy``.
         """
         grads: dict[str, Gradient] = {}
         if "x" in needs_grad:
@@ -390,7 +391,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
 
     @property
     def keeps_scales(self) -> bool:
-        """Whether it keeps delayed scales of earlier steps."""
+        """Whether the linear keeps delayed scales of earlier steps."""
         return bool(self.wide_buffers)
 
     def trace_refusal(self) -> str | None:
@@ -450,7 +451,7 @@ def input_grad(dy: Tokens, saved: GroupedLinear.Saved, independent: Independent 
 
 
 def without_tail(x: Tensor, split_sizes: Tensor) -> Tensor:
-    """A copy whose rows past the last group are zero, whatever their values; needs no synchronisation."""
+    """Copies rows, with zeros past the last group; does not synchronise."""
     rows = x.view(-1, x.shape[-1])
     inside = torch.arange(rows.shape[0], device=x.device) < split_sizes.sum()
     return torch.where(inside.unsqueeze(-1), rows, 0).view_as(x)

@@ -36,31 +36,29 @@ from .grouped_linear import as_rows, with_rows_of
 class GroupedLoRA(ExpertParameters):
     """``y[rows of g] = x[rows of g] @ (weight[g] + lora_b[g] @ lora_a[g]).T + bias[g]``; rows are sorted by group.
 
-    The sum of the matrices is never formed. The rows are multiplied by ``lora_a`` first; the result, of width ``rank``,
-    is multiplied by ``lora_b`` within the kernel of the weight's product. A frozen weight costs no product in the
-    backward. Rows
-    past the last group, the tail, are zero in the output.
+    The sum of the matrices is never formed. The rows are multiplied by ``lora_a`` first; the kernel of the weight's
+    product then multiplies the result, of width ``rank``, by ``lora_b``. A frozen weight costs no product in the
+    backward. Rows past the last group, the tail, are zero in the output.
 
-    :func:`fusible.quantize_` makes bytes of the weight. In a format of weights alone, such as ``fusible.MXFP4()``,
-    each product decodes them, and so does the backward. Under ``fusible.Float8Block()`` quantised rows multiply them,
-    and the adapter's product with the rows as they are is added.
+    :func:`fusible.quantize_` replaces the weight by bytes. Under a weight-only format, such as ``fusible.MXFP4()``,
+    each product of forward and backward decodes them. Under ``fusible.Float8Block()`` they are multiplied by quantised
+    rows, and the adapter by the unquantised rows.
 
-    Keywords of a call:
-        split_sizes: the number of rows of each group: int32 or int64 [E]; copied to the device of ``x`` if it is
-        elsewhere.
+    Keyword Args:
+        split_sizes: the number of rows of each group: int32 or int64 [E]; copied to the device of ``x`` if needed.
 
     Args:
         num_groups: E.
         in_features: K.
         out_features: N.
         rank: R, the rank of the adapters ``lora_a`` [E, R, K] and ``lora_b`` [E, N, R], whose dtype may differ from the
-        weight's; 0 for no adapter. Multiply ``lora_b`` by the factor of the product, if there is one.
+            weight's; 0 for no adapter. Multiply ``lora_b`` by the factor of the product, if there is one.
         bias: whether there is a bias [E, N].
-        transposed_weight: the weight is stored as [E, K, N], and is read in that layout.
+        transposed_weight: whether the weight is stored as [E, K, N], and read in that layout.
 
     Raises:
-        ArgumentError: a size that is not a positive int, a negative rank, or a dtype that is not floating-point with
-            at least 16 bits; in a call, arguments that do not fit.
+        ArgumentError: a size is not a positive int, the rank is negative, or the dtype is not floating-point with at
+            least 16 bits; in a call, arguments do not fit.
     """
 
     promises = Promises(replayable=True, values_checked=frozenset({"split_sizes"}))
@@ -350,7 +348,7 @@ def input_grad(dy: Tensor, dlow: Tensor | None, saved: GroupedLoRA.Saved, *, tai
 
 
 def _read(recipe: Recipe | None, rows: Tensor, sizes: Tensor, is_gradient: bool = False) -> Tokens:
-    """Rows as a product with the weight reads them; those of formats of weights alone stay as they are."""
+    """Rows in the form that a product with the weight reads; unchanged under weight-only formats."""
     followed = recipe if recipe is not None and recipe.quantises_tokens else None
     return tokens_for(None, followed, rows, sizes, rows=True, wgrad=False, is_gradient=is_gradient)
 

@@ -40,32 +40,31 @@ class Pointwise(Op):
         Pointwise(lambda x, beta: x * torch.sigmoid(beta * x), columns={"beta": torch.ones(experts, features)})
         Pointwise(lambda x, limit: x.clamp(max=limit), constants={"limit": 7.0})
 
-    The function is read once, here, with the gradients that autograd gives it. From then on :attr:`program` defines the
-    op on every device: values that the function reads besides its arguments are constants. The function may be any
-    callable, such
-    as a module without parameters or the ``apply`` of a ``torch.autograd.Function``, and may write in place.
-    Half-precision inputs are computed in float32 and rounded once.
+    The constructor reads the function once, with the gradients that autograd gives it. From then on :attr:`program`
+    defines the op on every device: values that the function reads besides its arguments are constants. The function may
+    be any callable, such as a module without parameters or the ``apply`` of a ``torch.autograd.Function``, and may
+    write in place. Half-precision inputs are computed in float32 and rounded once.
 
-    A function with operations that kernels do not know is read as operations of PyTorch, which runs them;
-    :attr:`refusal` says why. A function that computes outside of PyTorch, or with constants as Python numbers, is kept
-    and called each time; :class:`Promises` says so.
+    If the function has operations that kernels do not know, PyTorch runs its operations; :attr:`refusal` says why. A
+    function that computes outside of PyTorch, or with constants as Python numbers, is called each time, as
+    :class:`Promises` says.
 
     Args:
         function: takes x [..., C], or with ``halves`` gate and up [..., C / 2]; then the numbers of the rows [..., 1]
-            for each further parameter that is neither a column nor a constant and has no default. Returns a tensor
-            of the shape of the first.
+            for each further parameter that is neither a column nor a constant and has no default. Returns a tensor of
+            the shape of the first argument.
         halves: None if all columns of x are one argument; ``"concat"`` if gate is their first half and up the second;
             :func:`interleaved` if gate and up alternate in blocks.
         columns: parameters of the op, by the name of a parameter of the function: one number for each column of y, [C],
-            or for each column of each group, [E, C]. Given as a shape, for zeros, or as a tensor of initial values. All
+            or for each column of each group, [E, C]. A value is a shape, for zeros, or a tensor of initial values. All
             have the same shape.
-        constants: numbers for parameters of the function, by name. They are arguments of the kernels, not part of their
-        code: assigning others to :attr:`constants` compiles nothing.
+        constants: numbers for parameters of the function, by name. They are arguments of the kernels, not part of the
+            code: assigning other numbers to :attr:`constants` compiles nothing.
 
-    Keywords of a call:
-        the names of the function's further parameters: floating-point of shape ``x.shape[:-1]``, differentiable.
-        split_sizes: with columns of groups, the number of rows of each, as for :class:`GroupedLinear`. Rows past the
-            last group read zeros.
+    Keyword Args:
+        further parameters of the function: floating-point of shape ``x.shape[:-1]``, differentiable.
+        split_sizes: with columns of groups, the number of rows of each group, as for :class:`GroupedLinear`. Rows past
+            the last group read zeros.
 
     Attributes:
         program: the program of the op, gradients included; None for a function that kernels do not know.
@@ -74,11 +73,11 @@ class Pointwise(Op):
 
     Raises:
         TypeError: the function cannot be called.
-        ValueError: an element of the result depends on other elements, on the shape or on chance; it reads a tensor
-        that is not an argument; the function is a module with parameters; a parameter has a reserved name; a constant
-        is not a number; constants or columns are not parameters of the function; columns differ in shape, or have the
-        name of an attribute of the op; another ``halves``.
-        ArgumentError: in a call, an x or a keyword of another shape, dtype or device.
+        ValueError: an element of the result depends on other elements, on the shape or on random numbers; the function
+            reads a tensor that is not an argument, or is a module with parameters; a parameter has a reserved name; a
+            constant is not a number; constants or columns are not parameters of the function; columns differ in shape,
+            or have the name of an attribute of the op; an unknown ``halves``.
+        ArgumentError: in a call, x or a keyword has another shape, dtype or device.
     """
 
     promises = Promises(replayable=True, values_checked=frozenset())
@@ -176,8 +175,9 @@ class Pointwise(Op):
     def compile_kernels(self, dtype: torch.dtype = torch.bfloat16, recipe: Recipe | None = None) -> int:
         """Compiles the kernels of the function for a Hopper GPU and keeps them on disk; returns their number.
 
-        Both directions, over rows and as the epilogue of a grouped linear. A call then waits for no compiler. It takes
-        seconds, and needs NVRTC but no GPU: at install time, or on one rank before the others.
+        It compiles both directions, over rows and as the epilogue of a grouped linear, so that no call waits for a
+        compiler. It takes seconds, and needs NVRTC but no GPU: call it at install time, or on one rank before the
+        others.
 
         Args:
             recipe: the recipe of the linears before and after the function, if its kernels quantise their results.

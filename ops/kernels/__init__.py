@@ -83,7 +83,7 @@ __all__ = [
 
 
 def raise_wrong_sizes(device: int) -> None:
-    """Raises the error that a CUDA device has reported for split sizes, and clears it; waits for nothing.
+    """Raises the error that a CUDA device has reported for split sizes, and clears it; does not wait.
 
     Raises:
         RuntimeError: sizes of an earlier call were wrong.

@@ -141,14 +141,14 @@ def refusal(problem: object) -> str | None:
     """Why no backend solves the problem by kernels of its own; None: one does.
 
     Raises:
-        RefusedError: as of :func:`choose`.
+        RefusedError: as in :func:`choose`.
     """
     choice = choose(problem, tracing=True)
     return choice.reason if choice.is_fallback else None
 
 
 def run(problem: Measured) -> Choice:
-    """Solves the problem by the kernels that are chosen, or tells a trace of them; returns what was chosen.
+    """Solves the problem by the chosen kernels, or records them in a trace; returns the choice.
 
     Raises:
         RefusedError: as of :func:`choose`.
@@ -163,7 +163,7 @@ def run(problem: Measured) -> Choice:
 
 
 def solve(problem: Measured, choice: Choice) -> None:
-    """Solves the problem by these kernels, or tells a trace of them. Without data, or rows, there is nothing to do."""
+    """Solves the problem by these kernels, or records them in a trace. Without data or rows it does nothing."""
     if trace.active():
         record(problem, choice)
     else:

@@ -1,4 +1,4 @@
-"""The compiled extension: whether it is there, for which devices, and its codes for dtypes."""
+"""The compiled extension: whether it is installed, for which devices, and its codes for dtypes."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ def hardware_refusal(tensor: Tensor) -> str | None:
 
 @contextmanager
 def assume(capability: Capability) -> Iterator[None]:
-    """Within the body, every CUDA device has this capability, and the extension counts as built.
+    """Assumes in the body that every CUDA device has this capability, and that the extension is built.
 
-    Nothing can be run there: it serves ``explain`` on tensors without data.
+    Kernels cannot run in the body, which serves ``explain`` on tensors without data.
     """
     try:
         with architecture.assume(capability):

@@ -89,7 +89,7 @@ def _record(problem: GroupedGemm, choice: Choice, apart: str | None) -> None:
 
 
 def _run_second_apart(problem: GroupedGemm) -> GemmImplementation:
-    """The same where the product of the second pair of operands is a kernel of its own, and so is an epilogue."""
+    """The same with separate kernels for the product of the second pair of operands, and for an epilogue."""
     with_rows = problem if problem.epilogue is None else product_of(problem)
     product = replace(with_rows, second=None, slots=None)
     kernels = run(product, finish=False)
@@ -159,7 +159,7 @@ def _finish_epilogue(problem: GroupedGemm, kernels: GemmImplementation, apart: s
 
 
 def zero_tail(rows: Tensor, split_sizes: Tensor) -> None:
-    """Zeros the rows past the last group of what is allocated here."""
+    """Zeroes the rows past the last group of a result allocated here."""
     dispatch.run(ZeroTail(rows, split_sizes))
 
 

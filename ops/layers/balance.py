@@ -35,8 +35,8 @@ class SignBias:
     """``bias_e += rate * sign(mean load - load_e)`` once a step (arxiv 2408.15664, algorithm 1).
 
     Args:
-        rate: DeepSeek-V3 has 1e-3.
-        centre: the mean of the step is subtracted from it, as in torchtitan.
+        rate: the size of a step; 1e-3 in DeepSeek-V3.
+        centre: whether the mean of the step over the experts is subtracted from it, as in torchtitan.
     """
 
     rate: float
@@ -64,15 +64,15 @@ class SignBias:
 
 @dataclass(frozen=True)
 class QuantileBias:
-    """The bias at which each expert would have had its share k / E of the tokens: no rate to tune.
+    """The bias at which each expert would have had its share k / E of the tokens; there is no rate to tune.
 
-    Kimi-K3 report, section 2.3.3 and appendix D. With ``alpha_i`` the (k + 1)-th highest biased score of token i, its
-    choice of expert j needs the bias ``r_ij = alpha_i - s_ij``. The next bias of an expert is the quantile k / E of
-    these over the tokens, and then the mean over the experts is taken off. Tokens of all microbatches and ranks are
-    counted in a histogram, between the least bias minus 1 and the highest plus 1.
+    Kimi-K3 report, section 2.3.3 and appendix D. Let ``alpha_i`` be the (k + 1)-th highest biased score of token i. For
+    token i to choose expert j, the bias must be ``r_ij = alpha_i - s_ij``. The next bias of an expert is the quantile k
+    / E of its ``r_ij`` over the tokens, minus the mean of these quantiles over the experts. A histogram from the lowest
+    bias minus 1 to the highest plus 1 counts the tokens of all microbatches and ranks.
 
     Args:
-        bins: of the histogram of an expert; its memory is int64 [E, bins].
+        bins: the number of bins of each expert's histogram, int64 [E, bins].
     """
 
     bins: int = 1000

@@ -55,9 +55,9 @@ class Loss(Protocol):
 class SwitchLoss:
     """``alpha * E * sum over i of f_i P_i``: the load-balancing loss of the Switch Transformer.
 
-    Arxiv 2101.03961, equations 4 to 6. ``f_i`` is the share of expert i in all slots, and ``P_i`` is the mean of its
-    probability over the tokens. With k slots for each token the shares still add up to 1, so that the loss is alpha at
-    an even load. Transformers computes k times that, over all layers together.
+    Arxiv 2101.03961, equations 4 to 6. ``f_i`` is the share of expert i in all slots, and ``P_i`` is its mean
+    probability over the tokens. The shares add up to 1 for any k, so the loss of an even load is alpha. Transformers
+    computes k times this loss, over all layers together.
     """
 
     alpha: float
@@ -71,15 +71,15 @@ class SwitchLoss:
 
 @dataclass(frozen=True)
 class GlobalLoss:
-    """:class:`SwitchLoss` with the shares of the tokens of all ranks: of the global batch (arxiv 2501.11873).
+    """:class:`SwitchLoss` with the experts' shares in the tokens of all ranks, the global batch (arxiv 2501.11873).
 
-    The mean over the ranks is the loss of all tokens together, also where ranks have different numbers of them. Each
+    The mean over the ranks is the loss of all tokens together, even if ranks have different numbers of tokens. Each
     call reduces E + 1 whole numbers over ``group``, so all ranks must call the router equally often.
 
     Args:
         alpha: the factor.
-        group: ranks with other tokens, as ``torch.distributed`` takes it; None: all of them, or this process where
-            ``torch.distributed`` is not initialised.
+        group: the ranks that have other tokens, as ``torch.distributed`` takes it; None: all ranks, or only this
+            process if ``torch.distributed`` is not initialised.
     """
 
     alpha: float
@@ -98,7 +98,7 @@ class GlobalLoss:
 
 @dataclass(frozen=True)
 class SequenceLoss:
-    """The mean over sequences of :class:`SwitchLoss` in each (DeepSeek-V3, arxiv 2412.19437, 17 to 20).
+    """The mean of :class:`SwitchLoss` over the sequences (DeepSeek-V3, arxiv 2412.19437, equations 17 to 20).
 
     The argument ``sequences`` of a call groups its tokens. Sequences without valid tokens are left out.
     """

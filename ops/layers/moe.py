@@ -37,8 +37,8 @@ class MoEOutput(NamedTuple):
 
     Attributes:
         y: the output, in the shape of the input.
-        balance_loss: the sum of the losses of the router, to be added to that of the model; None if it has none.
-        tokens_per_expert: int64 [E], of this call.
+        balance_loss: the sum of the router's losses, to be added to the model's loss; None if the router has none.
+        tokens_per_expert: int64 [E], the number of tokens that each expert got in this call.
     """
 
     y: Tensor
@@ -47,39 +47,40 @@ class MoEOutput(NamedTuple):
 
 
 class MoE(nn.Module):
-    """Experts of the form ``down(act(up(x)))``. Every token goes to ``top_k`` of them; none is ever dropped.
+    """A layer of experts ``down(act(up(x)))``. Every token goes to ``top_k`` of them; no token is dropped.
 
-    ``experts`` is a :class:`Sequential`, so ``layer.experts.explain()`` says what runs. Nothing waits for the device.
+    ``experts`` is a :class:`Sequential`, so ``layer.experts.explain()`` says what runs. The host never waits for the
+    device.
 
     Args:
         hidden: H, the width of a token.
         ffn: F, the width inside an expert.
-        experts: E.
-        top_k: how many experts a token goes to.
-        activation: as :func:`fusible.functional.routed_experts` takes it.
-        layout: see there.
+        experts: E, the number of experts.
+        top_k: the number of experts that a token goes to.
+        activation: the experts' activation, as for :func:`fusible.functional.routed_experts`.
+        layout: the order of gate and up, as for :func:`fusible.functional.routed_experts`.
         bias: whether the linears of the experts have biases.
-        scores: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``; see :class:`Router`, as for the next four.
-        normalize: the weights of a token add up to ``scale``. None: if ``top_k`` is above 1.
+        scores: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``, as for :class:`Router`.
+        normalize: whether the weights of a token add up to ``scale``. None: if ``top_k`` is above 1.
         scale: a factor of all weights.
-        groups: of experts, a :class:`Groups`, or their number; a token chooses from ``top_groups`` of them.
-        top_groups: see there.
-        balance_loss: alpha of the load-balancing loss of the Switch Transformer, ``alpha * E * sum of f_i P_i``
-            (arxiv 2101.03961, equation 4), which each call then returns. None: there is none.
-        losses: more of them; see :class:`Router`, as for the next three.
-        bias_update_rate: how far :meth:`update_bias` moves the selection bias of an expert (arxiv 2408.15664):
-            ``balance=SignBias(rate)``. None: there is no such bias.
-        balance: another way to move it.
+        groups: the groups of experts, as a :class:`Groups` or as their number.
+        top_groups: with a number of groups, how many of them a token chooses from.
+        balance_loss: alpha of the load-balancing loss of the Switch Transformer, ``alpha * E * sum of f_i P_i`` (arxiv
+            2101.03961, equation 4), which each call then returns. None: no such loss.
+        losses: further losses, as for :class:`Router`.
+        bias_update_rate: the step by which :meth:`update_bias` moves the selection bias of an expert (arxiv
+            2408.15664): ``balance=SignBias(rate)``. None: no selection bias.
+        balance: another rule for the selection bias, as for :class:`Router`.
         router_bias: whether the logits have a bias, a parameter [E].
-        shared_ffn: F of the shared experts together, which every token passes. None: there are none.
-        shared_gate: the shared experts are multiplied by ``sigmoid(gate @ x)``.
-        single_grouped_weight: each linear of the experts has one parameter ``weight`` [E, out, in]; else ``weight0``,
-            ``weight1``, … [out, in], and so of its biases, for optimisers of matrices.
+        shared_ffn: the width of the shared experts together, which every token passes. None: no shared experts.
+        shared_gate: whether the output of the shared experts is multiplied by ``sigmoid(gate @ x)``.
+        single_grouped_weight: whether each linear of the experts has one parameter ``weight`` [E, out, in]. Otherwise
+            it has ``weight0``, ``weight1``, … [out, in], and biases alike, for optimisers of matrices.
 
     Raises:
-        ArgumentError: sizes that are not positive ints; factors that are no numbers; in a call, tokens that are not
-            [..., H], ``valid`` or ``ids`` that do not fit them.
-        ValueError: an unknown activation, layout or scores; more choices than there are experts.
+        ArgumentError: a size is not a positive int, or a factor is not a number; in a call, tokens are not [..., H], or
+            ``valid`` or ``ids`` do not fit the tokens.
+        ValueError: an unknown activation, layout or scores; more choices than experts.
 
     >>> import torch, fusible
     >>> layer = fusible.MoE(hidden=8, ffn=16, experts=4, top_k=2, balance_loss=0.01)
@@ -141,11 +142,11 @@ class MoE(nn.Module):
 
     @property
     def load(self) -> Tensor | None:
-        """The load that :meth:`update_bias` will read, int64 [E]; None if there is no bias."""
+        """The load that :meth:`update_bias` will read, int64 [E]; None without a selection bias."""
         return self.router.load
 
     def reset_parameters(self) -> None:
-        """Draws all parameters anew, and sets the buffers to 0: what a layer needs that was built on ``meta``."""
+        """Draws all parameters anew and sets the buffers to 0, for a layer that was built on ``meta``."""
         self.router.reset_parameters()
         for linear in (op for op in self.experts if isinstance(op, GroupedLinear)):
             linear.reset_parameters()
@@ -160,16 +161,17 @@ class MoE(nn.Module):
         sequences: Tensor | int | None = None,
         routes: Routes | None = None,
     ) -> MoEOutput:
-        """The output for tokens [..., H].
+        """Runs the layer on tokens [..., H].
 
         Args:
-            valid: bool [...], True for a real token. Others go to no expert and are in no count and no loss; shared
-                experts see them. A padding mask is ``valid=~mask``.
-            ids: whole numbers [..., k]: the experts, given, such as those of another run; see
+            valid: bool [...], True for a real token. Other tokens go to no expert and enter no count and no loss;
+                shared experts see them. A padding mask is ``valid=~mask``.
+            ids: whole numbers [..., k], the experts of each token, such as those of another run; see
                 :func:`fusible.functional.route`.
-            sequences: for :class:`SequenceLoss`: whole numbers [...], which sequence a token is of; or the length of
-                all.
-            routes: of these tokens [T, H], flattened, from another router; the layer's own is then not asked.
+            sequences: for :class:`SequenceLoss`: the number of each token's sequence, whole numbers [...]; or the
+                length of all sequences.
+            routes: the routes of these tokens, flattened to [T, H], from another router; the layer's own router does
+                not run.
         """
         if not isinstance(x, Tensor) or not x.dim() or x.shape[-1] != self.hidden:
             came = f"shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
@@ -216,11 +218,11 @@ class MoE(nn.Module):
     def update_bias(self, group: ProcessGroup | None = None) -> None:
         """Moves the selection bias towards an even load. Call it once per optimiser step.
 
-        It looks at ``load``, the tokens since the last update, and resets it. Calls in training mode that record
-        gradients count, once each under activation checkpointing.
+        It reads and resets ``load``, the tokens since the last update. A call in training mode that records gradients
+        counts its tokens, once even under activation checkpointing.
 
         Args:
-            group: the ranks whose tokens count, as ``torch.distributed`` takes it. None: this process alone.
+            group: the ranks whose tokens count, as ``torch.distributed`` takes it. None: only this process.
 
         Raises:
             RuntimeError: the layer was built without ``bias_update_rate`` or ``balance``.

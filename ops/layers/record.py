@@ -37,7 +37,7 @@ class Record:
 
     @property
     def ids(self) -> Tensor:
-        """int16 [T, L, k]: the experts of each token in each layer, of all calls together; [T, k] of a router alone.
+        """The experts of each token in each layer, of all calls together, int16 [T, L, k]; of a single router [T, k].
 
         Invalid tokens have -1.
 

@@ -20,7 +20,7 @@ from ..values.checks import check_numbers, check_sizes
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of neighbouring experts; a token chooses from some groups (arxiv 2412.19437, section 2.1.2).
+    """Groups of neighbouring experts, from some of which a token chooses (arxiv 2412.19437, section 2.1.2).
 
     Args:
         count: the number of groups.
@@ -28,8 +28,8 @@ class Groups:
         best: the number of keys of a group that are added up: 2 in DeepSeek-V3, 1 in DeepSeek-V2.
 
     Raises:
-        ArgumentError: numbers that are not positive ints.
-        ValueError: more groups to keep than there are.
+        ArgumentError: a number is not a positive int.
+        ValueError: ``keep`` is above ``count``.
     """
 
     count: int
@@ -48,11 +48,12 @@ class Routes(NamedTuple):
 
     Attributes:
         top_k_index: int64 [T, k], the experts of each token, the best one first; -1 for a token that is not valid.
-        top_k_weights: [T, k], float32 at least, differentiable; 0 where there is no expert.
-        tokens_per_expert: int64 [E].
-        logits: [T, E], as they were given, differentiable.
-        scores: the position in ``SCORES`` of what the logits are made into; exported programs hold no strings.
-        loss: the sum of the losses of a :class:`Router`; None where it has none.
+        top_k_weights: [T, k], at least float32, differentiable; 0 without an expert.
+        tokens_per_expert: int64 [E], the number of tokens that each expert got.
+        logits: [T, E], the given logits, differentiable.
+        scores: the position in ``SCORES`` of the function that makes scores of logits; exported programs hold no
+            strings.
+        loss: the sum of the losses of a :class:`Router`; None without losses.
     """
 
     top_k_index: Tensor
@@ -64,7 +65,7 @@ class Routes(NamedTuple):
 
     @property
     def probabilities(self) -> Tensor:
-        """[T, E]: the scores of each token, divided by their sum; differentiable. Computed on access.
+        """The scores of each token divided by their sum, [T, E], differentiable; computed on access.
 
         Invalid tokens have equal probabilities without a gradient.
         """
@@ -84,29 +85,31 @@ def route(
     valid: Tensor | None = None,
     ids: Tensor | None = None,
 ) -> Routes:
-    """Sends every token to the ``top_k`` experts with the highest keys; of equal ones the lower expert goes first.
+    """Sends every token to the ``top_k`` experts with the highest keys; among equal keys the lower expert goes first.
 
-    A key is a score plus the bias. Where neither a bias nor groups decide, logits are compared, as sigmoids of 30 and
-    31 are both 1. Normalised weights come from logarithms of scores, so they add up to ``scale`` where all underflow.
+    A key is a score plus the bias. Without bias and groups, logits are compared, since rounded scores may be equal: the
+    sigmoids of 30 and 31 are both 1. Normalised weights come from logarithms of scores, so they add up to ``scale``
+    even if all scores underflow.
 
     Args:
-        logits: [T, E], of any floating-point dtype; computed in float32 at least.
+        logits: [T, E], of any floating-point dtype; computed in at least float32.
         top_k: k, from 1 to E.
         scores: ``"softmax"`` over the experts, ``"sigmoid"`` of each (arxiv 2412.19437, equation 15), or
             ``"sqrtsoftplus"``, the square root of ``log(1 + exp(logit))``.
-        normalize: the weights of a token are divided by their sum: for softmax, a softmax over the chosen logits.
+        normalize: whether the weights of a token are divided by their sum: for softmax, a softmax over the chosen
+            logits.
             None: if ``top_k`` is above 1, as a single weight would be 1 and have no gradient.
         scale: a factor of every weight, applied last.
-        bias: [E], added to the scores when experts are chosen; no part of the weights.
-        groups: which experts a token may choose from.
-        valid: bool [T], True for a real token. Others go to no expert, are not counted, and have no gradient, whatever
-            their logits hold. A padding mask is ``valid=~mask``.
-        ids: whole numbers [T, k]: the experts, given; the weights are those of today's logits. A row of -1 alone is
-            missing, and chosen as without. Another id below 0, or of E or more, is of no expert, with the weight 0.
+        bias: [E], added to the scores for the choice of experts, but not to the weights.
+        groups: the groups of experts, from some of which a token chooses; None: it chooses from all experts.
+        valid: bool [T], True for a real token. Other tokens go to no expert, are not counted, and get no gradient,
+            whatever their logits. A padding mask is ``valid=~mask``.
+        ids: whole numbers [T, k], the experts of each token; the weights come from the logits. For a row of only -1 the
+            experts are chosen. Another id below 0, or of E or more, belongs to no expert and has the weight 0.
 
     Raises:
-        ArgumentError: tensors of another shape or dtype; a ``top_k`` that is no positive int; no number as scale.
-        ValueError: other scores; more choices than there are experts.
+        ArgumentError: a tensor of another shape or dtype; ``top_k`` is not a positive int, or ``scale`` not a number.
+        ValueError: unknown scores; more choices than experts.
 
     >>> import torch, fusible
     >>> logits = torch.tensor([[3.0, 1.0, 1.0, 2.0], [9.0, 0.0, 0.0, 0.0]])

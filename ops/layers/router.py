@@ -33,30 +33,30 @@ class Router(WideBuffers):
 
     Args:
         features: H, the width of a token.
-        num_experts: E.
-        top_k: how many experts each token goes to.
+        num_experts: E, the number of experts.
+        top_k: the number of experts that each token goes to.
         scores: ``"softmax"``, ``"sigmoid"`` or ``"sqrtsoftplus"``.
-        normalize: the weights of a token are divided by their sum. None: if ``top_k`` is above 1.
+        normalize: whether the weights of a token are divided by their sum. None: if ``top_k`` is above 1.
         scale: a factor of every weight, applied last.
-        groups: a :class:`Groups`; or the number of groups, of which ``top_groups`` are kept by their two best scores.
-        top_groups: see there.
-        selection_bias: whether there is a buffer ``selection_bias`` [E], zero at first. It is added to the scores when
-            experts are chosen, but is not part of the weights.
-        balance: how :meth:`update_bias` moves that buffer, which is then there: :class:`SignBias` or
-            :class:`QuantileBias`.
-        losses: of each call, added up in ``Routes.loss``: :class:`SwitchLoss`, :class:`GlobalLoss`,
+        groups: a :class:`Groups`, or the number of groups, ``top_groups`` of which are kept by their two best scores.
+        top_groups: with a number of groups, how many of them a token chooses from.
+        selection_bias: whether there is a buffer ``selection_bias`` [E], zero at first. It is added to the scores for
+            the choice of experts, but not to the weights.
+        balance: the rule by which :meth:`update_bias` moves ``selection_bias``: :class:`SignBias` or
+            :class:`QuantileBias`. It implies ``selection_bias=True``.
+        losses: the losses of each call, added up in ``Routes.loss``: :class:`SwitchLoss`, :class:`GlobalLoss`,
             :class:`SequenceLoss`, :class:`ZLoss`.
         bias: whether the logits have a bias, a parameter [E].
 
     Attributes:
         gate: the op that gives the logits, with the keywords ``weight`` and ``logit_bias``.
-        choice: a container with the op that chooses: weights, ids and counts of logits, with the keywords
-            ``selection_bias``, ``valid`` and ``ids``.
+        choice: a container with the op that chooses. It takes logits, gives weights, ids and counts, and has the
+            keywords ``selection_bias``, ``valid`` and ``ids``.
 
     Raises:
-        ArgumentError: sizes that are not positive ints, a scale that is no number.
-        ValueError: other scores; more choices than experts; groups that do not divide the experts, or hold too few; a
-            balance that cannot be of this choice.
+        ArgumentError: a size is not a positive int, or the scale is not a number.
+        ValueError: unknown scores; more choices than experts; groups that do not divide the experts, or hold too few; a
+            balance that does not fit the choice.
 
     >>> import torch, fusible
     >>> router = fusible.Router(8, 16, top_k=2, losses=(fusible.SwitchLoss(0.01), fusible.ZLoss(1e-3)))
@@ -120,7 +120,7 @@ class Router(WideBuffers):
 
     @property
     def num_experts(self) -> int:
-        """E."""
+        """The number of experts, E."""
         return self.weight.shape[0]
 
     @property
@@ -130,7 +130,7 @@ class Router(WideBuffers):
 
     @property
     def load(self) -> Tensor | None:
-        """The load that :meth:`update_bias` will read: for :class:`SignBias` int64 [E]; None without a balance."""
+        """The load that :meth:`update_bias` will read, for :class:`SignBias` int64 [E]; None without a balance."""
         bias, count = self.selection_bias, self.token_count
         return None if bias is None or count is None else count.load_on(bias.device)
 
@@ -145,12 +145,13 @@ class Router(WideBuffers):
     def forward(
         self, x: Tensor, valid: Tensor | None = None, ids: Tensor | None = None, sequences: Tensor | int | None = None
     ) -> Routes:
-        """The routes of tokens [T, H].
+        """Routes tokens [T, H].
 
         Args:
-            valid, ids: bool [T] and whole numbers [T, k], as :func:`fusible.functional.route` takes them.
+            valid: bool [T], as for :func:`fusible.functional.route`.
+            ids: whole numbers [T, k], as for :func:`fusible.functional.route`.
             sequences: for :class:`SequenceLoss`: the number of each token's sequence, whole numbers [T]; or the length
-                of all.
+                of all sequences.
         """
         is_rows = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
         if not is_rows or x.shape[1] != self.weight.shape[1]:
@@ -170,10 +171,10 @@ class Router(WideBuffers):
         return routes._replace(loss=sum(others, first))
 
     def count(self, y: Tensor, routes: Routes) -> Tensor:
-        """Returns the output ``y`` of the layer that used the routes, to be used in its place: its tokens are then
-        counted.
+        """Counts the tokens of ``routes`` for the balance; returns ``y``, the output of their layer, for use in its
+        place.
 
-        A call in training mode that records gradients counts, once under activation checkpointing.
+        A call in training mode that records gradients counts its tokens, once even under activation checkpointing.
         """
         if self.token_count is None or self.balance is None or not self.token_count.counts(y):
             return y
@@ -186,7 +187,7 @@ class Router(WideBuffers):
         """Moves the selection bias towards an even load, from the counts since the last update.
 
         Args:
-            group: the ranks whose tokens count, as ``torch.distributed`` takes it. None: this process alone.
+            group: the ranks whose tokens count, as ``torch.distributed`` takes it. None: only this process.
 
         Raises:
             RuntimeError: the router was built without ``balance``.
@@ -201,7 +202,9 @@ class Router(WideBuffers):
 
     @contextmanager
     def record(self) -> Iterator[Record]:
-        """Records the experts of every call in the body: ``record.ids``, int16 [T, k], which ``ids`` takes again."""
+        """Records the experts of every call in the body: ``record.ids``, int16 [T, k], which a later call takes as
+        ``ids``.
+        """
         with Record([self]).recording() as record:
             yield record
 
@@ -212,12 +215,11 @@ class Router(WideBuffers):
 
 @contextmanager
 def record_routes(model: nn.Module) -> Iterator[Record]:
-    """Records within the body the experts that every :class:`Router` of the model chooses, in the order of the modules.
+    """Records the experts that every :class:`Router` of the model chooses in the body, in the order of the modules.
 
-    The recomputation of a checkpointed call is not recorded again.
-    ``record.ids`` is int16 [T, L, k], as engines store routes, and ``record.names`` are the L routers. Layer i is given
-    ``record.ids[:, i]`` again as ``ids``: weights are then those of its own logits, with their gradient (arxiv
-    2510.11370).
+    ``record.ids`` is int16 [T, L, k], the form in which engines store routes, and ``record.names`` are the L routers.
+    Pass ``record.ids[:, i]`` to layer i as ``ids``: the weights then come from its current logits, with a gradient
+    (arxiv 2510.11370). The recomputation of a checkpointed call is not recorded again.
     """
     routers = {name: module for name, module in model.named_modules() if isinstance(module, Router)}
     with Record(list(routers.values()), list(routers)).recording() as record:
@@ -226,10 +228,10 @@ def record_routes(model: nn.Module) -> Iterator[Record]:
 
 @torch.no_grad()
 def update_biases(model: nn.Module, group: ProcessGroup | None = None) -> None:
-    """:meth:`Router.update_bias` of every router of the model that has a balance, with one reduction for all.
+    """Calls :meth:`Router.update_bias` for every router of the model that has a balance, with one reduction for all.
 
     Args:
-        group: the ranks whose tokens count: data, expert and context parallel ones together. None: this process alone.
+        group: the ranks whose tokens count: data, expert and context parallel ranks together. None: only this process.
     """
     routers = [module for module in model.modules() if isinstance(module, Router) and module.balance is not None]
     loads = [load for router in routers if (load := router.load) is not None]

@@ -18,18 +18,20 @@ from ..quantized.weights import operands_of
 
 
 def quantize_(module: nn.Module, recipe: Recipe) -> nn.Module:
-    """Quantises the weight of each :class:`GroupedLinear` of a module, in place, and returns the module.
+    """Quantises the weight of each :class:`GroupedLinear` and :class:`GroupedLoRA` of a module, in place; returns the
+    module.
 
-    ``weight`` becomes a frozen parameter of e4m3 [E, N, K], and ``weight_scale_inv`` a buffer of its decode scales: [E,
-    ceil(N / 128), ceil(K / 128)] for ``Float8Block``, as in checkpoints of quantised models, [E, N] for ``Float8Row``,
-    [E] for ``Float8Tensor``, e8m0 [E, N, ceil(K / 32)] for ``MXFP8``. Under ``MXFP4`` and ``NVFP4`` it is uint8
-    [E, N, K / 2], with scales of e8m0 [E, N, K / 32], or of e4m3 [E, N, K / 16] and a buffer ``weight_amax`` [E].
-    With one parameter per expert, they stay separate, beside one buffer. Linears quantise 16-bit rows and multiply them
-    by the weights; ``MXFP4`` does not quantise rows. Gradients of ``x``, the bias and
-    scales flow as before. A weight that is quantised already is unchanged.
+    ``weight`` becomes a frozen parameter of bytes, and ``weight_scale_inv`` a buffer of decode scales: for
+    ``Float8Block`` e4m3 [E, N, K] and [E, ceil(N / 128), ceil(K / 128)], as in checkpoints of quantised models, with
+    [E, N] for ``Float8Row`` and [E] for ``Float8Tensor``. ``NVFP4`` also has a buffer ``weight_amax`` [E]. The
+    documentation of quantised tensors lists the shapes of all recipes. With one parameter per expert, the parameters
+    stay separate, beside one buffer. Linears quantise 16-bit rows and multiply them by the weights; weight-only formats
+    do not quantise rows. A :class:`GroupedLoRA` takes weight-only formats and ``Float8Block``. Gradients of ``x``,
+    biases, scales and adapters do not change. A weight that is quantised already stays as it is.
 
     Raises:
-        ArgumentError: not a recipe, a recipe with delayed scales, or sizes that its blocks do not divide.
+        ArgumentError: not a recipe, a recipe with delayed scales, sizes that its blocks do not divide, a weight that is
+            not a plain tensor, or a recipe that does not fit adapters.
     """
     kinds = (GroupedLinear, GroupedLoRA)
     linears = [each for each in module.modules() if isinstance(each, kinds) and not each.is_quantized]
@@ -51,12 +53,12 @@ def _refusal(recipe: Recipe, linear: GroupedLinear | GroupedLoRA) -> str | None:
             cure = "quantise before fully_shard, which then gathers bytes"
             return f"{name}: expected a plain tensor, got a {kind.__name__}; {cure}"
     if isinstance(linear, GroupedLoRA) and recipe.quantises_tokens and not gives_blocks(recipe):
-        return f"adapters stand beside Float8Block, or a format of weights alone such as NF4, not {recipe.name}"
+        return f"adapters need Float8Block, or a weight-only format such as NF4, got {recipe.name}"
     return refusal(linear, recipe)
 
 
 def holding(weight: Tensor, scales: Tensor, recipe: Recipe) -> GroupedLinear:
-    """A linear without bias on bytes [E, N, K] and decode scales that the caller owns."""
+    """Returns a linear without bias for bytes [E, N, K] and decode scales that the caller owns."""
     groups, rows, columns = weight.shape
     linear = GroupedLinear(groups, columns, rows, bias=False, device="meta", dtype=torch.bfloat16, recipe=recipe)
     linear.is_quantized = True
@@ -66,7 +68,7 @@ def holding(weight: Tensor, scales: Tensor, recipe: Recipe) -> GroupedLinear:
 
 
 def hold(linear: GroupedLoRA, recipe: Recipe) -> GroupedLoRA:
-    """Makes a linear without data hold a weight in a format, without data; the caller puts the parts there."""
+    """Gives a linear without data a weight in a format, also without data; the caller fills the parts."""
     parts = form_of(recipe, linear.weight_shape)
     linear.recipe, linear.is_quantized, linear.transposed_weight = recipe, True, False
     linear.register_parameter("weight", nn.Parameter(parts.data, requires_grad=False))

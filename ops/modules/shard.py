@@ -24,9 +24,9 @@ def gather_quantized(module: nn.Module) -> nn.Module:
 
     Raises:
         ArgumentError: a module without such linears; a linear whose recipe is not a ``Float8Block`` of its own; one
-        parameter per expert; a weight that is stored transposed, is sharded, computed or quantised already, or whose
-            gradient does not go through autograd. In the first call: shards that are not whole experts, as many on each
-            rank; values of another dtype than bfloat16 or float16, after a cast by the policy.
+            parameter per expert; a weight that is stored transposed, is sharded, computed or quantised already, or
+            whose gradient does not go through autograd. In the first call: shards that are not whole experts, as many
+            on each rank; values of another dtype than bfloat16 or float16, after a cast by the policy.
     """
     linears = [each for each in module.modules() if isinstance(each, GroupedLinear)]
     if not linears:

@@ -44,11 +44,11 @@ class _Values(NamedTuple):
 
 
 class _Form:
-    """Facts on tensors of one form: types, dtypes, devices, shapes, strides, gradients, modes of dispatch.
+    """Facts about tensors of one form: types, dtypes, devices, shapes, strides, gradients, dispatch modes.
 
     Attributes:
         is_uniform: whether all have the same shape, dtype and device.
-        matches: whether tensors have this form; :func:`_unknown` if torch cannot tell, so that nothing may be kept.
+        matches: whether tensors have this form; :func:`_unknown` if torch cannot tell, so that nothing is cached.
         values: the values at these addresses: stacked or separate.
     """
 

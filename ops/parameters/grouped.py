@@ -80,7 +80,7 @@ class ExpertParameters(Op):
         name = f"{name}0" if self.per_group[name] else name
         parameter = self._parameters.get(name)
         if parameter is None and (parameter := getattr(self, name)) is None:
-            raise ArgumentError(f"{type(self).__name__}: {name} is None; to go without one, build the op so")
+            raise ArgumentError(f"{type(self).__name__}: {name} is None; build the op without it")
         return parameter
 
     def check_parameters(self, device: torch.device | None, **shapes: tuple[int, ...]) -> None:
@@ -102,10 +102,9 @@ class ExpertParameters(Op):
                 raise ArgumentError(misfit)
 
     def matrices(self, name: str, dtype: torch.dtype | None = None) -> Matrices:
-        """The values of all groups without a copy: stacked if they are contiguous, else one by one; cast if ``dtype``
-        differs.
+        """The values of all groups without a copy: stacked if contiguous, else one by one; cast if ``dtype`` differs.
 
-        A weight is [E, N, K] however it is stored.
+        A weight is [E, N, K] in any storage layout.
         """
         values: Matrices = self._values(name, self._group(name)) if self.per_group[name] else self.one_parameter(name)
         one = values if isinstance(values, Tensor) else values[0]
@@ -150,7 +149,7 @@ class ExpertParameters(Op):
         return (*self.per_group, *[name for name, _ in self._others()])
 
     def input_tensors(self) -> list[Tensor]:
-        """The input tensors: a parameter, or the tensor that stands for those of all groups, which are stacked."""
+        """The input tensors: a parameter, or the tensor that stands for the parameters of all groups."""
         tensors: list[Tensor] = []
         for name, split in self.per_group.items():
             tensors.append(self._group(name).whole(self._has_stand_ins(name)) if split else self.one_parameter(name))
@@ -327,7 +326,7 @@ def _misfit(name: str, tensors: Sequence[Tensor]) -> str | None:
 
 
 def _unreadable(state_dict: dict[str, object], keys: Sequence[str]) -> list[str]:
-    """Errors for keys of the other form that hold no tensor; torch itself only reports its own keys."""
+    """The errors for keys of the other form that hold no tensor; torch reports only its own keys."""
     values = [(key, state_dict[key]) for key in keys if key in state_dict]
     return [f"{key}: expected a tensor, got a {type(v).__name__}" for key, v in values if not isinstance(v, Tensor)]
 
@@ -350,6 +349,6 @@ def _names(name: str, groups: int) -> tuple[str, ...]:
 
 @cache
 def _getter(name: str, groups: int) -> Callable[[Mapping[str, Any]], tuple[nn.Parameter, ...]]:
-    """A function that looks up all of them in a dictionary."""
+    """Returns a function that looks up all these names in a dictionary."""
     names = _names(name, groups)
     return itemgetter(*names) if groups > 1 else lambda parameters: (parameters[names[0]],)

@@ -28,7 +28,7 @@ class Destination(NamedTuple):
 
     Attributes:
         group: aliases of each ``main_grad``, in the shape of the weight; ``values``: their values, stacked if
-        contiguous.
+            contiguous.
         add: whether the gradient is added to the existing value.
         flagged: whether the weight has ``grad_added_to_main_grad``.
         zeros: whether a stand-in must be zero.

@@ -63,11 +63,12 @@ class WeightGrads(ExpertParameters):
         rows: int = 0,
         independent: kernels.Independent | None = None,
     ) -> Grads:
-        """The gradient of the weights, by name and stacked, from ``dy`` [T, N] and ``x`` [T, K] as it reads them.
+        """The gradient of the weights, by name and stacked, from ``dy`` [T, N] and ``x`` [T, K] in the form that it
+        reads.
 
         Args:
             needs_grad: the names that autograd wants, without a role prefix.
-            rows: T, which quantised operands do not tell.
+            rows: T, which the shapes of quantised operands do not show.
             independent: the independent products that this one belongs to, unless it is delayed.
         """
         if x is None or dy is None or "weight" not in needs_grad:
@@ -82,7 +83,7 @@ class WeightGrads(ExpertParameters):
         return self._delivered(wgrad if overlaps else product, (x, dy))
 
     def _delivered(self, wgrad: Wgrad, reads: tuple[WgradOperand, ...]) -> Grads:
-        """Delivers the gradient of the weights, by name, that ``wgrad`` computes from what it ``reads``."""
+        """Delivers the gradient of the weights, by name, that ``wgrad`` computes from the tensors that it ``reads``."""
         if self._computed and (self.delay_wgrad_compute or self.accumulate_into_main_grad):
             self._refuse_computed()
         if (self.delay_wgrad_compute or self.accumulate_into_main_grad) and trace.active():

@@ -114,7 +114,7 @@ def _gradients(
 
 
 def _graph(function: Callable[..., object], examples: Sequence[Tensor]) -> GraphModule:
-    """Traces a graph that takes a device after its tensors, and is bound to none."""
+    """Traces a graph that takes a device after its tensors, so that it serves any device."""
     module = symbolic_graph(function, examples)
     graph, first = module.graph, next(node for node in module.graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):

@@ -1,4 +1,4 @@
-"""Reads functions of packed columns, with gate and up in one tensor, as programs, and detects their layout."""
+"""Reads functions of packed columns (gate and up in one tensor) as programs, and detects their layout."""
 
 from __future__ import annotations
 

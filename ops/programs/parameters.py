@@ -42,7 +42,7 @@ class Parameters(NamedTuple):
         Raises:
             TypeError: the function is not callable.
             ValueError: it is a module with parameters; a column or a constant is not a parameter of the function; a
-            name is both; a name is reserved; or an argument cannot be passed by position.
+                name is both; a name is reserved; or an argument cannot be passed by position.
         """
         _check_callable(function)
         parameters = _parameters(function)
@@ -51,7 +51,7 @@ class Parameters(NamedTuple):
         named = {p.name for p in further if p.kind in _NAMED}
         for name in (*columns, *constants):
             if name in columns and name in constants:
-                raise ValueError(f"Pointwise: {name!r} is of a column and a constant{definition_of(function)}")
+                raise ValueError(f"Pointwise: {name!r} is both a column and a constant{definition_of(function)}")
             if name not in named:
                 raise ValueError(f"Pointwise: {name_of(function)} has no parameter {name!r}{definition_of(function)}")
         required = [p.name for p in further if p.default is p.empty and p.kind in _POSITIONAL]
@@ -105,8 +105,8 @@ def _check_positions(
     for p in parameters:
         if p.kind is p.KEYWORD_ONLY and p.default is p.empty and p.name not in by_name:
             raise ValueError(
-                f"Pointwise: {name_of(function)} takes {p.name!r} by name alone{definition_of(function)}; "
-                "a number of a row comes by position"
+                f"Pointwise: {name_of(function)} takes {p.name!r} only by name{definition_of(function)}; "
+                "a number of a row is passed by position"
             )
 
 

@@ -88,10 +88,9 @@ class Program:
 
     Attributes:
         inputs: the names of its inputs: ``x`` and for a gated function ``u`` (gate and up), ``r0``, ``r1``, … (numbers
-        of a row), ``b0``, … (numbers of a column, separate for each group, if there are groups), ``a0``, … (numbers of
-        a column, the same for all rows), ``m0``, … (matrices, one number per element), ``c0``, … (constants), ``dy``
-        (the gradient of ``y``). Columns and matrices of gate and up are two inputs,
-            ``b0g`` and ``b0u``.
+            of a row), ``b0``, … (numbers of a column, separate for each group, if there are groups), ``a0``, … (numbers
+            of a column, the same for all rows), ``m0``, … (matrices, one number per element), ``c0``, … (constants),
+            ``dy`` (the gradient of ``y``). Columns and matrices of gate and up are two inputs, ``b0g`` and ``b0u``.
         lines: in an order of computation.
         outputs: ``y`` and the gradients ``dx``, ``du``, ``dr0``, …, ``db0``, …, by name.
     """

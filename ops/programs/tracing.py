@@ -263,7 +263,8 @@ def _expected_result(function: Function, y: Tensor) -> str:
 
 
 def _depends_on_more(function: Function) -> str:
-    return f"{name_of(function)}: an element depends on more than its own inputs: a shape, other elements, or chance"
+    more = "a shape, other elements, or random numbers"
+    return f"{name_of(function)}: an element depends on more than its own inputs: {more}"
 
 
 def _line_of(function: Function) -> str:

@@ -31,7 +31,7 @@ class Hidden(NamedTuple):
     Attributes:
         scales: [T]; None for ones.
         vectors: the numbers of columns: see :class:`fusible.ops.kernels.problems.gemm.Activate`.
-        encode: their scales in the forward, where those came from steps before.
+        encode: the scales of the forward, if they came from earlier steps.
     """
 
     preact: Tensor
@@ -74,13 +74,13 @@ class Hidden(NamedTuple):
 
 @dataclass(slots=True)
 class ActivatedProduct:
-    """A product with an activation behind it, in place of :func:`multiplied`.
+    """A product followed by an activation, in place of :func:`multiplied`.
 
-    It returns the product, if that is kept, and the hidden rows: as the linear ``reader`` reads them, or else as
+    It returns the product, if it is kept, and the hidden rows: in the form that the linear ``reader`` reads, or as
     values.
 
     Attributes:
-        arrived: as of :func:`kernels.grouped_linear_activation`.
+        arrived: as for :func:`kernels.grouped_linear_activation`.
     """
 
     spec: ActivationSpec
@@ -146,13 +146,13 @@ class Wanted(NamedTuple):
 
 
 class Through(NamedTuple):
-    """The backward of a linear that follows an activation, and of the activation; None for what is not wanted.
+    """The gradients of a linear that follows an activation, and of the activation; None if not wanted.
 
     Attributes:
         preact: the gradient of the pre-activation.
-        scales: that of the scales, by row.
-        postact: the activation times the scales, as the gradient of the weight reads it.
-        bias: the gradient of the bias in front.
+        scales: the gradient of the scales, by row.
+        postact: the activation times the scales, in the form that the gradient of the weight reads.
+        bias: the gradient of the bias before the activation.
         vectors: the gradients of the numbers of columns.
     """
 

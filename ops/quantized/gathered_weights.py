@@ -127,7 +127,7 @@ class GatheredWeight(Tensor):
     def check_reader(self, recipe: Any) -> None:
         """Raises :class:`ArgumentError` for products under another recipe, which would not read the bytes."""
         if recipe != self.recipe:
-            raise ArgumentError(f"weight: it was gathered under {self.recipe}, and the op has now recipe={recipe}")
+            raise ArgumentError(f"weight: it was gathered under {self.recipe}, but the op now has recipe={recipe}")
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Any]:
@@ -161,7 +161,7 @@ def is_gathered(weight: Tensor | None) -> TypeGuard[GatheredWeight]:
 
 
 def expected_operands(weight: Tensor, both: bool) -> WeightOperands:
-    """The form of what products will read of a weight once it is gathered, for a trace, which is told whose it is."""
+    """The form, for a trace, of the operands that products will read once the weight is gathered."""
     copies = new_weight(torch.empty(weight.shape, dtype=weight.dtype, device=weight.device), 1, both=False)
     trace.stand_for_parameters(copies.data, copies.scales)
     return _operands(Weight(copies.data, copies.scales), both)
@@ -175,11 +175,11 @@ def _operands(weight: Weight, both: bool) -> WeightOperands:
 def _shard_refusal(recipe: Any, dtype: torch.dtype, shard: torch.Size, whole: torch.Size, ranks: int) -> str | None:
     """Why the bytes of a shard cannot be gathered; None: they can. The same on all ranks."""
     if not gives_blocks(recipe):
-        return f"Float8Block alone is gathered in e4m3, and the op has now recipe={recipe}"
+        return f"only Float8Block is gathered in e4m3, but the op now has recipe={recipe}"
     if whole[0] % ranks:
         return f"{whole[0]} experts do not divide among {ranks} ranks; shard over a divisor, or gather 16 bits"
     if shard[1:] != whole[1:]:
-        return f"{list(shard)} is no shard of whole experts of {list(whole)}; shard dimension 0"
+        return f"{list(shard)} is not a shard of whole experts of {list(whole)}; shard dimension 0"
     if (why := recipe.dtype_refusal(dtype)) is not None:
         return f"{why}; give MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
     return None

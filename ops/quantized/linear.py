@@ -37,7 +37,7 @@ break even with as many, and are slower with 512 (docs/quantised.md, "When it pa
 
 
 def check_recipe(op: str, recipe: Any) -> None:
-    """Raises :class:`ArgumentError` for what is no recipe."""
+    """Raises :class:`ArgumentError` if ``recipe`` is not a recipe."""
     if recipe is not None and not is_recipe(recipe):
         raise ArgumentError(f"{op}: recipe must be one such as fusible.Float8Block(), or None, got {recipe!r}")
 
@@ -89,7 +89,7 @@ def followed_by(linear: Any) -> Recipe | None:
 def refusal(linear: Any, recipe: Recipe) -> str | None:
     """Why a linear does not follow a recipe, whatever its rows; None: it does."""
     if recipe.steps is not None and not linear.keeps_scales:
-        return "a linear keeps the scales of steps before only for a recipe=Float8Tensor(delayed=...) of its own"
+        return "a linear keeps scales of earlier steps only with its own recipe=Float8Tensor(delayed=...)"
     return recipe.size_refusal(linear.in_features, linear.out_features)
 
 
@@ -127,7 +127,7 @@ def multiplied_back(
 
 
 def _with_second(rows: Tensor, terms: Terms, layout: Layout, split_sizes: Tensor) -> Tensor:
-    """Adds the product of the second pair, if there is one: it reads what was not quantised."""
+    """Adds the product of the second pair, if there is one, which reads unquantised rows."""
     if terms.second is None:
         return rows
     return kernels.grouped_gemm(layout, *terms.second, split_sizes, out=rows, terms=kernels.ADDED)  # type: ignore[return-value]
@@ -180,7 +180,7 @@ def wgrad_of(a: WgradOperand, b: WgradOperand, split_sizes: Tensor, number: int)
 
 
 def values_of(weight: Matrices | Weight | None, recipe: Recipe | None, like: Tensor) -> Matrices:
-    """A weight [E, N, K] for a product of rows like these: as it is, or decoded for it if it is stored."""
+    """The weight [E, N, K] for a product with such rows, decoded if it is stored in a weight-only format."""
     assert weight is not None
     if not isinstance(weight, Weight):
         return weight

@@ -1,4 +1,4 @@
-"""Who makes what the products of a linear read: kernels, by the scales of the recipe, or else PyTorch."""
+"""Makes the operands of a linear's products: by kernels, if they know the recipe's scaling, or by PyTorch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class GatheredTokens(NamedTuple):
         return self.tokens.dtype
 
     def rows(self) -> Tensor:
-        """[R, K], gathered; those of no expert may be anything."""
+        """The gathered rows [R, K]; rows of no expert are arbitrary."""
         return self.tokens if self.routing is None else permute(self.tokens, self.routing, fill=False)
 
 
@@ -113,14 +113,14 @@ def tokens_for(
     values: bool = False,
     is_gradient: bool = False,
 ) -> Tokens:
-    """``tokens`` [R, K] as the products of a linear read them. They are gathered where something reads their values.
+    """``tokens`` [R, K] in the form that the products of a linear read, gathered if their values are read.
 
     Args:
-        reader: the linear, where the recipe takes a step for it.
-        recipe: None: nothing is quantised.
-        rows: whether a product of rows reads them.
-        wgrad: whether the gradient of a weight does.
-        values: whether something else reads what was not quantised.
+        reader: the linear whose delayed scales take a step; None: no step.
+        recipe: the recipe; None: nothing is quantised.
+        rows: whether a product of rows reads the tokens.
+        wgrad: whether the gradient of a weight reads them.
+        values: whether another reader needs the unquantised values.
     """
     if recipe is None:
         return Tokens(tokens.dtype, tokens if isinstance(tokens, Tensor) else tokens.rows(), tokens)

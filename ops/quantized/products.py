@@ -17,7 +17,7 @@ from .tensor import QuantizedGroupedTensor
 
 
 def forward(x: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Tensor:
-    """``y = x W^T``, of the rowwise copies: [T, N], of the dtype of ``x``; zero in the tail.
+    """``y = x W^T`` [T, N], from the rowwise copies, in the dtype of ``x``; zero in the tail.
 
     Raises:
         ValueError: operands that do not fit one another.
@@ -29,18 +29,18 @@ def forward(x: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Tensor
 
 
 def input_grad(dy: QuantizedGroupedTensor, weight: QuantizedGroupedTensor) -> Tensor:
-    """``dx = dy W``, of the rowwise copy of ``dy`` and the columnwise one of the weight: [T, K]; zero in the tail.
+    """``dx = dy W`` [T, K], from the rowwise copy of ``dy`` and the columnwise copy of the weight; zero in the tail.
 
-    Where both copies of a weight have the same bytes, the rowwise one may stand for the other.
+    If both copies of a weight have the same bytes, the rowwise copy serves for both.
 
     Raises:
-        ValueError: operands that do not fit one another; the two halves of a weight are no whole blocks, and bytes
-            would be multiplied.
+        ValueError: operands do not fit one another; or bytes would be multiplied, and the halves of the weight are not
+            whole blocks.
     """
     sizes = _sizes("input_grad", dy, weight, (dy.num_groups, dy.shape[-1], None))
     if _has_blocks_of_rows(weight) and weight.halves > 1 and weight.shape[1] // weight.halves % BLOCK:
         raise ValueError(
-            f"input_grad: halves of {weight.shape[1] // weight.halves} rows are no whole blocks of {BLOCK}"
+            f"input_grad: halves of {weight.shape[1] // weight.halves} rows are not whole blocks of {BLOCK}"
         )
     if weight.recipe.has_one_copy:
         operand = weight.recipe.turned(_weight(weight, "rowwise"), weight.halves, transpose_bytes)
@@ -67,7 +67,7 @@ def weight_grad(dy: QuantizedGroupedTensor, x: QuantizedGroupedTensor, out_dtype
 def _sizes(
     product: str, tokens: QuantizedGroupedTensor, other: QuantizedGroupedTensor, shape: tuple[int | None, ...]
 ) -> Tensor:
-    """The tokens of each group, of operands that are multiplied; ``shape`` is that of the other, None where it is free.
+    """The tokens of each group of two operands; ``shape`` is the second operand's, None where it is free.
 
     Kernels read memory by these sizes.
     """
@@ -97,7 +97,7 @@ def _equal(a: QuantizedGroupedTensor, b: QuantizedGroupedTensor) -> bool:
 
 
 def _has_blocks_of_rows(weight: QuantizedGroupedTensor) -> bool:
-    """Whether a scale of the weight that is multiplied is of several of its rows."""
+    """Whether several rows of the multiplied weight share a scale."""
     return weight.recipe.has_square_blocks and weight.recipe.packed is None
 
 
@@ -112,5 +112,5 @@ def _weight(tensor: QuantizedGroupedTensor, name: str) -> Weight:
 def _present(tensor: QuantizedGroupedTensor, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
     data, scales = getattr(tensor, name), getattr(tensor, f"{name}_scales")
     if data is None or scales is None:
-        raise ValueError("the copy that the product reads is not there: quantize it with rowwise= and columnwise=")
+        raise ValueError("the copy that the product reads is missing; quantize with rowwise= and columnwise=")
     return data, scales, getattr(tensor, f"{name}_amax")

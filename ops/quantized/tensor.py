@@ -30,21 +30,21 @@ class QuantizedGroupedTensor:
     """Tokens [T, K], sorted by group, or weights [E, N, K], as bytes and scales.
 
     Scales decode: a value is its byte times its scale. The rowwise copy is contracted over the last dimension, the
-    columnwise copy over the tokens of each group, or over the rows of each weight. Either may be missing.
+    columnwise copy over the tokens of each group, or over the rows of each weight. One of the two may be missing.
 
     Args:
-        recipe: which formats and blocks.
-        shape: of the tensor that it stands for.
-        dtype: of the tensor that it stands for.
+        recipe: the formats and blocks.
+        shape: the shape of the tensor before quantisation.
+        dtype: the dtype of the tensor before quantisation.
         first_dims: tokens of each group, int32 or int64 [E]; None for weights.
-        halves: 2 where the rows of a weight are gate and up, which no block spans; else 1.
-        is_gradient: whether it is a gradient, whose format the recipe's ``gradient`` says.
-        rowwise, rowwise_scales, rowwise_amax: the rowwise copy, as ``quantize`` makes it; ``rowwise_amax`` [E] for
-            NVFP4 only.
+        halves: 2 if the rows of a weight are gate and up, which no block spans; else 1.
+        is_gradient: whether the tensor is a gradient, whose format is the recipe's ``gradient``.
+        rowwise, rowwise_scales, rowwise_amax: the rowwise copy, as ``quantize`` makes it; ``rowwise_amax`` [E] only for
+            NVFP4.
         columnwise, columnwise_scales, columnwise_amax: the columnwise copy, likewise.
 
     Raises:
-        ValueError: a copy of another shape or dtype than the recipe gives, or no copy.
+        ValueError: a copy has another shape or dtype than the recipe gives, or both copies are missing.
     """
 
     def __init__(
@@ -101,10 +101,11 @@ class QuantizedGroupedTensor:
         return cls(recipe, data.shape, data.dtype, first_dims, halves, is_gradient, **fields)
 
     def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool | None = None) -> Tensor:
-        """The values, in the shape and dtype of what was quantised, or in another dtype; zero past the last group.
+        """Returns the values in the shape and dtype of the original tensor, or in another dtype; zero past the last
+        group.
 
         Args:
-            columnwise: of which copy; None: of the rowwise one, if it is there.
+            columnwise: whether to read the columnwise copy; None: only if the rowwise copy is missing.
         """
         name = "columnwise" if columnwise or (columnwise is None and self.rowwise is None) else "rowwise"
         copy: Any = self._copy(name)
@@ -127,7 +128,7 @@ class QuantizedGroupedTensor:
 
     @property
     def num_groups(self) -> int:
-        """E."""
+        """The number of groups, E."""
         return int(self.shape[0] if self.first_dims is None else self.first_dims.shape[0])
 
     @property
@@ -137,7 +138,7 @@ class QuantizedGroupedTensor:
         return data.device
 
     def to(self, device: torch.device | str) -> QuantizedGroupedTensor:
-        """The same on another device."""
+        """Copies the tensor to another device."""
         return self.from_state(
             {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.state().items()}
         )
@@ -152,10 +153,10 @@ class QuantizedGroupedTensor:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> QuantizedGroupedTensor:
-        """From what :meth:`state` gave.
+        """Makes the tensor from the result of :meth:`state`.
 
         Raises:
-            ValueError: a recipe of another name, tensors that do not fit, or something is missing.
+            ValueError: the recipe has another name, tensors do not fit, or an entry is missing.
         """
         _check_has(state, "recipe")
         fields = dict(state)
@@ -173,7 +174,9 @@ class QuantizedGroupedTensor:
 def _copies(
     data: Tensor, recipe: Recipe, first_dims: Tensor | None, names: Sequence[str], halves: int, is_gradient: bool
 ) -> dict[str, Copy]:
-    """The copies of these names. Kernels make those of ``Float8Block``; they leave what no group owns unwritten."""
+    """Makes the copies of these names. Kernels make copies of ``Float8Block``, and do not write rows outside of all
+    groups.
+    """
     if recipe.kernels(is_gradient) is not Scaling.BLOCKS or data.dtype.itemsize != 2:
         return {name: _quantize(recipe, name, data, first_dims, halves, is_gradient) for name in names}
     copies: dict[str, Any]
@@ -245,7 +248,7 @@ def _form(value: Any) -> str:
 
 
 def _check(tensor: QuantizedGroupedTensor) -> None:
-    """Copies are of the shapes and dtypes that the recipe gives; it quantises a tensor without data to know them."""
+    """Checks that copies have the recipe's shapes and dtypes, found by quantising a tensor without data."""
     if tensor.rowwise is None and tensor.columnwise is None:
         raise ValueError("QuantizedGroupedTensor: needs a rowwise or a columnwise copy")
     sizes = tensor.first_dims

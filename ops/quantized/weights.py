@@ -1,7 +1,7 @@
-"""When weights are quantised: at every forward, or once in a :func:`same_weights` block.
+"""The moment when weights are quantised: at every forward, or once in a :func:`same_weights` block.
 
-No version of a parameter says whether it has changed. Fused optimisers, ``.data`` and flat buffers of parameters write
-weights without counting. So copies are kept only where a caller promises that the weights stay as they are.
+A parameter's version does not show that it has changed: fused optimisers, ``.data`` and flat buffers of parameters
+write weights without raising it. So copies are kept only if a caller promises that the weights do not change.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _INSIDE = (__name__.partition(".")[0], "torch")
 
 
 class _Kept(NamedTuple):
-    """Copies, and the weight that they are of: alive, its storage stays its own."""
+    """Quantised copies, and their weight: while it is alive, its storage is not used again."""
 
     weight: Matrices
     copies: WeightOperands
 
 
 class _Block(local):
-    """The copies of the outermost block that this thread is in; None: it is in none.
+    """The copies of the outermost block that this thread is in; None outside of blocks.
 
     The switch ``same_weights`` reaches further: a backward has the switches of its forward, whenever and in whichever
-    thread it runs. A recomputation there is quantised anew, as no block promises anything then.
+    thread it runs. A recomputation there quantises anew, as no block's promise holds.
     """
 
     copies: dict[tuple[Any, ...], _Kept] | None = None
@@ -54,15 +54,15 @@ _block = _Block()
 
 @contextmanager
 def same_weights() -> Iterator[None]:
-    """In the body, weights stay as they are: each is quantised once, whatever the number of forwards.
+    """Promises that weights do not change in the body: each is quantised once for any number of forwards.
 
-    For the microbatches of a step. A weight that is changed in the body is not seen to have changed before its end.
-    The promise is of this thread, and of all weights that it uses: other threads have blocks and copies of their own.
-    Blocks of one thread that nest are one block. Memory: two bytes a parameter, until the end.
+    Use it for the microbatches of a step. A change of a weight in the body has no effect until its end. The promise
+    holds for this thread and all weights that it uses; other threads have blocks and copies of their own. Nested blocks
+    of a thread are one block. The copies take two bytes a parameter until the end.
 
     Raises:
-        RuntimeError: a CUDA graph is captured in the body by a call that would read kept copies: its replays would not
-            see later weights.
+        RuntimeError: a call in the body that would read kept copies captures a CUDA graph, whose replays would not see
+            later weights.
     """
     around = _block.copies
     if around is None:
@@ -84,7 +84,7 @@ def operands_of(recipe: Recipe, weight: Matrices, both: bool) -> WeightOperands:
         return weight_operands(recipe, weight, both)
     capture.refuse("copies of weights are kept between calls")
     if one.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError("same_weights: a CUDA graph would replay with the weights of now; capture outside of it")
+        raise RuntimeError("same_weights: a CUDA graph would replay with stale weights; capture outside of it")
     key = recipe, *_identity(weight)
     kept = copies.get(key)
     if kept is None or (both and kept.copies.backward is None):
@@ -105,7 +105,7 @@ def _identity(weight: Matrices) -> tuple[Any, ...]:
 
 
 class _Names(NamedTuple):
-    """The keys of a state dict for the weight of a linear: of one tensor or of many, and of what decodes it."""
+    """The keys of a state dict for the weight of a linear: for one tensor or many, and for its decode scales."""
 
     weight: str
     scales: str
@@ -119,9 +119,9 @@ class _Names(NamedTuple):
 
 
 def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> str | None:
-    """Makes what a state dict has for a linear of the kind that the linear has; or says why that cannot be.
+    """Converts the weight of a state dict to the kind of the linear's weight, or returns why that is impossible.
 
-    A weight that is not quantised becomes one that is, or the other way, with a warning: its values have been rounded.
+    Quantising and dequantising warn, because values have been rounded.
     """
     names = _Names.of(prefix, linear.num_groups)
     weight, scales = state_dict.get(names.weight), state_dict.get(names.scales)
@@ -133,7 +133,7 @@ def match_state(linear: Any, state_dict: dict[str, Any], prefix: str) -> str | N
     if isinstance(scales, Tensor):
         return _match_bytes(linear, state_dict, names, Weight(weight, scales, state_dict.get(names.amax)))
     if weight.dtype.itemsize == 1:
-        return f"{names.weight} is {weight.dtype}, and {names.scales} is missing: bytes are no values without scales"
+        return f"{names.weight} is {weight.dtype}, and {names.scales} is missing: bytes have no meaning without scales"
     if linear.is_quantized and weight.shape == linear.weight_shape:
         _replace(state_dict, names, linear.recipe.weight(weight).tensors)
     return None

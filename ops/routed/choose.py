@@ -39,7 +39,7 @@ class Choose(Op):
     The last three are there with ``rule.tallied`` alone. They leave out tokens that are not valid, and those whose
     highest logit is NaN or infinite.
 
-    Keywords:
+    Keyword Args:
         selection_bias: [E], added to the scores that are compared; it has no gradient.
         valid: bool [T]; other tokens go to no expert.
         ids: int64 [T, k]: the experts, given; a row of -1 alone is missing, and chosen.

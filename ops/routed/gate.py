@@ -18,7 +18,7 @@ class Gate(Op):
     Arxiv 2101.03961, section 2.4. For the backward it keeps the tokens as they are, which the experts keep anyway, and
     no copy of them in float32.
 
-    Keywords:
+    Keyword Args:
         weight: [E, H].
         logit_bias: [E], added to the logits.
     """

@@ -16,19 +16,19 @@ from .moe import check_choices
 class IdentityExperts(Op):
     """Passes tokens on, and gives their share of identity experts as the extra output ``identity``.
 
-    ``identity = x * (the sum of a token's weights whose ids are num_experts or more)``, as LongCat-Flash's zero experts
-    (arxiv 2509.01322, equation 1). :class:`Dispatch` leaves such ids out. So a layer with them is::
+    ``identity = x * (the sum of a token's weights whose ids are num_experts or more)``: the zero experts of
+    LongCat-Flash (arxiv 2509.01322, equation 1). :class:`Dispatch` ignores such ids. A layer with identity experts is::
 
         Sequential(IdentityExperts(E), Dispatch(E), ..., Combine(), AddExtraInput("identity"))
 
-    Its router chooses from more experts than E.
+    The router of the layer chooses from more than E experts.
 
     Args:
-        num_experts: E, the real ones.
+        num_experts: E, the number of experts without the identity experts.
 
-    Keywords:
-        top_k_index: int32 or int64 [T, k]: the experts of each token.
-        top_k_weights: floating-point [T, k]: the routing weights.
+    Keyword Args:
+        top_k_index: int32 or int64 [T, k], the experts of each token.
+        top_k_weights: floating-point [T, k], the routing weights.
     """
 
     extra_outputs = ("identity",)

@@ -26,7 +26,7 @@ ROUTING = ("num_rows", "slot_of_row", "row_of_slot")
 
 
 class Dispatch(Op):
-    """Tokens [T, H] to rows of experts [T k, H].
+    """Dispatches tokens [T, H] to the rows of their experts [T k, H].
 
     Later ops read its extra outputs by name. A container does not return them to its caller:
 
@@ -43,14 +43,14 @@ class Dispatch(Op):
     Args:
         num_experts: E.
 
-    Keywords:
-        top_k_index: int32 or int64 [T, k], k at least 1: the experts of each token. One below 0, or of E or more, is
-            of no expert.
+    Keyword Args:
+        top_k_index: int32 or int64 [T, k], k at least 1: the experts of each token. An id below 0, or of E or more,
+            belongs to no expert.
         top_k_weights: floating-point [T, k]: the routing weights.
 
     Raises:
         ValueError: ``num_experts`` is not a positive integer.
-        ArgumentError: in a call, tokens, ids or weights of another shape, dtype or device.
+        ArgumentError: in a call, tokens, ids or weights have another shape, dtype or device.
     """
 
     extra_outputs = ("split_sizes", "scales", *ROUTING)
@@ -116,7 +116,7 @@ class Combine(Op):
     once.
 
     Each sum is in the order of the slots, so the same input gives the same bits. The permutation comes from the
-    :class:`Dispatch` before it. It does not apply the routing weights; put ``Scale()`` in front of it for that.
+    :class:`Dispatch` before it. Combine does not apply the routing weights; put ``Scale()`` before it for that.
 
     Raises:
         ArgumentError: in a call, the rows do not fit the :class:`Dispatch`.

@@ -40,13 +40,13 @@ def routed_experts(
     """``y[t] = sum over j of top_k_weights[t, j] * expert(top_k_index[t, j], x[t])``.
 
     An expert e is ``w_down[e] @ act(w_up[e] @ x + up_bias[e]) + down_bias[e]``. N is 2 F if the activation has a gate,
-    else F. No weight is copied, and all but the ids are differentiable: gradients flow into the given tensors,
+    else F. No weight is copied. All arguments but the ids are differentiable: gradients flow into the given tensors,
     parameters or not. The order of every sum is fixed, so the same input gives the same bits.
 
     Args:
         x: [T, H], the tokens.
         top_k_index: int32 or int64 [T, k], the experts of each token, k at least 1. An id below 0, or of E or more,
-        belongs to no expert and adds nothing, so a rank of expert parallelism may pass ids of other ranks.
+            belongs to no expert and adds nothing, so a rank of expert parallelism may pass ids of other ranks.
         top_k_weights: floating-point [T, k].
         w_up: [E, N, H], in the dtype of ``x`` unless autocast is on.
         w_down: [E, H, F].
@@ -192,7 +192,7 @@ _pool = _Pool(64)
 
 
 def _check(x: Tensor, experts: _Experts, spec: ActivationSpec, transposed: bool) -> None:
-    """Checks the arguments that the ops know by other names; the ops check the rest."""
+    """Checks the arguments that have other names in the ops; the ops check the rest."""
     for name, tensor in (("x", x), *experts._asdict().items()):
         if not isinstance(tensor, Tensor) and (tensor is not None or name in ("x", "w_up", "w_down")):
             raise ArgumentError(f"routed_experts: {name} must be a tensor, got a {type(tensor).__name__}")

@@ -92,14 +92,14 @@ def gated(
 
     Raises:
         ValueError: an unknown activation or layout, a limit that is not positive, an alpha of 0 or without silu, or a
-        number that is not finite.
+            number that is not finite.
     """
     limit = limit if limit is None else _number("limit", limit)
     alpha, linear_offset = _number("alpha", alpha), _number("linear_offset", linear_offset)
     if not alpha:
         raise ValueError("alpha must not be 0, with which silu is half of its argument")
     if alpha != 1.0 and name not in _SLOPED:
-        raise ValueError(f"alpha is the slope inside silu, which {name!r} has not; leave it 1.0, got {alpha}")
+        raise ValueError(f"alpha is the slope inside silu, which {name!r} does not have; leave it at 1.0, got {alpha}")
     spec = replace(ActivationSpec(name), gated=True, limit=limit, alpha=alpha, linear_offset=linear_offset)
     if isinstance(layout, Interleaved):
         return replace(spec, block=layout.block)

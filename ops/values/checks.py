@@ -166,7 +166,7 @@ def check_parameter(
         if dtype.itemsize != 1 or parameter.requires_grad:  # which format: its recipe checks that
             raise ArgumentError(
                 f"{name}: expected a frozen parameter of 8 bits, as it was quantised, got {dtype}; "
-                "what casts a module casts it too, so quantise it after that"
+                "a cast of the module also casts it, so quantise after the cast"
             )
         return
     if not dtype.is_floating_point or dtype.itemsize == 1:

@@ -16,7 +16,7 @@ from .checks import is_dense, is_free_to_read
 
 
 class GroupedTensor:
-    """E matrices, each contiguous by rows, one after the other in ``data``.
+    """E matrices, each contiguous by rows, one after another in ``data``.
 
     ==================  ==========================  ==============================================
     ragged in           ``data``                    group g
@@ -28,13 +28,14 @@ class GroupedTensor:
     ==================  ==========================  ==============================================
 
     Args:
-        data: the elements, contiguous; those behind the last group belong to none.
-        first_dims: rows of each group, int32 or int64 [E], on the device of ``data``; None if all groups have the same.
+        data: the elements, contiguous; elements after the last group belong to no group.
+        first_dims: rows of each group, int32 or int64 [E], on the device of ``data``; None if all groups have equally
+            many.
         last_dims: columns of each group, likewise.
-        rows: M, where only the columns are ragged.
+        rows: M, if only the columns are ragged.
 
     Raises:
-        ValueError: ``data`` is not contiguous or of the wrong number of dimensions, or the dims do not fit.
+        ValueError: ``data`` is not contiguous or has the wrong number of dimensions, or the dims do not fit.
     """
 
     def __init__(

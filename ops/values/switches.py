@@ -14,12 +14,12 @@ BACKENDS = ("auto", "hopper", "triton", "grouped_mm", "loop")
 
 @dataclass(frozen=True)
 class OpConfig(Config):
-    """The switches that :func:`config` sets; described there.
+    """The switches that :func:`config` sets and describes.
 
     Attributes:
-        recompute: fused experts keep their input in place of the pre-activation.
-        same_weights: values that ops derive from their weights may be kept between calls; set by
-        ``fusible.same_weights()``.
+        recompute: whether fused experts keep their input in place of the pre-activation.
+        same_weights: whether values that ops derive from their weights may be kept between calls; set by
+            ``fusible.same_weights()``.
     """
 
     backend: str = "auto"
@@ -53,26 +53,26 @@ def config(
 ) -> Iterator[Config]:
     """Changes the given switches for the body of the ``with``.
 
-    Results are bitwise the same from run to run, whatever the switches.
+    Results are bitwise the same from run to run under all switches.
 
-    Their defaults come from environment variables, read when ``fusible`` is imported: ``FUSIBLE_STRICT``,
-    ``FUSIBLE_DEBUG`` (0 or 1), ``FUSIBLE_BACKEND``, ``FUSIBLE_DISABLE_FUSIONS`` (names, with commas between them).
+    The defaults come from environment variables, read when ``fusible`` is imported: ``FUSIBLE_STRICT``,
+    ``FUSIBLE_DEBUG`` (0 or 1), ``FUSIBLE_BACKEND``, ``FUSIBLE_DISABLE_FUSIONS`` (names, separated by commas).
 
     Args:
-        strict: raise :class:`RefusedError` where a fusion is refused or a kernel falls back.
-        backend: ``"auto"``, or the only grouped-GEMM backend to use: ``"hopper"``, ``"triton"``,
-            ``"grouped_mm"``, ``"loop"``.
+        strict: raise :class:`RefusedError` if a fusion is refused or a kernel falls back.
+        backend: ``"auto"``, or the only backend for grouped GEMMs: ``"hopper"``, ``"triton"``, ``"grouped_mm"``,
+            ``"loop"``.
         disable_fusions: names of fusions that must not fire, such as ``{"GroupedMLP"}``.
-        debug: also check what needs a device synchronisation, such as the values of split sizes.
-        recipe: what ops that have no recipe of their own quantise their operands by, such as
-            ``fusible.Float8Block()``; ``fusible.NoRecipe()`` for nothing.
-        recompute: ``GroupedMLP`` and ``RoutedMLP`` keep their input alone for the backward, and compute the first
-            linear again there: the same gradients, bit for bit, from less memory. Ops that are not fused into one of
-            these, and quantised ones, keep what they always do.
+        debug: also run checks that synchronise with the device, such as those of the values of split sizes.
+        recipe: the recipe of ops that have no recipe of their own, such as ``fusible.Float8Block()``;
+            ``fusible.NoRecipe()`` for none.
+        recompute: ``GroupedMLP`` and ``RoutedMLP`` keep only their input for the backward, and compute the first linear
+            again there: the same gradients, bit for bit, from less memory. It has no effect on unfused and quantised
+                ops.
 
     Raises:
-        ValueError: a switch that is no bool; an unknown backend; a string for ``disable_fusions``; a recipe that is no
-            frozen dataclass.
+        ValueError: a switch that is not a bool; an unknown backend; a string for ``disable_fusions``; a recipe that is
+            not a frozen dataclass.
     """
     names = disable_fusions
     if names is not None and not isinstance(names, str):

@@ -67,4 +67,4 @@ def test_what_a_graph_cannot_have(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "is_capturing", lambda device: True)
     assert loop.refusal(p) is None
     for each in (many, wgrad, backward):
-        assert "which a CUDA graph cannot, but for a forward of at most 16 rows" in str(loop.refusal(each))
+        assert "which a CUDA graph cannot, except in a forward of at most 16 rows" in str(loop.refusal(each))

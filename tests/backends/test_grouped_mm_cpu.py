@@ -117,7 +117,7 @@ def test_the_backward_of_an_activation_follows():
 REFUSED = {
     "a buffer": ({"fresh": False}, "cannot write into a buffer"),
     "a bias in 16 bits": ({"dtype": torch.bfloat16, "bias": torch.ones(E, N)}, "must not be rounded to 16 bits"),
-    "a factor": ({"alpha": 0.5}, "no factor but scales of rows"),
+    "a factor": ({"alpha": 0.5}, "no factor except scales of rows"),
     "float64": ({"dtype": torch.float64}, "needs a CPU and 16 or 32 bits, got cpu and torch.float64"),
 }
 

@@ -58,7 +58,7 @@ class Unready(nn.Module):
 
 
 def test_explain_before_a_call_raises():
-    with pytest.raises(ArgumentError, match="there was no call yet; give it what you would give forward"):
+    with pytest.raises(ArgumentError, match="no call yet; pass the arguments of forward"):
         mlp().explain()
 
 

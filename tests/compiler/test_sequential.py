@@ -176,7 +176,7 @@ def test_children_may_be_named(build):
 
 
 def test_children_beside_named_ones_raise():
-    with pytest.raises(TypeError, match="all modules have names, or none has; second, third came beside unnamed ones"):
+    with pytest.raises(TypeError, match="give names to all modules or to none; second, third came with unnamed ones"):
         Sequential(Identity(), second=Identity(), third=Identity())
 
 

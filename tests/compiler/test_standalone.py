@@ -84,7 +84,7 @@ def test_a_call_is_profiled() -> None:
 
 def test_explain_tells_of_the_last_call() -> None:
     op = GroupedLinear(2, 4, 6)
-    with pytest.raises(ArgumentError, match="there was no call yet"):
+    with pytest.raises(ArgumentError, match="no call yet"):
         explain(op)
     op(X, split_sizes=SIZES)
     explained = explain(op)

@@ -143,7 +143,7 @@ def test_a_buffer_may_be_written() -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        (WrongGradient, "WrongGradient: gradients of x, factor, w are not those of finite differences"),
+        (WrongGradient, "WrongGradient: gradients of x, factor, w do not agree with finite differences"),
         (WrongShape, r"WrongShape.bwd: the gradient of x has shape \[3, 6\], x has \[4, 6\]"),
         (NoTensor, "NoTensor.bwd: the gradient of x is a float, no tensor"),
         (WritesIntoX, "WritesIntoX.fwd writes into x, which is the caller's"),
@@ -161,7 +161,7 @@ def test_ops_that_are_wrong_do_not(kind: type[Op], words: str) -> None:
 def test_what_is_frozen_is_checked_as_well() -> None:
     op = Times().requires_grad_(False)
     check_op(op, X, factor=torch.tensor(1.5))
-    with pytest.raises(AssertionError, match="gradients of x, factor, w are not those"):
+    with pytest.raises(AssertionError, match="gradients of x, factor, w do not agree"):
         check_op(WrongGradient().requires_grad_(False), X, factor=torch.tensor(1.5))
 
     assert not op.w.requires_grad

@@ -47,7 +47,7 @@ Qwen4ExpText SolarOpen Step3p7 UnlimitedOcrText
 THEIRS = {
     "DeepseekV4TopKRouter": "it rounds scores to torch.bfloat16",
     "DeepseekV4HashRouter": "its forward reads input_ids",
-    "Kolibri1TopKRouter": "its experts and weights are those of no rule",
+    "Kolibri1TopKRouter": "no rule of fusible.functional.route gives its experts",
     "Llama4Router": "it does not return logits, weights and ids",
     "MuseSparkTopkRouter": "its logits are not the product of its input and a weight",
     "PhimoeTopKRouter": "it computes something else in training",

@@ -177,7 +177,7 @@ def test_activation_is_deterministic(op):
         (lambda: GLU("swish"), "activation must be one of .*; got 'swish'"),
         (lambda: GLU("silu", limit=0.0), "limit must be positive or None; got 0.0"),
         (lambda: GLU("silu", limit=float("nan")), "limit must be positive or None; got nan"),
-        (lambda: GLU("gelu", alpha=1.7), "alpha is the slope inside silu, which 'gelu' has not; .* got 1.7"),
+        (lambda: GLU("gelu", alpha=1.7), "alpha is the slope inside silu, which 'gelu' does not have; .* got 1.7"),
         (lambda: GLU("silu", alpha=0.0), "alpha must not be 0"),
         (lambda: GLU("silu", layout="interleaved"), r"layout must be 'concat' or interleaved\(n\); got 'interleaved'"),
         (lambda: GEGLU("erf"), "approximate must be 'none' or 'tanh', got 'erf'"),

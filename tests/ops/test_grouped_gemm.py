@@ -340,7 +340,7 @@ def inference(*shape):
         (lambda: grouped_gemm(A, B, [3, 0, 5]), r"split_sizes must be an int32 or int64 tensor \[E\], got a list"),
         (
             lambda: grouped_gemm(A, B[:0], torch.tensor([], dtype=torch.int64)),
-            "split_sizes must be of one group at least",
+            "split_sizes must have at least one group",
         ),
         (lambda: grouped_gemm(A, B, offsets=[3, 3, 8]), r"offsets must be an int32 or int64 tensor \[E\], got a list"),
         (lambda: grouped_gemm(A, B, SIZES[None]), r"split_sizes must be .* \[E\], got shape \[1, 3\]"),
@@ -356,7 +356,7 @@ def inference(*shape):
         (lambda: grouped_gemm(A, B.to("meta"), SIZES), "one device expected; a has cpu, b has meta"),
         (lambda: grouped_gemm(A, B[:2], SIZES), "one num_groups expected; a has 3, b has 2"),
         (lambda: grouped_gemm(A, B, SIZES, layout="NN"), "NN contracts 6 of a with 5 of b; they must be equal"),
-        (lambda: grouped_gemm(G, B, SIZES), "a GroupedTensor has its own dims; split_sizes would be a second opinion"),
+        (lambda: grouped_gemm(G, B, SIZES), "a GroupedTensor has its own dims; leave split_sizes out"),
         (lambda: grouped_gemm(G, G, SIZES, layout="TN"), "a GroupedTensor has its own dims"),
         (lambda: grouped_gemm(A, B, SIZES, accumulate=True), "accumulate and beta need out="),
         (lambda: grouped_gemm(A, B, SIZES, beta=1.0), "accumulate and beta need out="),

@@ -214,7 +214,7 @@ def test_what_is_refused() -> None:
     call = {"top_k_index": torch.zeros(4, 2, dtype=torch.long), "top_k_weights": torch.rand(4, 2)}
     with pytest.raises(ArgumentError, match="x: expected bfloat16 or float32, to which the weight is decoded, got"):
         module(torch.randn(4, 128).half(), **call)
-    with pytest.raises(ArgumentError, match="adapters stand beside Float8Block, or a format of weights alone"):
+    with pytest.raises(ArgumentError, match="adapters need Float8Block, or a weight-only format"):
         fusible.quantize_(layer(128, 64), Float8Row())
     module.get_submodule("1").weight_scale_inv = module.get_submodule("1").weight_scale_inv[:, :-1]
     with pytest.raises(ArgumentError, match="weight_scale_inv: expected"):

@@ -263,7 +263,7 @@ def test_reading_leaves_the_random_numbers_of_the_user():
     expected = torch.rand(3)
     torch.manual_seed(5)
     Pointwise(F.mish)
-    with pytest.raises(ValueError, match="chance"):
+    with pytest.raises(ValueError, match="random numbers"):
         Pointwise(lambda x: F.dropout(x, 0.5))
     assert torch.equal(torch.rand(3), expected)
 
@@ -563,7 +563,7 @@ def test_columns_in_a_container_and_in_compiled_code():
     [
         (lambda: torch.ones(3), None, r"<lambda> must take x by position, .*test_pointwise.py:\d+"),
         (lambda x: x, "concat", "<lambda> must take gate and up by position"),
-        (lambda x, *, s: x * s, None, "<lambda> takes 's' by name alone.*; a number of a row comes by position"),
+        (lambda x, *, s: x * s, None, "<lambda> takes 's' only by name.*; a number of a row is passed by position"),
     ],
 )
 def test_functions_that_do_not_take_what_they_are_given_are_named(function, halves, words):
@@ -574,7 +574,7 @@ def test_functions_that_do_not_take_what_they_are_given_are_named(function, halv
 def test_wrong_columns_are_named():
     with pytest.raises(ValueError, match=r"swish has no parameter 'gamma', .*test_pointwise.py:\d+"):
         Pointwise(swish, columns={"gamma": (4,)})
-    with pytest.raises(ValueError, match="'beta' is of a column and a constant"):
+    with pytest.raises(ValueError, match="'beta' is both a column and a constant"):
         Pointwise(swish, columns={"beta": (4,)}, constants={"beta": 1.0})
     with pytest.raises(ValueError, match=r"columns have one shape, got \[\(4,\), \(5,\)\]"):
         Pointwise(lambda x, a, b: x * a + b, columns={"a": (4,), "b": (5,)})

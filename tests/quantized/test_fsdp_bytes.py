@@ -557,13 +557,13 @@ def test_dtypes_that_are_not_quantised_are_refused(mesh: DeviceMesh) -> None:
         fully_shard(gather_quantized(linear()), mesh=mesh, mp_policy=policy)(x, split_sizes=SIZES)
     changed = fully_shard(gather_quantized(linear()), mesh=mesh)
     changed.recipe = Float8Row()
-    with pytest.raises(ArgumentError, match=r"Float8Block alone is gathered in e4m3, .* recipe=Float8Row"):
+    with pytest.raises(ArgumentError, match=r"only Float8Block is gathered in e4m3, .* recipe=Float8Row"):
         changed(x.bfloat16(), split_sizes=SIZES)
 
 
 @pytest.mark.parametrize(
     ("shard", "ranks", "why"),
-    [((2, N, K), 3, "4 experts do not divide among 3 ranks"), ((4, N // 2, K), 2, "no shard of whole experts")],
+    [((2, N, K), 3, "4 experts do not divide among 3 ranks"), ((4, N // 2, K), 2, "not a shard of whole experts")],
 )
 def test_shards_that_are_not_whole_experts_are_refused(shard: tuple[int, ...], ranks: int, why: str) -> None:
     class Mesh:

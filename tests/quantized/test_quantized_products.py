@@ -124,9 +124,9 @@ def test_what_does_not_fit_is_refused() -> None:
         products.forward(x, other)
     with pytest.raises(ValueError, match="the first operand must be tokens"):
         products.forward(weight, x)
-    with pytest.raises(ValueError, match="the copy that the product reads is not there"):
+    with pytest.raises(ValueError, match="the copy that the product reads is missing"):
         products.weight_grad(dy, rows)
-    with pytest.raises(ValueError, match="halves of 72 rows are no whole blocks of 128"):
+    with pytest.raises(ValueError, match="halves of 72 rows are not whole blocks of 128"):
         products.input_grad(dy_of_odd, odd)
 
 

@@ -163,7 +163,7 @@ def test_a_quantised_module_that_is_cast_is_refused(recipe: Recipe, called: bool
     if called:
         result(op)
     op.to(torch.bfloat16)
-    with pytest.raises(ArgumentError, match=r"what casts a module casts .* too, so quantise it after that"):
+    with pytest.raises(ArgumentError, match=r"a cast of the module also casts .*, so quantise after the cast"):
         result(op)
 
 

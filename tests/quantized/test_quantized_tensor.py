@@ -208,7 +208,7 @@ def without(state: dict[str, Any], name: str) -> dict[str, Any]:
         (lambda: QuantizedGroupedTensor.quantize(X, NoRecipe(), torch.tensor([5])), "NoRecipe quantises nothing"),
         (
             lambda: QuantizedGroupedTensor.quantize(X, Float8Tensor(delayed=Delayed()), torch.tensor([5])),
-            "takes its scales from steps before",
+            "takes its scales from earlier steps",
         ),
         (
             lambda: QuantizedGroupedTensor(Float8Block(), X.shape, X.dtype, torch.tensor([5])),

@@ -1145,7 +1145,7 @@ def arguments_that_do_not_fit(world: World) -> None:
         ((x[None], ids, weights), r"x must be tokens \[T, H\], got shape \[1, 5, 8\]"),
         (
             (x.to("meta"), ids.to("meta"), weights.to("meta")),
-            "x must be on cpu or cuda, as the process group moves, got",
+            "x must be on cpu or cuda, which the process group supports, got",
         ),
         ((x.double(), ids, weights), "x must be of torch.float32, as the group, got torch.float64; cast it"),
         (
@@ -1189,7 +1189,7 @@ def exchanges_that_are_not_paired(world: World) -> None:
         group.row_buffer(1)
     with raises(RuntimeError, "EPCombine: no EPDispatch is open on lane 1"):
         other(rows, row_of_slot=slots)
-    with raises(RuntimeError, "EPCombine: row_of_slot is not that of the EPDispatch that is open on lane 0"):
+    with raises(RuntimeError, "EPCombine: row_of_slot is not from the EPDispatch that is open on lane 0"):
         combine(rows, row_of_slot=torch.zeros(3, 3, dtype=torch.int64))
     with raises(ArgumentError, rf"EPCombine: x must be the {group.local_capacity} rows of the EPDispatch before it"):
         combine(rows[:3], row_of_slot=slots)

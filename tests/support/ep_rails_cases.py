@@ -200,7 +200,7 @@ def hosts_that_rails_cannot_connect(world: World) -> None:
         world.group(**settings)
     if world.size == 4:
         for host in (lambda rank: f"host{rank % 2}", lambda rank: f"host{int(rank > 0)}"):
-            with on_hosts(world, host), raises(ValueError, "needs equally many ranks on each host, one host after"):
+            with on_hosts(world, host), raises(ValueError, "needs equally many ranks on each host, in consecutive"):
                 world.group(**settings)
     with raises(ValueError, "combine 'exact' is not possible with transport 'rails', where each host rounds its sums"):
         world.group(transport="rails")

@@ -94,10 +94,10 @@ def test_a_fused_op_that_is_built_by_hand(fused: type[FusedOp]) -> None:
 
 
 def test_keywords_by_position() -> None:
-    words = "GroupedLinear: x alone is given by position, and by name: grad_input, output, split_sizes"
+    words = "GroupedLinear: only x is passed by position, and by name: grad_input, output, split_sizes"
     with pytest.raises(ArgumentError, match=words):
         GroupedLinear(2, 3, 4)(X, [2, 2])
-    with pytest.raises(ArgumentError, match="SwiGLU: x alone is given by position, as there are no keywords"):
+    with pytest.raises(ArgumentError, match="SwiGLU: only x is passed by position, as there are no keywords"):
         SwiGLU()(X, X)
 
 

@@ -19,6 +19,8 @@ FOLDERS = ("fuser", "ops", "integrations", "src", "csrc", "benchmarks", "example
 SUFFIXES = {".py", ".cpp", ".cu", ".cuh", ".h"}
 OPENERS = "Of|What|Those|That of|Whose|Whether of"
 PRONOUNS = re.compile(r"\b(nobody|somebody)\b", re.IGNORECASE)
+ITEM = re.compile(r"[\w`*][\w`*., ]*(\(.*\))?:( |$)")
+SECTIONS = re.compile(r"^(?:Args|Attributes|Keyword Args|Raises):\n((?: {4}.*\n|\n)+)", re.MULTILINE)
 BEGINNING = re.compile(rf"(?:\A\s*|[.!?]\s+|\n\s*\n\s*)(?:{OPENERS})\b[^.?]*(?P<end>[.?]|\Z)")
 
 
@@ -26,6 +28,12 @@ def objections(text: str) -> list[str]:
     """The parts of a text that break the rules; questions may begin with "What"."""
     begun = [match[0].strip() for match in BEGINNING.finditer(text) if match["end"] != "?"]
     return begun + PRONOUNS.findall(text)
+
+
+def no_items(docstring: str) -> list[str]:
+    """The lines of a docstring's sections that the site takes for items: continuations that are not indented."""
+    lines = [line[4:] for section in SECTIONS.findall(f"{docstring}\n") for line in section.splitlines()]
+    return [line for line in lines if line[:1].strip() and not ITEM.match(line)]
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
@@ -86,6 +94,22 @@ def test_sentences_name_their_subject(folder: str) -> None:
     found = objections_in(folder)
 
     assert found == {}
+
+
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+
+
+@pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder != "csrc"])
+def test_arguments_continue_indented(folder: str) -> None:
+    nodes = [(path, node) for path in sources(folder) for node in ast.walk(ast.parse(path.read_text()))]
+    docstrings = [(path, ast.get_docstring(node) or "") for path, node in nodes if isinstance(node, DOCUMENTED)]
+
+    assert [(str(path), lines) for path, text in docstrings if (lines := no_items(text))] == []
+
+
+def test_a_continuation_that_is_not_indented() -> None:
+    text = "Does.\n\nArgs:\n    x: the rows, or\n    none.\n    y: the columns,\n        sorted."
+    assert no_items(text) == ["none."]
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,8 @@ struct EpilogueStage : std::conditional_t<kScalesColumns, ColumnScales<kTileN>, 
 // Byte offset of 16-byte chunk `chunk` of row `row` in a subtile.
 DEVICE int in_subtile(int row, int chunk) { return row * 128 + ((chunk ^ (row & 7)) << 4); }
 
-// A consumer's output stages, kRows rows x kTileN values of Out each: kBytes of room, and what of an output stage is
-// handed over at a time. That is all of it where there is room for two or a whole warp stores it, or else a subtile,
-// so that the next is written while it is stored.
+// A consumer's output stages of kRows rows x kTileN values of Out, in kBytes. A consumer hands over a whole stage if
+// two fit or a whole warp stores it; otherwise a subtile, so that it can write the next while that is stored.
 template <class Out, int kTileN, int kBytesValue, int kRowsValue, bool kWholeWarp>
 struct SmemOutLayout {
   static constexpr int kRows = kRowsValue, kSubtileBytes = kRows * 128;
@@ -44,8 +43,8 @@ struct SmemOutLayout {
   static constexpr int kSlots = kBytes / kPartBytes;
 };
 
-// One part of the accumulator to shared memory, or (kAdd) its sum with what stands there, rounded once; see wgmma.cuh
-// for which thread holds what.
+// Writes one part of the accumulator to shared memory, or (kAdd) its sum with the values there, rounded once. wgmma.cuh
+// says which thread holds which elements.
 template <class Layout, class Out, bool kAdd = false, int kSize>
 DEVICE void store_to_smem(const float (&acc)[kSize], uint8_t* to, int part, int warp, int lane) {
   const uint32_t base = ptx::smem_address(to);

@@ -66,8 +66,7 @@ struct StoreEpilogue {
         [](const Destination&, const WorkTile&, const uint8_t*, int, int) INLINE {});
   }
 
-  // The same, for sums: the room is not given back empty, but with what stands at the place of the next tile's first
-  // parts.
+  // The same for sums: the buffer is given back with the old values of the next tile's first parts.
   template <class K>
   DEVICE static void store_sums(typename K::Storage& s, const typename K::Params& p, int consumer) {
     using Layout = typename K::Layout;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A pointwise function over dense rows, for one that follows no product. A warp has a row, whose gradients of the row's
-// numbers it sums. Lanes walk the columns in vectors.
+// A pointwise function over dense rows, without a product before it. A warp has a row, and sums the gradients of the
+// row's numbers. Lanes walk the columns in vectors.
 #pragma once
 #include "device/functions/pointwise.cuh"
 #include "device/gemm/groups.cuh"

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// How a kernel tells another one on the same device that rows are there, and how that one waits for them. The one that
-// tells must be resident first, and wait for nothing that the other does: it lets the next kernel begin, and that one
-// is launched behind it on the stream.
+// How one kernel signals to another on the same device that rows have arrived, and how the other waits for them. The
+// signalling kernel must be resident first, and must not wait for the other: it lets the next kernel begin, which is
+// launched after it on the stream.
 #pragma once
 #include "device/ptx/signal.cuh"
 #include "fusible/arrivals.h"

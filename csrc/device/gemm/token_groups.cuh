@@ -91,8 +91,8 @@ struct ArrivingGroups : TokenGroups {
   }
 };
 
-// Groups whose tokens are stored in blocks of 128 (BlockedTokens): a group starts with a block, whose number is the
-// count of blocks before it.
+// Groups whose tokens are stored in blocks of 128 (BlockedTokens). A group starts with a new block; blocks are numbered
+// through all groups.
 struct BlockedGroups : TokenGroups {
   template <class K>
   DEVICE static void fill(typename K::Storage& s, const typename K::Params& p, int lane) {

@@ -55,7 +55,7 @@ struct LaneRows {
   }
 };
 
-// The larger of what lanes have whose numbers differ in these bits; each gets it.
+// The largest word of the lanes whose numbers differ only in these bits, in each of them.
 template <class T>
 DEVICE uint32_t largest_of_lanes(uint32_t word, int first_bit, int last_bit) {
 #pragma unroll

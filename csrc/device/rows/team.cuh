@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The warps that share the experts of a token: one up to 1024 experts, else four, which are then a whole block. All
-// lanes have what they agree on, summed in one order.
+// The warps that share the experts of a token: one up to 1024 experts, else four, which are a whole block. All lanes
+// get the team's results, summed in one order.
 #pragma once
 #include "device/ptx/ptx.cuh"
 #include "device/rows/scores.cuh"

@@ -8,7 +8,7 @@
 
 namespace fusible {
 
-// kNT or kNN, as the weights lie. `halves`: a tile has as many columns of gate as of up, which stand half a row apart.
+// kNT or kNN, by the layout of the weights. `halves`: a tile has as many columns of gate as of up, half a row apart.
 template <Layout kLayout, DType kOperand>
 KernelEntry activation_entry(bool halves, bool scale_bias, int variant);
 template <Layout kLayout, DType kOperand>
@@ -49,8 +49,8 @@ constexpr int64_t column_partials_bytes(int64_t groups, int64_t tokens, int64_t 
   return tokens * blocks_of(columns, 16) + groups * columns * int64_t{sizeof(float)};
 }
 
-// Adds the gradients of column numbers, if they are wanted: for each input, all blocks of 64 rows after those of the
-// one before. `block`: of gate and up.
+// Adds up the wanted gradients of column numbers from `partials`, which has the blocks of 64 rows of one input after
+// those of the previous one. `block`: the block of gate and up.
 void add_dvectors(ColumnSumsOfBlocks& sums, std::span<const DVector> dvectors, const float* partials, int columns,
                   int block);
 

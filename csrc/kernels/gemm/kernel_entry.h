@@ -19,7 +19,7 @@ struct GroupCoordinate {
 struct WorkShape {
   SplitSizes sizes;    // of the groups in the token buffer; ragged groups have dims instead
   GroupWindow window;  // the groups of this launch
-  int first_group;     // of the matrices that are one tensor: that of a run, else 0
+  int first_group;     // of the run whose matrices are one tensor; else 0
   int tokens;
   int fixed_rows;     // output rows of a group, where they are not its tokens
   int columns;        // column tiles
@@ -71,8 +71,7 @@ struct GemmParams {
   EpilogueParams epilogue;
   int k_blocks;     // of all pairs of operands, where the depth is not the group's tokens
   bool accumulate;  // out += rather than out =
-  bool fetch_all;   // of a weight gradient: all of what stands in `out` is fetched, rather than as much as there is
-                    // room for
+  bool fetch_all;   // a weight gradient fetches all old values of `out`, not only as many as fit
   Neighbours neighbours;
   SplitK split_k;
 };

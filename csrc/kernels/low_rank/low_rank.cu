@@ -72,8 +72,8 @@ DEVICE void find_groups(const SplitSizes& sizes, int tokens, const GroupTable& t
   }
 }
 
-// Tasks are the tiles of all groups, for one slice of the columns after the other. They are dealt to blocks, or to as
-// many of these as there are tasks, in their order; the first blocks may have one more than the others.
+// Tasks are the tiles of all groups, one slice of the columns after another. Blocks, at most one per task, take them in
+// order; the first blocks may have one more than the others.
 struct Tasks {
   int count, blocks, share, longer;
   DEVICE Tasks(int tiles, const Division& division) : count(tiles * division.slices) {

@@ -261,8 +261,8 @@ __device__ void copy_words(Word* to, const Word* from, int count, Word fill) {
   }
 }
 
-// Row after row, as a product takes them. A warp copies a stretch of a few rows, whose sources its lanes look up
-// together, and tells of it by itself. Parts that follow one another are on different multiprocessors.
+// Rows in the order in which a product reads them. A warp copies a stretch of a few rows, whose sources its lanes look
+// up together, and counts it as arrived. Consecutive stretches are on different multiprocessors.
 template <class Word>
 __global__ void __launch_bounds__(kMostThreads, 1)
     pull_blocks_kernel(const __grid_constant__ PullBlocks c, int row_bytes, int pieces, int64_t rows) {
@@ -411,8 +411,8 @@ __device__ void push_sum(const PushSums& c, Kept kept, int source, int64_t token
   if (any) write_sums(to, sums, c.columns, column_block, false);
 }
 
-// Neighbouring blocks store to different ranks, as those of a pull read from them. Others may still read what has been
-// stored where the lane has failed.
+// Neighbouring blocks store to different ranks, as the blocks of a pull read from different ranks. If the lane has
+// failed, other ranks may still read the stored rows.
 template <class T, int kVector, int kBlockThreads>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     push_sums_kernel(const __grid_constant__ PushSums c, unsigned column_blocks, int64_t turns) {

@@ -95,7 +95,7 @@ struct Nibbles {
   using Words = uint32_t;
   static constexpr int kBytes = 4;
 
-  // Codes whose first one is in the high bits, as the others are.
+  // Swaps the codes of each byte, so that the first code is in the high bits, as in the other formats.
   DEVICE static Words swapped(Words codes) { return (codes & 0x0F0F0F0F) << 4 | (codes >> 4 & 0x0F0F0F0F); }
   DEVICE static void values(float (&to)[kValues], Words codes, const float* table) {
 #pragma unroll

@@ -59,7 +59,7 @@ void launch_backward(const QuantizeActivationBackward& c, const TokenTiles& tile
   kernel<<<tiles.blocks, kQuantizeThreads, sizeof(BackwardShared), stream>>>(c, tiles.chunks);
 }
 
-// The tiles of the launch, which `call` is told of, with what else is derived from its sizes.
+// Returns the tiles of the launch, and writes them to `call` with the other values derived from its sizes.
 template <class Call>
 TokenTiles complete(Call& call, int blocks_per_multiprocessor, int device) {
   const TokenTiles tiles =

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A block takes 128 tokens of one group, and some tiles of 128 features one after the other. The loads of a tile are on
-// their way while the columns of the one before are stored. Where scales are of more than a tile, a kernel finds the
-// largest magnitudes, and another casts.
+// A block takes 128 tokens of one group, and some tiles of 128 features one after another. It loads a tile while it
+// stores the columns of the previous one. If scales span more than a tile, one kernel finds the largest magnitudes, and
+// another casts.
 #include <cuda_runtime.h>
 
 #include "device/ptx/element.cuh"

@@ -17,7 +17,7 @@ struct Dims {
   int64_t uniform;
 };
 
-// Matrices of the groups one after the other, each contiguous by rows; `elements` is what there is room for.
+// Matrices of the groups, one after another, each contiguous by rows; `elements`: the size of the buffer.
 struct PackedMatrices {
   const void* data;
   int64_t elements;
@@ -57,7 +57,7 @@ struct RaggedSource {
   int tile_m, tile_n;
   bool fp32_output;  // fp32 rather than 16 bits
   bool skip_empty;   // groups without depth have no tiles (accumulation)
-  bool zero_tail;    // what stands behind the last group is zeroed
+  bool zero_tail;    // elements after the last group are zeroed
 };
 
 struct RaggedWorkspace {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The gradient of a token's logits by a team of warps, from the logits and the ids alone: weights and sums are formed
-// again. A row of zeros in shared memory gets the numbers of the chosen experts; dense terms are added where there are
+// The gradient of a token's logits by a team of warps, from the logits and the ids: weights and sums are computed
+// again. A row of zeros in shared memory gets the numbers of the chosen experts; dense terms are added if there are
 // any.
 #include <cuda_runtime.h>
 

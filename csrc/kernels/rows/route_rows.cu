@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(kThreads) assign_rows(const __grid_constant__ 
   place_slots(c, begin, end, lane, next[warp]);
 }
 
-// The counts of each block become those of all blocks before it, and behind the last block stand those of all. A lane
-// has a bucket, and a warp a stretch of the blocks.
+// Replaces the counts of each block by the sums over the blocks before it, and adds the totals after the last block. A
+// lane has a bucket, and a warp a stretch of the blocks.
 __global__ void __launch_bounds__(kThreads) add_up_counts(int32_t* counts, int blocks, int buckets) {
   constexpr int kLoads = 8;  // on their way together
   __shared__ int sums[kWarps][32];

@@ -6,8 +6,8 @@
 
 namespace fusible {
 
-// The scales of all weights, in floats. A tile's first 128 columns have block `tile_step` times the tile's column; the
-// other 128, of a tile that has them, one that is `unit_step` blocks further.
+// The scales of all weights, in floats. The first 128 columns of a tile have block `tile_step` times the tile's column;
+// its other 128 columns, if any, have the block `unit_step` later.
 struct WeightScales {
   const float* data;
   int64_t group, row, column;

@@ -1,1 +1,1 @@
-"""Doors to kernels beside the one of all: each file declares its own kernels."""
+"""Doors to kernels of single ops; each file declares its own kernels."""

@@ -35,7 +35,7 @@ def _weight(p: ScaledGemm) -> Tensor:
 
 
 def _multiply_columns(p: ScaledWgrad) -> None:
-    """Blocks that are filled up with zeros are multiplied whole."""
+    """Multiplies whole blocks, which zeros fill up."""
     sizes = _filled_up(p.split_sizes)
     out = p.out if isinstance(p.out, Tensor) else list(p.out)
     terms = ADDED if p.accumulate else NO_TERMS

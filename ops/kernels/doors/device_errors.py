@@ -8,18 +8,18 @@ from ... import kernels
 
 
 def check_device_errors(device: torch.device | str | int | None = None) -> None:
-    """Raises what kernels on a GPU have reported of split sizes, and forgets it.
+    """Raises the error that kernels on a GPU have reported about split sizes, and forgets it.
 
-    A negative size, or sizes that sum to more than the rows, are known to the GPU alone. Kernels cut off what does not
-    fit, and report it in a word that the host reads. On a GPU that has none of our kernels, operations of PyTorch do.
-    The next call on that GPU raises it, and so does this function. It waits for nothing: it tells of the calls that are
-    done. After a synchronisation, such as ``loss.item()``, those are all. Replays of CUDA graphs report as well.
+    Only the GPU knows a negative size, or sizes that sum to more than the rows. Kernels cut such sizes and report them
+    in a word that the host reads; on a GPU without our kernels, operations of PyTorch do. The next call on that GPU
+    raises the error, and so does this function. It does not wait: it reports calls that have ended. After a
+    synchronisation, such as ``loss.item()``, all have. Replays of CUDA graphs report as well.
 
     Args:
-        device: a CUDA device; all of them by default.
+        device: a CUDA device; by default all of them.
 
     Raises:
-        RuntimeError: a kernel has reported wrong sizes. It names the group and its size.
+        RuntimeError: a kernel has reported wrong sizes. The message names the group and its size.
     """
     for index in _indices(device):
         kernels.raise_wrong_sizes(index)

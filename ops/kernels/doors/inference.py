@@ -15,7 +15,7 @@ __all__ = ["Experts", "RoutedMlp", "one_call"]
 
 
 class _Prepared(NamedTuple):
-    """A call for the weights at some addresses, or None, and what else was true of them."""
+    """A call for the weights at given addresses, or None, and the other facts that it depends on."""
 
     call: RoutedMlp | None
     form: tuple[Any, ...]

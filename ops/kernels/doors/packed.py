@@ -39,12 +39,12 @@ def packed_gemm(
     alpha: Tensor | None = None,
     terms: Terms = NO_TERMS,
 ) -> Tensor:
-    """``row_scale * (alpha * A W^T + bias_scale * bias)`` by group, of bfloat16 rows; see :class:`PackedGemm`.
+    """``row_scale * (alpha * A W^T + bias_scale * bias)`` by group, for bfloat16 rows; see :class:`PackedGemm`.
 
     Args:
-        data, scales: those of the format, as a recipe stores them.
+        data, scales: the bytes and scales of the weight, as a recipe stores them.
         out: where to write; rows past the last group stay as they are.
-        out_dtype: of what is allocated here; that of ``a`` by default.
+        out_dtype: the dtype of an allocated result; by default ``a``'s.
         terms: the bias and the factors of rows.
     """
     fresh = out is None

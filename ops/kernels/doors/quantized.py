@@ -118,8 +118,8 @@ def new_copies(
     """Memory for the wanted copies of rows like ``x``, or of as many as there are slots.
 
     Args:
-        columns: of a row, if not those of ``x``.
-        has_whole_rows: a scale is of a whole row, not of a block of it.
+        columns: the columns of a row, if not those of ``x``.
+        has_whole_rows: whether a scale belongs to a whole row, not to a block.
     """
     rows, columns = x.shape[0] if slot_of_row is None else slot_of_row.shape[0], columns or x.shape[1]
     number = rows // BLOCK + split_sizes.shape[0]
@@ -399,7 +399,9 @@ def _added(problem: ScaledWgrad) -> Matrices:
 
 
 def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
-    """Zeros the rows past the last group of what is allocated here; in compiled code, by what the compiler fuses."""
+    """Zeroes the rows past the last group of a result allocated here; in compiled code, by operations that the compiler
+    fuses.
+    """
     if trace.is_traced(out):
         rows = torch.arange(out.shape[0], device=out.device)
         out.masked_fill_((rows >= split_sizes.clamp(min=0).sum()).unsqueeze(-1), 0)

@@ -47,8 +47,8 @@ def quantize_whole_rows(
     """The wanted copies of the rows of ``x`` [T, K]: scales [T] of rows; of columns [blocks, K], as their bytes lie.
 
     Args:
-        encode: float32 [E], what the values of groups are multiplied by; None: that follows from them.
-        slot_of_row: as of :func:`quantize_rows`.
+        encode: float32 [E], the factor of the values of each group; None: it is computed from the values.
+        slot_of_row: as for :func:`quantize_rows`.
     """
     copies = new_whole_rows(x, split_sizes, want_rows, want_columns, slot_of_row)
     options = slot_of_row, top_k, scaling, encode

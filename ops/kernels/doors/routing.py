@@ -176,14 +176,14 @@ def by_row(weights: Tensor, routing: Routing) -> Tensor:
 
 
 def scales_of(routing: Routing, weights: Tensor) -> Tensor:
-    """[S]: the weights [T, k] in the order of the rows, in float32 at least; those that came with the routing."""
+    """The routing weights [T, k] in the order of the rows, [S], in at least float32."""
     if routing.scales is not None:
         return routing.scales
     return by_row(weights, routing).to(torch.promote_types(weights.dtype, torch.float32))
 
 
 def by_slot(numbers: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
-    """[T, k] in ``dtype``: of each slot the number [S] of its row, 0 for those of no expert."""
+    """For each slot [T, k] the number of its row, from ``numbers`` [S], in ``dtype``; 0 for slots of no expert."""
     kinds_fit = numbers.dtype == torch.float32 and dtype in TYPE_CODES
     if routing.is_native and kinds_fit and not _is_traced(numbers):
         out = torch.empty_like(routing.row_of_slot, dtype=dtype)
@@ -233,7 +233,7 @@ def _record_torch(routing: Routing, source: Tensor, out: Tensor) -> None:
 
 
 def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
-    """:func:`route` where our own kernels are not."""
+    """:func:`route` without our own kernels."""
     ids, slots = _within(top_k_index.reshape(-1), num_experts), top_k_index.shape[-1]
     ids, order = torch.sort(ids, stable=True)
     experts = torch.arange(num_experts + 1, device=ids.device, dtype=ids.dtype)

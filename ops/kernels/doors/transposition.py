@@ -1,4 +1,4 @@
-"""The door to what transposes bytes: those of a weight that lies as its forward reads it, for the gradient of rows."""
+"""The door to the kernels that transpose bytes: a weight in the layout of its forward, for the gradient of rows."""
 
 from __future__ import annotations
 

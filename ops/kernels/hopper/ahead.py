@@ -37,7 +37,7 @@ def compile_ahead(
 
     Args:
         columns: the types of the numbers of columns that the function reads.
-        quantized: also those that quantise what they compute.
+        quantized: whether to compile kernels that quantise their results, too.
 
     Raises:
         CompileError: there is no compiler, or it fails.

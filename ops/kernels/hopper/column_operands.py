@@ -74,7 +74,7 @@ class ColumnGradients(NamedTuple):
         return cls(gradients, [None if each is None else each.contiguous() for each in gradients])
 
     def fields(self, program: Program, block: int) -> dict[str, list[int]]:
-        """As the extension wants them."""
+        """The fields of the launch."""
         inputs = inputs_of(program.column_operands, self.dense, block)
         return {
             "dvectors": [each.address for each in inputs],

@@ -36,7 +36,7 @@ def _value_refusal(p: WeightDecoding, decoding: Decoding) -> str | None:
     if columns % _VALUES:
         return f"needs rows of a multiple of {_VALUES} values, got {columns}"
     if groups * rows > _MOST_ROWS:
-        return f"takes {_MOST_ROWS} rows, got {groups * rows}"
+        return f"takes at most {_MOST_ROWS} rows, got {groups * rows}"
     if not _are_eights(decoding.columns, columns):
         return f"needs scales of {_VALUES} values times a power of two, got one for {decoding.columns}"
     if p.scales.dtype not in (_SCALES_OF_BYTES if decoding.codes is Codes.E4M3 else _SCALES):

@@ -75,7 +75,7 @@ def operands_refusal(a: Tensor, b: Tensor, out: Tensor, groups: int) -> str | No
 
 
 def features_refusal(of_a: int, of_out: int) -> str | None:
-    """Why no kernel multiplies rows of these features to rows of those; None: some do."""
+    """Why no kernel multiplies rows with so many features to rows with so many others; None: one does."""
     return f"needs features that are multiples of 8, got {of_a} and {of_out}" if of_a % 8 or of_out % 8 else None
 
 

@@ -29,7 +29,7 @@ def _shape_refusal(p: PackedGemm) -> str | None:
     if k % _VALUES_OF_16_BYTES[p.format]:
         return f"{NAME} needs rows of packed weights that are multiples of 16 bytes, got a depth of {k}"
     if not 1 <= p.groups <= MAX_GROUPS or p.rows > MAX_ROWS:
-        return f"{NAME} takes {MAX_GROUPS} groups and {MAX_ROWS} rows, got {p.groups} and {p.rows}"
+        return f"{NAME} takes at most {MAX_GROUPS} groups and {MAX_ROWS} rows, got {p.groups} and {p.rows}"
     if p.a.dtype != torch.bfloat16 or p.out.dtype not in TYPE_CODES:
         return f"{NAME} multiplies bfloat16, got {p.a.dtype} to {p.out.dtype}"
     return None

@@ -26,10 +26,10 @@ class LaneReport(NamedTuple):
 
     Attributes:
         failure: 0, or one of the constants above.
-        peer: the rank that did not arrive, that did something else, or that would own too many rows.
+        peer: the rank that did not arrive, made another call, or would own too many rows.
         kind, exchange: the step that this rank waited for.
         seen: the last signal of the peer, or the rows that it would own.
-        came: a bit for each rank that was there.
+        came: a bit for each rank that arrived.
         required, dropped: the most rows that a rank had to own, and how many were left out, so far.
     """
 
@@ -139,7 +139,7 @@ def refusal(device: int | None, num_experts: int, ranks: int, dtype: torch.dtype
     if dtype not in TYPE_CODES:
         return f"needs rows of 16 or 32 bits, got {dtype}"
     if num_experts > MAX_GROUPS or ranks > MAX_RANKS:
-        return f"takes {MAX_GROUPS} experts and {MAX_RANKS} ranks, got {num_experts} and {ranks}"
+        return f"takes at most {MAX_GROUPS} experts and {MAX_RANKS} ranks, got {num_experts} and {ranks}"
     return None
 
 
@@ -226,8 +226,8 @@ def pull(lane: LaneLaunch, exchange: int, slots: Slots, at: int, out: Tensor, fi
     """Pulls the rows [Q, H] of this rank from the tokens [T, H] of all ranks, at ``at`` in the buffers.
 
     Args:
-        slots: of all ranks, [R * T, k].
-        fill: whether the tail is zeroed; else it is unchanged.
+        slots: the slots of all ranks, [R * T, k].
+        fill: whether the tail is zeroed; otherwise it is unchanged.
     """
     compiled().pull(**_rows(lane, exchange, out, slots, at, ranks=len(lane.buffers)), fill=fill)
 

@@ -183,7 +183,7 @@ def _types(count: int, operands: Sequence[Tensor | None], grads: Sequence[Tensor
 
 @cache
 def kernel_function(form: KernelForm, device: int) -> int:
-    """The handle of a kernel. It is kept: replays hold it.
+    """The handle of a kernel, which is kept since replays hold it.
 
     Raises:
         RuntimeError: a CUDA graph is captured.

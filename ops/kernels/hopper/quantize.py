@@ -2,8 +2,7 @@
 writes both operands.
 
 They write memory that the door has just allocated and no one else has seen, so its version stays. Rows past the last
-group are
-neither read nor written.
+group are neither read nor written.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def tokens_refusal(tokens: int, split_sizes: Tensor) -> str | None:
 
 
 def features_refusal(features: int) -> str | None:
-    """The reason against the columns of rows, or None."""
+    """Why the kernels do not take these columns, or None."""
     return None if features % _VECTOR == 0 else f"needs features that are multiples of 16, got {features}"
 
 
@@ -425,9 +424,7 @@ def _activation_arguments(problem: QuantizeActivation | QuantizeActivationBackwa
 
 
 def _workspace(problem: QuantizeActivationBackward, dvectors: int) -> Tensor | None:
-    """The workspace, or None if nothing is summed. Sized at every call, so that a capture sees the sizes
-    it depends on.
-    """
+    """The workspace, or None if nothing is summed. Sized at every call, so a capture sees the sizes it depends on."""
     if problem.dscales is None and not dvectors:
         return None
     tokens, features = problem.dpostact.shape

@@ -43,7 +43,7 @@ class Experts(NamedTuple):
 
 
 def refusal(experts: Experts) -> str | None:
-    """Why they cannot be run here; None: they can."""
+    """Why the kernels cannot run these experts here; None: they can."""
     dtypes = [bias.dtype for bias in (experts.up_bias, experts.down_bias) if bias is not None]
     if len(set(dtypes)) > 1:
         return f"takes biases of one dtype, got {' and '.join(map(str, dtypes))}"

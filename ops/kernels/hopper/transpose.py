@@ -1,6 +1,6 @@
-"""Our own CUDA kernel that transposes bytes: it reads each once and writes it once, through shared memory.
+"""Our own CUDA kernel that transposes bytes. It reads and writes each byte once, through shared memory.
 
-It writes memory that the door has just allocated and no one else has seen, so its version stays.
+It writes memory that the door has just allocated, so the version counter need not change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sources that include headers of csrc to code of a GPU, from the cache or from a compiler."""
+"""Compiles sources that include headers of csrc for a GPU, or finds them in the cache."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ class EpilogueForm(NamedTuple):
         concat: gate and up are half a row apart, so that a tile of the forward has columns of both.
         narrow: gate and up alternate in blocks narrower than a vector.
         scale_bias: the product has a bias.
-        second: it has a second pair of operands.
+        second: the product has a second pair of operands.
         vectors: the types of the inputs that are numbers of columns.
-        sums_vectors: their gradients are wanted.
+        sums_vectors: the gradients of the numbers of columns are wanted.
         scales: there is a number of the row; without one it is 1.
         matrices: the types of the inputs that are numbers of elements.
     """

@@ -63,7 +63,7 @@ class QuantizerForm(NamedTuple):
     Attributes:
         backward: whether it is the backward.
         dtype: the dtype of the rows.
-        narrow, vectors, sums_vectors, scales: as of :class:`EpilogueForm`.
+        narrow, vectors, sums_vectors, scales: as for :class:`EpilogueForm`.
     """
 
     program: Program
@@ -123,7 +123,7 @@ def handle(form: QuantizingForm) -> int | str:
 
 
 def compile_ahead(form: QuantizingForm) -> int:
-    """Compiles the kernel of a form into the cache on disk; returns how many: one. Needs no GPU.
+    """Compiles the kernel of a form into the cache on disk, without a GPU; returns the number of kernels, 1.
 
     Raises:
         CompileError: see :func:`compiled`.

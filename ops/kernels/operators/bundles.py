@@ -10,8 +10,8 @@ class Bundle(NamedTuple):
     """A parameter that is a named tuple.
 
     Attributes:
-        kind: its type.
-        fields: those that the schema has; the others have their defaults on the other side.
+        kind: the type of the tuple.
+        fields: the fields in the schema; other fields have their defaults in the op.
     """
 
     kind: Any

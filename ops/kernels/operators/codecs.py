@@ -40,7 +40,7 @@ class Codec(NamedTuple):
 
     @property
     def has_default(self) -> bool:
-        """Whether a call may leave the parameter out, so that it follows those that are there."""
+        """Whether a call may leave the parameter out, so that it follows the required ones."""
         return any("=" in schema for schema in self.schemas)
 
     def named(self, name: str) -> Codec:
@@ -86,7 +86,7 @@ def _stacked(operands: Operands) -> tuple[Tensor | None]:
 
 
 def _as_large(operand: Tensor, shape: Sequence[int]) -> Tensor:
-    """Rows that are the same for all are repeated; columns are added, of zeros."""
+    """Repeats rows that are the same for all, and adds columns of zeros."""
     if operand.dim() == 2:
         operand = F.pad(operand, (0, shape[-1] - operand.shape[-1]))
     return operand.expand(*shape)

@@ -42,21 +42,22 @@ def kernel(
     spread: Mapping[str, Sequence[str]] = MappingProxyType({}),
     schema_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[F], F]:
-    """Declares a function of a door as a kernel: registers its custom op, and calls that for traced tensors.
+    """Declares a function of a door as a kernel: registers its custom op, and calls the op for traced tensors.
 
-    The first parameter that is a tensor, or matrices, passed by position, says whether a call is traced. A function
-    with a parameter ``out`` has two ops: ``NAME`` allocates, ``NAME_out`` writes.
+    The first positional parameter that is a tensor, or matrices, decides whether a call is traced. A function with a
+    parameter ``out`` has two ops: ``NAME`` allocates, ``NAME_out`` writes.
 
     Args:
-        allocate: makes the result from those of the parameters that it names. On tensors without data it is the fake.
-        name: of the op; that of the function by default.
-        eager_only: parameters, and last fields of the result, that the op does not have: compiled code has their
-            defaults. A function whose ``out`` is one of them has one op.
-        obeys_switches: whether the op has the switches of its trace as an argument; else it obeys those of its call.
+        allocate: makes the result from the parameters that it names. On tensors without data it is the fake.
+        name: the name of the op; by default the function's.
+        eager_only: parameters, and last fields of the result, that the op lacks: compiled code has their defaults. If
+            ``out`` is one of them, there is one op.
+        obeys_switches: whether the op takes the switches of its trace as an argument; otherwise it obeys the switches
+            of its call.
         only_with_out, only_without_out: parameters that one of the two ops does not have.
         added: parameters that older exported programs do not name: they come last, in order, by default None or False.
-        spread: fields of named tuples that are parameters in the schema and here; others have defaults in the op.
-        schema_names: parameters that the schema names otherwise, as exported programs do.
+        spread: the fields of named tuples that are parameters of the schema; other fields have defaults in the op.
+        schema_names: the schema's names of renamed parameters, as in exported programs.
     """
 
     def declared(function: F) -> F:
@@ -111,7 +112,7 @@ def _without(parameters: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 class Declared(NamedTuple):
-    """A function of a door, what allocates its result, and those of its parameters that are spread over the schema."""
+    """The function of a door, the function that allocates its result, and the named tuples that the schema spreads."""
 
     function: Callable[..., Any]
     allocate: Callable[..., Any]

@@ -38,7 +38,7 @@ def new_product(layout: Layout, a: Tensor, b: Matrices, split_sizes: Tensor, out
 def new_preact_and_postact(
     x: Tensor, weight: Matrices, activation: ActivationSpec, keep_preact: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """The pre-activation, if it shall be kept, and the activation."""
+    """The pre-activation, if it is kept, and the activation."""
     columns = first(weight).shape[-2]
     preact = x.new_empty((x.shape[0], columns)) if keep_preact else None
     return preact, x.new_empty((x.shape[0], activation.out_features(columns)))
@@ -148,7 +148,9 @@ def new_pointwise_grads(
 def _operand_grads(
     dy: Tensor, operands: Operands, shapes: Sequence[tuple[int, ...]], dtypes: Dtypes
 ) -> Tensor | tuple[Tensor | None, ...]:
-    """One by one where their dtypes are told, else a stack of the largest shape, in a dtype that serves all."""
+    """The gradients one by one if their dtypes are given, else as a stack of the largest shape, in a dtype that serves
+    all.
+    """
     if dtypes:
         return tuple(
             [None if t is None else dy.new_empty(shape, dtype=t) for shape, t in zip(shapes, dtypes, strict=True)]

@@ -54,7 +54,7 @@ class FakeQuantizeRows(SourceRows):
 
 @dataclass(slots=True)
 class FakeQuantizeWeight:
-    """The values of the copies of the matrices of all groups; they lie as the weight does.
+    """The rounded values of the matrices of all groups, in the layout of the weight.
 
     Attributes:
         weight: [E, N, K], or E matrices [N, K], with any strides.

@@ -36,8 +36,7 @@ class ActivationGrads(NamedTuple):
     """Gradients of the pre-activation and of the scales; and the activation times the scales, computed again.
 
     ``bias`` [E, C] and ``vectors`` are for kernels that know groups: the sums of ``preact`` over the rows of each,
-    which are
-    the gradient of its bias; and the gradients of the numbers of columns, in their shapes.
+    which are the gradient of its bias; and the gradients of the numbers of columns, in their shapes.
     """
 
     preact: Tensor
@@ -108,7 +107,7 @@ _MANY = 2**30  # the row limit of some kernels
 
 
 class OperandPair(NamedTuple):
-    """Operands beside those of a product, of another depth, whose product is added to it before anything else.
+    """A second pair of operands, of another depth, whose product is added to the first before anything else.
 
     Attributes:
         a: [T, R].
@@ -361,7 +360,7 @@ def nbytes(*tensors: Matrices | Operands) -> int:
 
 
 class Counted:
-    """A problem of which each tensor is read or written once; what says where rows are does not count."""
+    """A problem that reads or writes each tensor once; indices of rows do not count."""
 
     __slots__ = ()
 
@@ -394,7 +393,7 @@ class SourceRows:
         return (self.x if self.slot_of_row is None else self.slot_of_row).shape[0]
 
     def gathered(self) -> Tensor:
-        """The rows, from where their tokens lie."""
+        """The rows, gathered from their tokens."""
         return self.x if self.slot_of_row is None else self.x.index_select(0, self.slot_of_row // self.top_k)
 
 

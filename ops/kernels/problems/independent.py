@@ -31,12 +31,11 @@ class Turn(NamedTuple):
 
 
 class Independent:
-    """Products of one backward, none of which reads the results of another.
+    """Products of one backward that do not read one another's results.
 
-    Between two of them nothing may run on the stream that reads or writes what they do, or memory that they are given
-    afterwards: no operation of torch but allocations. The extension compares the addresses of products that follow one
-    another, since memory that one reads may be free, and be the result of the next; it also notices its own launches
-    between them.
+    Between two of them the stream may run nothing that touches their memory, or memory that they get afterwards: no
+    operation of torch but allocations. The extension compares the addresses of consecutive products, since freed memory
+    that one reads may be the result of the next; it also notices its own launches between them.
     """
 
     __slots__ = ("_count", "_memory", "_next")

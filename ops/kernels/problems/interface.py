@@ -27,19 +27,19 @@ class Implementation(Generic[P]):
     """The kernels of one backend for one kind of problem.
 
     Attributes:
-        backend: the name by which ``config(backend=...)`` asks for them; None for those that run under any name: a
-            fallback on PyTorch, which takes every problem.
-        name: what ``explain()`` calls them, which may depend on the problem.
+        backend: the name for ``config(backend=...)``; None for a fallback on PyTorch, which runs under every name and
+            takes every problem.
+        name: the name in ``explain()``, which may depend on the problem.
         run: solves a problem that is not refused.
-        refusal: why a problem cannot be solved here, in words that follow "it"; None: it can. Kernels without a
+        refusal: why the kernels cannot solve a problem, in words that follow "it"; None: they can. Kernels without a
             refusal take every problem.
-        cache_key: what alone decides whether a problem is refused: equal keys are taken alike. None where it takes more
-            to say; kernels without this are asked at every call.
-        device: the type of the devices that they run on; None for any.
-        interpreted: whether they run on other devices, too, where they are asked for by name.
-        by_name: whether they run only where they are asked for by name.
-        configuration: what is chosen for a problem, in words.
-        warn: called with a problem that runs here because others refused it, under ``config(backend="auto")``.
+        cache_key: a key that decides whether a problem is refused. None: the refusal depends on more; kernels without a
+            ``cache_key`` are asked at every call.
+        device: the type of the devices that the kernels run on; None for any.
+        interpreted: whether they also run on other devices if they are asked for by name.
+        by_name: whether they run only if they are asked for by name.
+        configuration: the choice for a problem, such as a tile, in words.
+        warn: called with a problem that other backends refused, under ``config(backend="auto")``.
     """
 
     backend: str | None
@@ -55,21 +55,21 @@ class Implementation(Generic[P]):
 
 
 def solving(kernels: object) -> methodcaller:
-    """A function that solves a problem with the functions of a module; the problem knows which it needs."""
+    """Returns a function that solves a problem with the functions of a module; the problem chooses the function."""
     return methodcaller("solve", kernels)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GemmImplementation(Implementation[GroupedGemm]):
-    """An implementation of the grouped GEMM, and what it can beside the product.
+    """An implementation of the grouped GEMM, and its abilities beside the product.
 
     Attributes:
         has_epilogues: whether an activation, or its backward, may be part of a product.
-        epilogue_refusal: why it cannot be part of a product that is not refused, so that it follows as a kernel of its
-            own; None: it can. Kernels without this have every epilogue.
-        slower_epilogue: why an epilogue that is not refused is faster as a kernel of its own; None: it is not.
-        second_refusal: why the product of the second pair of operands is a kernel of its own; None: it is not. Kernels
-            without this take one pair.
+        epilogue_refusal: why the epilogue of an accepted product must be a separate kernel; None: it need not. Kernels
+            without this have every epilogue.
+        slower_epilogue: why an accepted epilogue is faster as a separate kernel; None: it is not.
+        second_refusal: why the product of the second pair of operands must be a separate kernel; None: it need not.
+            Kernels without this take one pair.
         stores_to_slots: whether the rows of a product go to its slots, so that ``out`` stays as it is.
         zeroes_tail: whether rows of a fresh result past the last group become zero.
         finishes_backward: whether :class:`ActivateBackward` also gives the gradient of the bias, and zeroes the tail of
@@ -90,15 +90,15 @@ class Kind(Generic[P]):
     """Problems that the same kernels solve.
 
     Attributes:
-        subject: what errors call a problem.
-        types: of the problems.
-        reads: a tensor that a problem reads, whose device decides who may solve it.
+        subject: the name of a problem in errors.
+        types: the types of the problems.
+        reads: a tensor that a problem reads; its device decides which kernels may run.
         is_empty: whether there is nothing to solve.
         flops: the floating-point operations of a problem.
-        configuration: a problem in words, if its kernels have none.
-        optional: whether nothing is lost where no backend takes it, so that ``config(strict=True)`` raises nothing.
-        by_door: whether the door has a way of its own, of other problems or PyTorch, where no backend takes one.
-        kernels: in the order in which they are asked.
+        configuration: a problem in words, for kernels without a ``configuration``.
+        optional: whether a problem that no backend takes costs nothing, so that ``config(strict=True)`` does not raise.
+        by_door: whether the door solves a problem that no backend takes, by other problems or PyTorch.
+        kernels: the kernels, in the order in which they are asked.
     """
 
     subject: str

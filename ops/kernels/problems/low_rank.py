@@ -59,7 +59,7 @@ class LowRankPass(SourceRows, Counted):
 
     @property
     def rank(self) -> int:
-        """R; 0 where rows are gathered for nothing."""
+        """The rank R; 0 if rows are only gathered."""
         if self.low is not None:
             return self.low.shape[1]
         return 0 if self.factor is None else rank_of(self.layout, self.factor)

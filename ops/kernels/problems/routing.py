@@ -1,4 +1,4 @@
-"""The statements of what brings rows to their experts and back, by indices of 32 bits."""
+"""The problems of bringing rows to their experts and back, with indices of 32 bits."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class ActivateRowsBackward:
 
     @property
     def beside(self) -> tuple[Tensor | None, ...]:
-        """As of :class:`ActivateRows`."""
+        """The same as for :class:`ActivateRows`."""
         return self.dpostact, self.out.preact, self.out.postact
 
     @property
@@ -183,7 +183,7 @@ class RowDots(Counted):
 
 @dataclass(slots=True)
 class ZeroTail:
-    """Zeros the rows past the last group. No bytes are counted: with every row in use there is none."""
+    """Zeroes the rows past the last group. It counts no bytes: if every row is in use, there are none."""
 
     PASS: ClassVar[str] = "zero tail"
     rows: Tensor

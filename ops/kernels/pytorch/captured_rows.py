@@ -19,7 +19,7 @@ def refusal(problem: GroupedGemm) -> str | None:
     if problem.first_group is not None:
         return ALL_GROUPS
     if p.layout is Layout.TN or isinstance(p.epilogue, ActivateBackward) or p.rows > most:
-        return f"reads split sizes on the host, which a CUDA graph cannot, but for a forward of at most {most} rows"
+        return f"reads split sizes on the host, which a CUDA graph cannot, except in a forward of at most {most} rows"
     return None
 
 

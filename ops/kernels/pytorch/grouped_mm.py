@@ -126,7 +126,7 @@ def _write_weights(p: GroupedGemm, result: Tensor) -> None:
 
 
 def _wide(p: GroupedGemm) -> torch.dtype:
-    """The dtype in which factors, bias and sum are computed from torch's rounded product, before a second rounding."""
+    """The dtype of factors, bias and sum, which are applied to torch's rounded product before a second rounding."""
     return torch.promote_types(first(p.out).dtype, torch.float32)
 
 

@@ -39,14 +39,14 @@ def refusal(problem: GroupedGemm) -> str | None:
         return f"needs a CPU and 16 or 32 bits, got {a.device.type} and {dtype}"
     factors = p.alpha is not None or p.beta is not None or p.bias_scale is not None
     if factors or b.dtype != dtype or out.dtype != dtype:
-        return "takes one dtype alone, and no factor but scales of rows"
+        return "takes one dtype, and no factor except scales of rows"
     if p.bias is not None and (p.layout is Layout.TN or dtype.itemsize < 4):
         return "adds a bias after the product, which must not be rounded to 16 bits before"
     if few_rows.leave_most_groups_empty(a.shape[0], p.split_sizes.shape[0]):
         return "takes longer than a loop over the few groups that have rows"
     followed = a.shape[0] > few_rows.FEW and (p.epilogue is not None or p.bias is not None)
     if followed and not few_rows.are_few(*p.mnk[:2], dtype):
-        return "would take all rows from the cache before the activation or the bias comes to them"
+        return "would evict all rows from the cache before the activation or the bias reads them"
     if torch_grouped_mm() is None:
         return f"torch {torch.__version__} has no grouped_mm"
     for tensor in (a, b):

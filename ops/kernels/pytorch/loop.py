@@ -29,9 +29,9 @@ class Span(NamedTuple):
 def keep_freed_memory() -> None:
     """Makes glibc keep freed memory on a CPU; done once.
 
-    It hands the free end of its heap back to the system beyond twice the largest block that was ever freed, up to
-    64 MB; outputs of some megabytes are then fetched again page by page, at every call. A block of 31 MB, never
-    touched, is the largest that counts.
+    glibc returns the free end of its heap to the system beyond twice the largest block that was ever freed, up to 64
+    MB. Outputs of some megabytes are then mapped again page by page, at every call. A block of 31 MB, never touched, is
+    the largest that counts.
     """
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 

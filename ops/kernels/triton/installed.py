@@ -65,7 +65,7 @@ def launches_on(rows: Tensor) -> AbstractContextManager[object]:
 
 
 def groups_refusal(split_sizes: Tensor, rows: int) -> str | None:
-    """Why no kernel reads these sizes of groups of so many rows; None: all do."""
+    """Why the kernels do not take these sizes of groups, with so many rows; None: they do."""
     groups = split_sizes.shape[0]
     if not 1 <= groups <= MAX_GROUPS or rows > MAX_ROWS:
         return f"takes 1 to {MAX_GROUPS} groups and at most {MAX_ROWS} rows, got {groups} and {rows}"

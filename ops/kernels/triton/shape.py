@@ -43,8 +43,8 @@ class RowsShape(NamedTuple):
 
     Attributes:
         n, k: its columns and depth.
-        block: columns of gate before as many of up, in the epilogue's operands; 0 where they are of one kind.
-        gated: whether the columns of the product, too, are gate and up.
+        block: the number of columns of gate before as many of up, in the epilogue's operands; 0 without gate and up.
+        gated: whether the columns of the product are also gate and up.
         transposed: b is [E, K, N], not [E, N, K].
         pairs: gate and up alternate in a tile; else its first half is gate.
         unit_a, unit_b: elements of which all pitches are multiples.
@@ -70,10 +70,10 @@ class RowsShape(NamedTuple):
 
 
 class WeightShape(NamedTuple):
-    """A product whose depth is grouped, of [M, N] for each group; else as :class:`RowsShape`.
+    """A product whose depth is grouped, [M, N] for each group; otherwise as :class:`RowsShape`.
 
     Attributes:
-        listed: as of :class:`RowsShape`, of the result.
+        listed: as for :class:`RowsShape`, for the result.
     """
 
     m: int

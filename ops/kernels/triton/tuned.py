@@ -23,7 +23,7 @@ def tiles_of(device: torch.device) -> CardTiles:
 
 
 def keep(device: torch.device, tiles: CardTiles) -> str | None:
-    """Keeps them for this process and for later ones; returns the reason why they are not on disk, or None."""
+    """Keeps the tiles for this process and later ones; returns the reason why they are not on disk, or None."""
     content = json.dumps([(kind, few, list(tile)) for (kind, few), tile in tiles.items()])
     kernel_cache().write(_key(device), content.encode())
     tiles_of.cache_clear()

@@ -19,7 +19,7 @@ from ..ops.kernels.architecture import Capability
 from ..ops.kernels.extension import assume
 
 ARCHITECTURES = {"sm_80": Capability(8, 0), "sm_90": Capability(9, 0), "sm_100": Capability(10, 0)}
-WITHOUT_DATA = "Kernels are those of a tensor without data. --arch sm_90 tells those of a Hopper GPU."
+WITHOUT_DATA = "These kernels serve tensors without data. --arch sm_90 shows the kernels of a Hopper GPU."
 
 
 def main(argv: Sequence[str]) -> None:

@@ -52,7 +52,8 @@ def lines(facts: dict[str, Any]) -> Iterator[str]:
     untested = "" if facts["torch_is_tested"] else f"; not tested with it, but with {' and '.join(TESTED_TORCH)}"
     yield f"torch     {facts['torch']}, {facts['cpu_threads']} CPU threads{untested}"
     if facts["torch_lacks"]:
-        yield f"torch     lacks {', '.join(facts['torch_lacks'])}: docs/support.md says what happens instead"
+        lacks = ", ".join(facts["torch_lacks"])
+        yield f"torch     lacks {lacks}: fuser/contract/torch_private.py says what happens instead"
     yield f"python    {facts['python']}, {facts['system']}"
     yield f"device    {facts['device'] or 'no CUDA device'}"
     yield f"fusions   {', '.join(facts['fusions'])}"

@@ -72,7 +72,7 @@ def activation(
     if name not in ACTIVATIONS:
         raise ArgumentError(f"grouped_mlp: activation must be one of {', '.join(ACTIVATIONS)}; got {name!r}")
     if alpha != 1.0 and name != "silu":
-        raise ArgumentError(f"grouped_mlp: alpha is the slope inside silu, which {name!r} has not; got {alpha}")
+        raise ArgumentError(f"grouped_mlp: alpha is the slope inside silu, which {name!r} does not have; got {alpha}")
     if limit is not None and not limit > 0:
         raise ArgumentError(f"grouped_mlp: limit must be positive or None; got {limit}")
     if interleave is not None and (isinstance(interleave, bool) or not isinstance(interleave, int) or interleave < 1):

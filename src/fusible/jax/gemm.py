@@ -100,9 +100,9 @@ def ragged_dot(
     fixes = {"group_offset": "slice the weights", "out_sharding": "use shard_map"}
     for name, value in (("group_offset", group_offset), ("out_sharding", out_sharding)):
         if value is not None:
-            raise ArgumentError(f"ragged_dot: {name} is not taken; {fixes[name]}")
+            raise ArgumentError(f"ragged_dot: {name} is not supported; {fixes[name]}")
     if precision not in (None, "default", jax.lax.Precision.DEFAULT):
-        raise ArgumentError(f"ragged_dot: precision is not taken, sums are in float32; got {precision!r}")
+        raise ArgumentError(f"ragged_dot: precision is not supported, sums are in float32; got {precision!r}")
     check_array("ragged_dot", "lhs", lhs, 2)
     check_array("ragged_dot", "rhs", rhs, 3)
     return grouped_gemm(lhs, rhs, first_dims=group_sizes, preferred_element_type=preferred_element_type)
@@ -115,7 +115,7 @@ def _check_operands(lhs: Array, rhs: Array, sizes: Array, ragged_depth: bool, tr
     for name, array in (("lhs", lhs), ("rhs", rhs)):
         check_array(_NAME, name, array)
         if array.ndim < 2:
-            raise ArgumentError(f"grouped_gemm: {name} must have 2 dimensions at least, got shape {list(array.shape)}")
+            raise ArgumentError(f"grouped_gemm: {name} must have 2 dimensions or more, got shape {list(array.shape)}")
     check_one_dtype(_NAME, lhs=lhs, rhs=rhs)
     if ragged_depth:
         check_sizes(_NAME, "last_dims", sizes)

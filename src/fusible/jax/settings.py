@@ -36,7 +36,7 @@ def config(*, backend: str | None = None, strict: bool | None = None) -> Iterato
 
     Args:
         backend: ``"auto"``: the Hopper kernels where all GPUs of the process can run them. ``"hopper"``: always the
-        Hopper kernels, to export a program without such a GPU. ``"xla"``: ``jax.lax.ragged_dot`` everywhere.
+            Hopper kernels, to export a program without such a GPU. ``"xla"``: ``jax.lax.ragged_dot`` everywhere.
         strict: raise :class:`RefusedError` if ``jax.lax.ragged_dot`` would run instead of the kernels.
 
     Raises:

@@ -1,8 +1,7 @@
 """The operations on a product's tile before it is stored.
 
 All have one signature: ``(acc, at, operands, SHAPE, TILE, FUNCTION)``. ``at`` is the position of the tile: its group,
-its
-first row, the end of the group's rows, and the numbers of its row tile and column tile. Rows past the end are never
+its first row, the end of the group's rows, and the numbers of its row tile and column tile. Rows past the end are never
 touched.
 """
 
@@ -146,7 +145,7 @@ def backward_of_part(dy, first, at, operands, SHAPE: tl.constexpr, FUNCTION: tl.
 
 @triton.jit
 def rounded(x, like):
-    """To what is stored, so that a fused activation reads what one of its own would."""
+    """Rounds to the stored dtype, so that a fused activation reads the values that a separate one would read."""
     return x.to(like.dtype.element_ty).to(tl.float32)
 
 
@@ -177,7 +176,7 @@ def numbers_of_rows(numbers, row, is_row):
 def numbers_of_columns(vectors, group, f, COUNT: tl.constexpr, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
     """[1, F] of each of (pointer, pitch from group to group, pitch from block to block): the numbers of columns.
 
-    COUNT: how many there are, which Triton cannot tell of tuples that hold constants.
+    COUNT: their number, which Triton cannot determine for tuples with constants.
     """
     values = ()
     for i in tl.static_range(COUNT):
@@ -207,7 +206,7 @@ def numbers_of_elements(matrices, at, COUNT: tl.constexpr, FEATURES: tl.constexp
 
 @triton.jit
 def column_of(f, block_pitch, FEATURES: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the number of a feature is in a row."""
+    """The position of a feature's number in a row."""
     if BLOCK == 0 or BLOCK == FEATURES:
         return f
     else:

@@ -46,7 +46,7 @@ def run(problem: GroupedGemm, tile: ProgramTile | None = None) -> None:
 
 
 def tile_of(problem: GroupedGemm) -> ProgramTile:
-    """The tile that was measured on this card, if there is one and it may be taken; else the table's."""
+    """The tile measured on this card, if there is one that fits; else the table's."""
     p, dtype = problem, problem.a.dtype
     kind = _KINDS.get(type(p.epilogue), p.layout.value.lower())
     strict = dtype == torch.float32 and precision_of(p.a) == "ieee"
@@ -223,7 +223,7 @@ def _numbers(
 
 
 def _factor(value: float | Tensor | None, groups: int, zero: float | None = 0.0) -> float | Tensor | None:
-    """A number for all groups, or one for each; ``zero`` in place of the number 0."""
+    """A factor as one number for all groups, or one per group; ``zero`` in place of the number 0."""
     if isinstance(value, Tensor) and (value.is_cuda or value.dim()):
         return value.to(torch.float32).expand(groups).contiguous()
     return value if value is None else float(value) or zero
@@ -267,13 +267,13 @@ def _pitches(matrices: Matrices) -> tuple[int, int]:
 
 
 def _alignment(matrices: Sequence[Tensor]) -> int:
-    """Bytes of which all addresses are multiples: 16, or those of an element."""
+    """The largest number of bytes that divides all addresses: 16, or the size of an element."""
     addresses = reduce(or_, [matrix.data_ptr() for matrix in matrices])
     return 16 if addresses % 16 == 0 else matrices[0].element_size()
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Whether bulk copies take it: rows that begin at different multiples of 16 bytes."""
+    """Whether bulk copies take the tensor: its rows begin at different multiples of 16 bytes."""
     pitches = tensor.stride()[:-1]
     return tensor.data_ptr() % 16 == 0 and all(pitch and pitch * tensor.element_size() % 16 == 0 for pitch in pitches)
 

@@ -64,7 +64,7 @@ def rows_kernel(
 
 @triton.jit
 def load_rows(a, row, end, k, pitches, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """[TILE.m, TILE.k] of a. Rows past the group's end are of the next group or the last one's, and never stored."""
+    """Loads [TILE.m, TILE.k] of a. Rows past the group's end belong to another group, and are never stored."""
     K: tl.constexpr = SHAPE.k
     TILE_K: tl.constexpr = TILE.k
     if SHAPE.tma:

@@ -98,7 +98,9 @@ _TOLERANCE = 2.0**-6  # of the largest number, in bfloat16
 
 
 def problems(sizes: ExpertSizes, device: torch.device, few: bool) -> dict[str, GroupedGemm]:
-    """The products of experts with a gate, by kind; ``few``: of 256 rows a group, else of twice what counts as few."""
+    """The products of gated experts, by kind. ``few``: with 256 rows a group; otherwise with twice the most that counts
+    as few.
+    """
     groups, hidden, features = sizes
     rows = groups * (256 if few else 2 * tiles.FEW_ROWS)
     split_sizes = torch.full((groups,), rows // groups, device=device)

@@ -59,7 +59,7 @@ def weights_kernel(a, b, out, starts, groups, factors, pitches, SHAPE: tl.conste
 
 @triton.jit
 def store_weights(acc, out, to, factors, pitches, SHAPE: tl.constexpr):
-    """A part of the tile of a group, of which ``to`` says where it is."""
+    """Stores a part of a group's tile, at the place ``to``."""
     group, m, n = to
     alpha, beta, bias = factors
     ms, ns = m + tl.arange(0, acc.shape[0]), n + tl.arange(0, acc.shape[1])
