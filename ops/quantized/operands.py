@@ -150,8 +150,14 @@ def quantized_tokens_for(
     trace.note("products read the bytes of the rows as they came")
     kept, columns = None, None
     if wgrad and recipe.quantises_wgrad:
-        made = {"power_of_two": True, "want_rows": False, "want_columns": True, "exponents": tokens.exponents}
-        columns = quantize_rows(tokens.rows.data, split_sizes, **made).columns
+        columns = quantize_rows(
+            tokens.rows.data,
+            split_sizes,
+            power_of_two=True,
+            want_rows=False,
+            want_columns=True,
+            exponents=tokens.exponents,
+        ).columns
     elif wgrad:
         kept = tokens.values()
     return Tokens(tokens.dtype, kept, kept if columns is None else columns, tokens.rows, recipe, tokens.shape[0])

@@ -63,7 +63,7 @@ class QuantizeRows(SourceRows):
         encode: float32 [E], what the values of each group are multiplied by, where groups have the scales; None: that
             follows from the values.
         exponents: e8m0 as uint8 [T, ceil(K / 128)]: the values of e4m3 rows are bytes times these powers of two,
-            rounded to bfloat16. Of such rows columns are made, in blocks. None: ``x`` are values.
+            rounded to bfloat16. Such rows give columns alone, in blocks. None: ``x`` are values.
     """
 
     x: Tensor
