@@ -61,7 +61,7 @@ class Trainer:
         is_alone = dist.get_world_size() == 1
         self.model = _model(job, self.way, torch.bfloat16 if is_alone else torch.float32, self.device)
         if job.checkpointing:
-            _checkpoint_layers(self.model)
+            checkpoint_layers(self.model)
         if is_alone and self.way.compiled:
             self.model.compile()
         if not is_alone:
@@ -115,7 +115,7 @@ def _model(job: Job, way: Way, dtype: torch.dtype, device: torch.device) -> Any:
     return model_of(config, way.implementation, dtype, device, attention).train()
 
 
-def _checkpoint_layers(model: Any) -> None:
+def checkpoint_layers(model: Any) -> None:
     if not isinstance(model, TitanModel):
         is_newer = hasattr(model, "activation_checkpointing_enable")  # in transformers 5.24
         (model.activation_checkpointing_enable if is_newer else model.gradient_checkpointing_enable)()

@@ -16,7 +16,19 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fusible.benchmarks import processes
-from fusible.benchmarks.runs import generate, losses, main_weights, plot, regions, slices, titan, train, trainer, ways
+from fusible.benchmarks.runs import (
+    finetune,
+    generate,
+    losses,
+    main_weights,
+    plot,
+    regions,
+    slices,
+    titan,
+    train,
+    trainer,
+    ways,
+)
 
 if find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
@@ -357,3 +369,15 @@ def test_the_plot_names_its_commit(tmp_path: Path) -> None:
 def test_a_plot_without_a_commit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="names no commit"):
         plot.draw(tmp_path / "runs.svg", report(None, [TRAINED]))
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks
+def test_a_step_of_fine_tuning_is_extended_to_all_layers(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    tiny = ["--shrink", "45", "--tokens", "16", "--rounds", "1", "--layers", "1", "2", "--device", "cpu"]
+    finetune.main(tiny)
+    said = capsys.readouterr().out
+    assert [line.split("|")[1].strip() for line in said.splitlines()[-3:]] == ["1", "2", "24"]
+
+    few, more = finetune.Finding(2, 3.0, 6.0, 0.5), finetune.Finding(4, 5.0, 9.0, 0.75)
+    assert finetune.extended(few, more, 8) == finetune.Finding(8, 9.0, 15.0, 1.25)
