@@ -2,9 +2,9 @@
 
 It is the reference implementation.
 
-A rank sorts its slots by expert, which sorts them by owner too, and sends each owner its rows. An owner has them by
-rank, then expert, and brings them into the order of experts. The way back is the same steps in reverse. The sizes of
-what travels come from one gather of counts, for which the host waits.
+A rank sorts its slots by expert, and thereby by owner, and sends each owner its rows. They arrive by rank, then expert,
+and the owner brings them into the order of experts. The way back has the same steps in reverse. One gather of counts,
+for which the host waits, gives the sizes of all messages.
 
 A backward keeps all that depends on the ids in tensors, sizes too: a checkpoint that computes a forward again replaces
 tensors alone. With a fixed capacity none of their shapes depends on the ids.
@@ -354,7 +354,7 @@ def _arrivals(counts: Tensor, capacity: int | None, device: torch.device) -> Arr
 def _by_token(slots: Tensor, sources: Tensor, order: Tensor, settings: Settings, ranks: int) -> tuple[Routing, Tensor]:
     """Groups rows by (rank, token), in the order of slots; also returns the number of tokens of each rank here.
 
-    With a fixed capacity, the number of lines is its maximum; those past the tokens add nothing.
+    With a fixed capacity, the number of lines is its maximum; lines past the tokens add nothing.
 
     Args:
         slots, sources: the slot of each row in the order of arrival, and its rank.

@@ -305,7 +305,7 @@ class SymmetricTransport:
     def _sum(
         self, lane: SymmetricLane, table: SymmetricTable, sums: Tensor, blocks: int = 0, at_slots: bool = False
     ) -> Tensor:
-        """Sums rows that are ready into ``sums``: those of all ranks, or those that were sent to slots of this one."""
+        """Sums ready rows into ``sums``: rows of all ranks, or rows that were sent to this rank's slots."""
         if not at_slots:
             lane.reads("rows")
         at = lane.regions.slots if at_slots else lane.regions.rows

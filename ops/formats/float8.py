@@ -63,7 +63,7 @@ class Float8(Recipe):
 
 
 def definition(scaling: Scaling, is_power_of_two: bool) -> Recipe:
-    """The recipe that defines what kernels with these scales in float32 compute."""
+    """The recipe that defines the results of kernels with such scales, in float32."""
     recipe: Any = next(recipe for recipe in RECIPES.values() if recipe.scaling is scaling)
     defines: Recipe = recipe(scales="power_of_two" if is_power_of_two else "float32")
     return defines

@@ -71,7 +71,7 @@ def misfits(shape: tuple[int, int, int], copy: Weight) -> str:
 
 
 def _possible(shape: tuple[int, int, int]) -> list[Recipe]:
-    """One recipe of each form that a weight of this shape can have; those with the fewest scales come first.
+    """One recipe of each form that a weight of this shape can have; forms with the fewest scales come first.
 
     Switches of scales and gradients do not change the form.
     """

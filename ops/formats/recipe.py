@@ -1,9 +1,8 @@
 """A recipe: the number format of the operands of a grouped product, as one object. Values, part of settings and plans.
 
-A number format is a file with one class, which says what it refuses, how it quantises tokens and weights, which values
-that stands for, and what its products read. :func:`register` makes it known: to state dicts, saved tensors and checks
-of arguments. The defaults here serve a format that no kernel knows: PyTorch quantises, and products are those of the
-values in bfloat16.
+A number format is a file with one class: its refusals, its quantisers of tokens and weights, their inverses, and the
+operands of its products. :func:`register` makes it known: to state dicts, saved tensors and checks of arguments. The
+defaults here serve a format that no kernel knows: PyTorch quantises, and products are those of the values in bfloat16.
 
 Tokens [T, K] are sorted by group, with the rows of each in ``split_sizes``. Their rows are contracted over K, their
 columns over the tokens. A weight is [E, N, K]; transposed, it is contracted over N, for the gradient of rows.
@@ -259,7 +258,7 @@ class NoRecipe(Recipe):
 
 
 def is_recipe(value: Any) -> bool:
-    """Whether a value is a recipe, be it that of nothing."""
+    """Whether a value is a recipe, including ``NoRecipe()``."""
     return isinstance(value, Recipe)
 
 

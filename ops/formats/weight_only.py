@@ -1,7 +1,7 @@
-"""Formats of weights alone: bytes of 8 or 4 bits as checkpoints have them, beside rows and gradients of 16 bits.
+"""Weight-only formats: bytes of 8 or 4 bits as in checkpoints, beside rows and gradients of 16 bits.
 
-A product reads values that are decoded for it and dropped after it: the bytes are all that stays. A format is a file
-with one class: what it refuses, its parts, how it quantises, and its values.
+A product reads values that are decoded for it and dropped after it; only the bytes stay. A format is a file with one
+class: its refusals, its parts, its quantiser, and its values.
 """
 
 from __future__ import annotations

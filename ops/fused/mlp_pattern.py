@@ -18,7 +18,7 @@ def _buffer_holds_y(match: Match) -> bool:
 
 
 def _leaves_amaxes(match: Match) -> bool:
-    """Whether no scales come from steps before, whose amaxes are those of the tensors as they are."""
+    """Whether no scales come from earlier steps, whose amaxes fusion would change."""
     recipe: Recipe | None = followed_by(match.fc1)
     return match.out_scale is None or recipe is None or recipe.steps is None
 

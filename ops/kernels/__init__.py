@@ -124,11 +124,11 @@ def grouped_gemm(
     """``row_scale * (alpha * A B + bias_scale * bias) + beta * out``, group by group; see :class:`GroupedGemm`.
 
     Args:
-        layout: NT: a [T, K], b [E, N, K] -> [T, N]. NN: a [T, K], b [E, K, N] -> [T, N].
-            TN: a [T, M], b [T, N] -> [E, M, N].
+        layout: NT: a [T, K], b [E, N, K] -> [T, N]. NN: a [T, K], b [E, K, N] -> [T, N]. TN: a [T, M], b [T, N] -> [E,
+            M, N].
         split_sizes: int32 or int64 [E].
         out: where to write; needed for ``beta``. TN with a single group also writes [M, N].
-        out_dtype: of what is allocated here; that of ``a`` by default.
+        out_dtype: the dtype of an allocated result; by default ``a``'s.
         terms: what surrounds the product; neither alpha nor beta with a second pair of operands.
         independent: of which this product is one; they may overlap.
         first_group: that of a run, of which ``b`` has the matrices; ``second`` and ``bias`` are of all groups.
@@ -225,9 +225,9 @@ def grouped_linear_activation_backward(
 ) -> ActivationGrads:
     """Through the linear after an activation, and the activation: ``dpostact = dy W``, :func:`activate_backward`.
 
-    The tail of the scales' gradient is zero; what only grouped products read has an unspecified one. With a
-    ``bias_dtype`` come the sums of the pre-activation's gradient by group, of that dtype: :func:`column_sums`. The
-    product of ``second`` is added to ``dy W``.
+    The tail of the scales' gradient is zero; tensors that only grouped products read have an unspecified tail. With a
+    ``bias_dtype`` it also returns the sums of the pre-activation's gradient by group, in that dtype:
+    :func:`column_sums`. The product of ``second`` is added to ``dy W``.
     """
     want_scales, want_postact, want_vectors, bias_dtype = wanted
     wants = want_scales, want_postact, split_sizes, bias_dtype, vectors, want_vectors

@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why no kernels before these; empty: these are the first."""
+        """The reason why no earlier kernels run; empty: these are the first."""
         return self.excluded_by or "; ".join([f"{backend} {why}" for backend, why in self.refused])
 
 
@@ -171,7 +171,7 @@ def solve(problem: Measured, choice: Choice) -> None:
 
 
 def is_solved(problem: Measured) -> bool:
-    """Solves the problem, or tells a trace of it; False where its door's own operations do instead.
+    """Solves the problem, or records it in a trace; False if the door's own operations must solve it.
 
     Raises:
         RefusedError: as of :func:`choose`.

@@ -19,7 +19,7 @@ from .problems.rows import ActivateRows, ActivateRowsBackward, Activating, Colum
 
 
 def run(problem: GroupedGemm, finish: bool = True) -> GemmImplementation:
-    """Computes ``out`` and whatever the epilogue gives, or tells a trace of it; returns the kernels of the product.
+    """Computes ``out`` and the results of the epilogue, or records them in a trace; returns the kernels of the product.
 
     Args:
         finish: whether tails, slots and sums by group are wanted, which some kernels leave.

@@ -13,7 +13,7 @@ from .extension import is_built, library
 
 
 def has_objects(values: Mapping[str, Any], names: tuple[str, ...], objects: tuple[Any, ...]) -> bool:
-    """Whether a dictionary has these very objects under these names; False of other mappings, which may do more."""
+    """Whether a dictionary has exactly these objects under these names; False for other mappings."""
     if type(values) is not dict:
         return False
     if is_built():

@@ -234,7 +234,7 @@ def _check_ids(op: str, ids: Tensor, experts: int) -> None:
 
 
 def form(tensor: object) -> str:
-    """The dtype and shape of a tensor, or what came in its place."""
+    """The dtype and shape of a tensor; otherwise the type of the given value."""
     if not isinstance(tensor, Tensor):
         return f"a {type(tensor).__name__}"
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -40,10 +40,10 @@ def _register_with_dynamo() -> None:
 class TokenCount(nn.Module):
     """Counts the tokens of a layer that train, each once, however often a checkpoint runs their forward.
 
-    A forward that records gradients counts at once. A forward inside a backward recomputes one: it counts when the
-    gradient of its output passes, which happens under reentrant checkpoints alone, whose first forward ran under
-    ``no_grad``. In compiled code every forward counts when the gradient passes. Evaluation, ``no_grad``, and a frozen
-    layer without a gradient of its input count nothing.
+    A forward that records gradients counts at once. A forward inside a backward is a recomputation: it counts when the
+    gradient of its output passes. That happens only under reentrant checkpoints, whose first forward ran under
+    ``no_grad``. In compiled code every forward counts when the gradient passes. Evaluation, ``no_grad``, and frozen
+    layers without a gradient of their input do not count.
 
     Attributes:
         load: int64, of the shape of the counts. It is no buffer: DDP broadcasts buffers, FSDP casts them, and averaged

@@ -115,8 +115,9 @@ class WeightGrads(ExpertParameters):
     def backward_dw(self) -> None:
         """Computes the delayed weight gradients, first in first out, and adds them to ``.grad`` or ``main_grad``.
 
-        With nothing delayed it does nothing. Then :meth:`register_wgrad_accumulation_and_reduce_hooks`' hooks run. A
-        weight that has been frozen since the backward gets nothing. Any thread may call it.
+        Without a delayed gradient it does nothing. Afterwards the hooks of
+        :meth:`register_wgrad_accumulation_and_reduce_hooks` run. A weight that was frozen after the backward gets no
+        gradient. Any thread may call it.
 
         Raises:
             RuntimeError: ``accumulate_into_main_grad`` without a fitting ``main_grad``; an ``x`` or a gradient of ``y``
@@ -250,7 +251,7 @@ class WeightGrads(ExpertParameters):
         return weight, (self.num_groups, *weight.shape) if self.per_group["weight"] else tuple(weight.shape)
 
     def _foresee(self, wgrad: Wgrad) -> None:
-        """Records for a trace what :meth:`_delay` and :meth:`_into_main_grad` run; changes and queues nothing."""
+        """Records for a trace the work of :meth:`_delay` and :meth:`_into_main_grad`, without doing it."""
         names = self._trained()
         parameters = self._of_names(names)
         if self.delay_wgrad_compute:

@@ -21,7 +21,7 @@ from .operands import Tokens, tokens_for
 
 
 def _in_blocks(recipe: Recipe, is_gradient: bool) -> bool:
-    """Whether a kernel may quantise what an activation, or its backward, gives: a block of it is all that it needs."""
+    """Whether a kernel may quantise the result of an activation, or of its backward: each scale needs only a block."""
     return recipe.kernels(is_gradient) is Scaling.BLOCKS
 
 

@@ -36,8 +36,8 @@ class Choose(Op):
     ``squares``           [1]                 the sum of the squared logsumexp of the logits, differentiable
     ====================  ==================  ====================================================================
 
-    The last three are there with ``rule.tallied`` alone. They leave out tokens that are not valid, and those whose
-    highest logit is NaN or infinite.
+    The last three exist only with ``rule.tallied``. They leave out tokens that are not valid, and tokens whose highest
+    logit is NaN or infinite.
 
     Keyword Args:
         selection_bias: [E], added to the scores that are compared; it has no gradient.

@@ -1,4 +1,4 @@
-"""Argument checks that ops share; errors say what was expected, what came, and the fix."""
+"""Argument checks that ops share; errors name the expected and the given value, and the fix."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def multiply_runs(
 ) -> Tensor:
     """The product of rows and a weight that is decoded for it; with options of :func:`grouped_gemm`.
 
-    The values of a run are freed before those of the next one are made. Bits are those of one run.
+    The values of a run are freed before the next run is decoded. Results have the bits of a single run.
     """
     y = options.pop("out", None)
     for run in runs:

@@ -68,7 +68,7 @@ def _slices(columns: int) -> Iterator[slice]:
 
 
 def _columns(out: Matrices, part: slice, leads: bool) -> Matrices:
-    """The part of a gradient, or of that of each expert, that so many columns of the tokens give."""
+    """The part of a gradient, whole or by expert, that these columns of the tokens give."""
     if not isinstance(out, Tensor):
         return tuple([each[part] if leads else each[:, part] for each in out])
     return out[..., part, :] if leads else out[..., part]

@@ -410,12 +410,12 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
 
 
 def quantize(problem: Quantizing) -> None:
-    """Runs a quantiser, or tells a trace of it."""
+    """Runs a quantiser, or records it in a trace."""
     run(problem)
 
 
 def _multiply(problem: Multiplying) -> None:
-    """Runs a product, or tells a trace of it."""
+    """Runs a product, or records it in a trace."""
     choice, operand = choose(problem, trace.active()), problem.a.data
     if choice.is_fallback and operand.is_cuda:
         _multiply_in_16_bits(problem, choice.reason)

@@ -1,8 +1,8 @@
 """The door to the kernels that bring rows to experts and back: our own on a GPU, where one runs, or PyTorch's.
 
 T tokens have k slots each, S = T k in all, each with the id of its expert. The rows of the experts are the slots sorted
-by expert, stably. Ids below 0 and from E on are of no expert: their rows come last, add nothing, and get no gradient.
-All of it stays on the device, and gives the same bits every time.
+by expert, stably. Ids below 0 and from E on belong to no expert: their rows come last, add nothing, and get no
+gradient. Everything stays on the device, and results are deterministic.
 
 Only our own kernels are custom ops. Elsewhere, compiled code consists of PyTorch's operations, which a compiler knows.
 An op may run where our own kernels do not: on another device than it was traced on, or under other switches. So it asks
@@ -63,7 +63,7 @@ def refusal(top_k_index: Tensor, num_experts: int, dtype: torch.dtype) -> str | 
 
 
 def routed_by(ids: torch.dtype, device: torch.device, num_experts: int, slots: int, dtype: torch.dtype) -> str:
-    """For ``explain``: whose kernels route so many ids, and rows of ``dtype``; and why not our own."""
+    """For ``explain``: the backend that routes so many ids, and rows of ``dtype``, and the reason if it is not ours."""
     why = refusal(torch.empty(1, dtype=ids, device=device).expand(slots), num_experts, dtype)
     return _OURS if why is None else f"torch: {why}"
 
@@ -205,7 +205,9 @@ def of_indices(num_rows: Tensor, slot_of_row: Tensor, row_of_slot: Tensor, dtype
 
 
 def valid_rows(rows: Tensor, routing: Routing) -> Tensor:
-    """The rows [S, H], those of no expert zero; a copy only where there may be some and no kernel skips them."""
+    """The rows [S, H], with zeros for rows of no expert; a copy only if there may be such rows and no kernel skips
+    them.
+    """
     if routing.is_native or (
         rows.device.type == "cpu" and not trace.has_no_data(rows) and int(routing.num_rows) == rows.shape[0]
     ):
@@ -245,7 +247,7 @@ def by_torch(top_k_index: Tensor, num_experts: int) -> Routing:
 
 
 def _within(ids: Tensor, num_experts: int) -> Tensor:
-    """The ids, E for those of no expert; in few bits, which a radix sort of many on a GPU goes over one by one."""
+    """The ids, with E for no expert, in few bits, over which a radix sort of many ids takes less time."""
     ids = torch.where((ids >= 0) & (ids < num_experts), ids, num_experts)
     large = ids.is_cuda and ids.shape[0] > _SORTED_AT_ONCE
     return ids.to(torch.int16) if large and num_experts < torch.iinfo(torch.int16).max else ids

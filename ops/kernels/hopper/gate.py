@@ -38,7 +38,7 @@ def run(p: GateProduct) -> None:
 
 
 def split_in_two(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Two bfloat16 numbers whose sum is ``x``, within 2^-16 of it; zero beside one that is not finite."""
+    """Two bfloat16 numbers whose sum is ``x`` within 2^-16; the second is zero if the first is not finite."""
     high = x.bfloat16()
     return high, torch.where(high.isfinite(), x - high.float(), 0).bfloat16()
 

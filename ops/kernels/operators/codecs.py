@@ -69,7 +69,7 @@ def _unlisted(tensors: list[Tensor] | None) -> Matrices | None:
 
 
 def _stacked(operands: Operands) -> tuple[Tensor | None]:
-    """Operands one by one travel as a stack of the largest shape, with zeros for those that nothing reads."""
+    """Separate operands travel as a stack of the largest shape, with zeros for operands that nothing reads."""
     if operands is None or isinstance(operands, Tensor):
         return (operands,)
     present = [t for t in operands if t is not None]

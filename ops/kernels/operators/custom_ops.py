@@ -132,7 +132,7 @@ class Declared(NamedTuple):
 def _define(
     name: str, implementation: Declared, codecs: dict[str, Codec], result: Codec
 ) -> Callable[[dict[str, Any]], Any]:
-    """Registers an op with these parameters and this result, and returns what calls it as a compiler traces it."""
+    """Registers an op with these parameters and this result, and returns the function that calls it in a trace."""
 
     def flat(function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*values: Any) -> Any:

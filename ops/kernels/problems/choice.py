@@ -16,9 +16,9 @@ SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 class ChoiceRule:
     """The rule by which tokens choose experts.
 
-    Tokens compare keys, numbers of float32 (float64 for logits of it): the logits, or with a bias or groups the scores
-    plus the bias. The higher key goes first, NaN before all; of equal keys the lower expert. Logits and equal scores
-    have one order everywhere. Scores are rounded, so backends may differ in the order of keys closer than a few
+    Experts are compared by keys in float32 (float64 for float64 logits): the logits, or with a bias or groups the
+    scores plus the bias. The higher key goes first, NaN before all; among equal keys the lower expert. Logits and equal
+    scores have one order everywhere. Scores are rounded, so backends may differ in the order of keys closer than a few
     units of the last place.
 
     Attributes:

@@ -17,8 +17,8 @@ class GateProduct(Counted):
 
     Attributes:
         layout: NT: logits [T, E] of tokens ``a`` [T, H] by the weight ``b`` [E, H]. NN: the gradient [T, H] of the
-            tokens, from that of the logits ``a`` [T, E]. TN: the gradient [E, H] of the weight, from that of the logits
-            ``a`` [T, E] and the tokens ``b`` [T, H].
+            tokens, from the gradient ``a`` [T, E] of the logits. TN: the gradient [E, H] of the weight, from the
+            gradient ``a`` [T, E] of the logits and the tokens ``b`` [T, H].
         a, b: of any floating-point dtypes.
         bias: [E], added to logits.
         out: float32, where kernels of a backend write; None while they are chosen.

@@ -205,8 +205,8 @@ class GroupedGemm:
             :func:`fusible.ops.kernels.hopper.arrivals.counters`. A backend may wait for that kernel instead.
         slots: the slots that the rows of the product are sent to, instead of ``out`` or after it.
         independent: the independent products that it belongs to; a backend may ignore it.
-        first_group: that of a run of groups, whose matrices alone ``b`` has, under NT and NN: rows of other groups are
-            neither read nor written, but for the tail. None: ``b`` has those of all groups.
+        first_group: under NT and NN, the first group of a run, if ``b`` has only the run's matrices: rows of other
+            groups are neither read nor written, except the tail. None: ``b`` has the matrices of all groups.
     """
 
     layout: Layout

@@ -16,7 +16,7 @@ class Turn(NamedTuple):
 
     Attributes:
         followers: the workspaces of the next products.
-        follows: whether another one came before, whose launch has zeroed all counters.
+        follows: whether an earlier product's launch has zeroed all counters.
     """
 
     workspace: int

@@ -55,10 +55,10 @@ class QuantizeRows(SourceRows):
         x: bfloat16 or float16 [T, K], with dense columns; or the bytes of e4m3 values, see ``exponents``.
         split_sizes: int32 or int64 [E], on the device of ``x``. Rows past the last group may become anything.
         power_of_two: whether scales are powers of two.
-        rows: where the copy goes that lies as ``x`` does; None: it is not wanted.
+        rows: the destination of the copy with the layout of ``x``; None: not wanted.
         columns: where the transposed copy goes, in blocks of a group's tokens; None: it is not wanted.
-        slot_of_row: int32 [R]: row r is that of the token ``slot_of_row[r] // top_k``, so that the rows of the experts
-            are read where the tokens lie; None: row r is ``x[r]``.
+        slot_of_row: int32 [R]: row r is the token ``slot_of_row[r] // top_k`` of ``x``, so the rows of experts are
+            gathered; None: row r is ``x[r]``.
         scaling: of whole rows and groups, the rows have a scale each, [T].
         encode: float32 [E], what the values of each group are multiplied by, where groups have the scales; None: that
             follows from the values.

@@ -16,7 +16,7 @@ class RaggedGemm:
 
     Attributes:
         layout: which operand is transposed: NT: a [M_g, K_g], b [N_g, K_g]. NN: b [K_g, N_g]. TN: a [K_g, M_g].
-        out: M_g x N_g, one after the other; what its dims say follows from those of a and b.
+        out: M_g x N_g, one after another; its dims follow from those of a and b.
         alpha, beta: a factor, or one a group [E]; ``beta`` None: ``out`` is not read.
         bias: [E, N], where all groups have N columns.
         fresh: ``out`` was allocated for this: elements after its last group must be zero, and its version stays.

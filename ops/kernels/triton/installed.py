@@ -59,7 +59,7 @@ def triton_refusal(rows: Tensor) -> str | None:
 
 
 def launches_on(rows: Tensor) -> AbstractContextManager[object]:
-    """The device of these rows as the current one, on which Triton launches; nothing of it is replayed."""
+    """Makes the device of these rows current, as Triton launches on it; such launches are not replayed."""
     refuse("a kernel of Triton runs")
     return torch.cuda.device(rows.device) if rows.device.type == "cuda" else nullcontext()
 

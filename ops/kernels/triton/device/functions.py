@@ -11,7 +11,7 @@ def sigmoid(x):
 
 @triton.jit
 def expm1(x):
-    """By Kahan: the error of ``exp(x) - 1`` is that of the logarithm of what was rounded."""
+    """Kahan's method: the error of ``exp(x) - 1`` follows from the logarithm of the rounded ``exp(x)``."""
     e = tl.exp(x)
     near = (e - 1.0) * (x / tl.log(e))
     return tl.where(e == 1.0, x, tl.where((tl.abs(x) < 1.0) & (e - 1.0 > -1.0), near, e - 1.0))
@@ -40,7 +40,7 @@ def rint(x):
 
 @triton.jit
 def atan(x):
-    """A polynomial on arguments of up to tan(pi / 8), after Cephes; larger ones come from those by addition."""
+    """A polynomial on arguments up to tan(pi / 8), after Cephes; larger arguments are reduced by addition."""
     a = tl.abs(x)
     large, middle = a > 2.414213562373095, a > 0.4142135623730950
     y = tl.where(large, -1.0 / a, tl.where(middle, (a - 1.0) / (a + 1.0), a))

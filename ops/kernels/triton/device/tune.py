@@ -44,7 +44,7 @@ class TunedTile(NamedTuple):
 def measure(
     sizes: ExpertSizes, device: torch.device, seconds: float, time_of: Callable[[Callable[[], None]], float]
 ) -> Iterator[TunedTile]:
-    """The fastest tiles on this device, of products in bfloat16, among those whose results are those of PyTorch.
+    """The fastest tiles on this device for products in bfloat16, among tiles that give PyTorch's results.
 
     Args:
         seconds: how long to try; the table's tile and one more are tried in any case.
