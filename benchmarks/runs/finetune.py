@@ -106,9 +106,10 @@ def extended(few: Finding, more: Finding, layers: int) -> Finding:
     return Finding(*[a + share * (b - a) for a, b in zip(few, more, strict=True)])
 
 
-def table(findings: Sequence[Finding]) -> str:
-    """The findings, and the published model's as a line through the first two, as Markdown."""
-    rows = [*findings, extended(*findings[:2], PUBLISHED_LAYERS)]
+def table(findings: list[Finding]) -> str:
+    """The findings, and the published model's on the line through both, as Markdown."""
+    few, more = findings
+    rows = [few, more, extended(few, more, PUBLISHED_LAYERS)]
     heading = ("layers", "held between steps, GB", "peak of a step, GB", "step, ms")
     cells = [(f"{f.layers:.0f}", f"{f.held / 1e9:.2f}", f"{f.peak / 1e9:.2f}", f"{f.seconds * 1e3:.1f}") for f in rows]
     return markdown(heading, cells)

@@ -44,6 +44,6 @@ def decoded(data: Tensor, exponents: Tensor, dtype: torch.dtype = torch.bfloat16
     """The values of e4m3 bytes [R, K] times powers of two, e8m0 as uint8 [R, ceil(K / 128)], rounded to ``dtype``."""
     values, scales = data.to(dtype), from_e8m0(exponents).to(dtype)
     whole = values.shape[1] // BLOCK
-    values[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)).mul_(scales[:, :whole].unsqueeze(-1))
+    values[:, : whole * BLOCK].view(data.shape[0], whole, BLOCK).mul_(scales[:, :whole].unsqueeze(-1))
     values[:, whole * BLOCK :].mul_(scales[:, whole:])
     return values
