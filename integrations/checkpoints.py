@@ -4,7 +4,7 @@ Each converts the experts of every layer that it finds, and does not change othe
 the two linears in the container: ``("0", "3")`` for ``Sequential(fc1, SwiGLU(), Scale(), fc2)``. Properties that a
 layout does not state are arguments and never guessed: whether matrices are transposed, whether gate and up alternate.
 
-``load_state_dict`` of a container reads these formats by itself where nothing is ambiguous; see :mod:`loading`.
+``load_state_dict`` of a container reads these formats directly unless they are ambiguous; see :mod:`loading`.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ def route(model: nn.Module) -> dict[str, str]:
     and their names stay, and so do the results, but of experts with equal scores the lower one is chosen. Under
     autocast, and for hidden states of another dtype, a router runs its own code.
 
-    A 2-D ``attention_mask`` of a call keeps padding from all experts, if those are ``"fusible"``, except in training
-    with activation checkpointing, whose second forward knows of no mask.
+    If the experts are ``"fusible"``, a 2-D ``attention_mask`` of a call keeps padding from all experts, except in
+    training with activation checkpointing, whose second forward does not see the mask.
 
     Returns:
         The name of each router, with the reason why its own code stays; "" where it does not.

@@ -40,7 +40,7 @@ class Config:
         strict: whether a refused fusion, or a kernel that falls back, is an error.
         disable_fusions: the names of fusions that must not fire.
         debug: whether values are checked that need a synchronisation with the device.
-        variables: the switches that environment variables set, and what each word stands for.
+        variables: the switches that environment variables set, and the meaning of each word.
 
     Raises:
         ValueError: a value that a switch cannot have.

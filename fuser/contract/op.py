@@ -131,7 +131,7 @@ class _Uninitialised:
 class StandaloneRunner(Protocol):
     """Runs, compiles and explains ops that are called outside of a container.
 
-    This file knows nothing of what runs ops: :mod:`sequential` sets :attr:`Op._standalone` when it is imported.
+    This file does not import the code that runs ops: :mod:`sequential` sets :attr:`Op._standalone` when it is imported.
     """
 
     def run(self, op: Op, x: Tensor, keywords: Keywords, /) -> Any:

@@ -4,9 +4,9 @@ A parametrization (``torch.nn.utils.parametrize``) computes whenever the paramet
 ``torch.nn.utils.prune``, ``weight_norm`` and ``spectral_norm`` compute in a hook, before the op is called: the value is
 then a plain attribute, and the parameters are ``weight_orig``, or ``weight_g`` and ``weight_v``, which no op reads.
 
-A view is an object of the op's class that shares all of its attributes but those parameters, in whose place it has
-tensors of its own. Whatever checks, runs or describes an op reads a view of it: then nothing is computed again, and no
-thread sees what another one has computed.
+A view is an object of the op's class that shares all of its attributes except the computed parameters, for which it has
+tensors of its own. All code that checks, runs or describes an op reads a view. So values are computed once, and threads
+do not see one another's values.
 """
 
 from __future__ import annotations

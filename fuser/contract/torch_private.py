@@ -160,8 +160,8 @@ class Recomputation(NamedTuple):
 def current_recomputation() -> Recomputation | None:
     """Where the innermost checkpoint that runs its first forward keeps it; None: there is none. Else: None.
 
-    A checkpoint packs what autograd saves, with the record of the checkpoint in a closure. A reentrant one runs inside
-    the forward of an autograd function, whose ``ctx`` has its function; Megatron's own is like it.
+    A checkpoint packs what autograd saves, with the record of the checkpoint in a closure. A reentrant checkpoint runs
+    inside the forward of an autograd function, whose ``ctx`` has its function, as does Megatron's own.
     """
     if not torch.is_grad_enabled():
         return None if is_without_gradients() else _reentrant_recomputation()

@@ -20,7 +20,7 @@ from .torch_private import FakeTensor, FunctionalTensor, disabled_torch_function
 class KernelCall(NamedTuple):
     """One kernel: its name, why it and no faster one, its floating-point operations, the bytes that it must move.
 
-    ``configuration`` is what was chosen for it, in words, where there was a choice.
+    ``configuration`` is the choice for it in words, such as a tile, if there was one.
     """
 
     kernel: str

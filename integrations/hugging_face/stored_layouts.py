@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
     Attributes:
         parts: those of the format, in its order.
-        more: tensors that decode nothing, and are saved as they came.
+        more: tensors that decode nothing, and are saved unchanged.
         quantised_from: the dtype of the weights before, where the publisher notes it.
     """
 

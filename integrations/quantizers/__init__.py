@@ -1,8 +1,8 @@
 """Quantised checkpoints in transformers: experts stay in their bytes where a model runs through ``"fusible"``.
 
 A subclass replaces a quantiser of transformers. If the model is loaded with ``experts_implementation="fusible"``, it
-keeps the bytes; otherwise it does what its parent does. Before the weights are loaded, each weight of the experts gives
-way to parameters of the publisher's names; afterwards these become the parts of a stored weight.
+keeps the bytes; otherwise it does what its parent does. Before loading, parameters with the publisher's names replace
+each weight of the experts; afterwards they become the parts of a stored weight.
 """
 
 from __future__ import annotations
@@ -196,7 +196,8 @@ def _compressed(parent: Any) -> Any:
 
 
 class Refuses(base.HfQuantizer):  # type: ignore[misc]
-    """The common part of quantisers whose experts nothing here reads, before the class of transformers.
+    """The common part of quantisers with formats of experts that this library does not read; a base before the class of
+    transformers.
 
     The packages of the parent are asked for once it is known that the model is not ours.
     """

@@ -1,7 +1,7 @@
 """NF4 of bitsandbytes in transformers, for experts: quantised while they are loaded, or stored so one by one.
 
-transformers quantises linears alone. Since it stacks experts it neither quantises them, nor loads those that it has
-stored as linears. Here the tensors of a stored expert become its part of the stack, and are written back as they came.
+transformers quantises only linears. Since it stacks experts, it neither quantises them, nor loads experts that it has
+stored as linears. Here the tensors of a stored expert become its part of the stack, and are saved unchanged.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def refusal(linear: Any, recipe: Recipe) -> str | None:
 def multiplied(
     x: Tokens, weight: Matrices | Weight, split_sizes: Tensor, terms: Terms, out: Tensor | None = None
 ) -> Tensor:
-    """``x W^T`` by group, with these terms. The product of a second pair is computed from unquantised rows, and added."""
+    """``x W^T`` by group, with these terms. A second pair's product is computed from unquantised rows, and added."""
     if x.recipe is None:
         return kernels.grouped_gemm(Layout.NT, x.values, weight, split_sizes, out=out, terms=terms)  # type: ignore
     assert x.rows is not None
