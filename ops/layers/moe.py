@@ -175,10 +175,10 @@ class MoE(nn.Module):
             came = f"shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ArgumentError(f"MoE: x must be tokens [..., {self.hidden}], got {came}")
         tokens = x.reshape(-1, self.hidden)
-        of_tokens = {"valid": valid, "ids": ids, "sequences": sequences}
+        router, of_tokens = self.router, {"valid": valid, "ids": ids, "sequences": sequences}
         flat = {name: self._flat(name, x, value) for name, value in of_tokens.items() if value is not None}
         if routes is None:
-            routes = self.router(tokens, **flat)
+            routes = router(tokens, **flat)
         elif flat:
             raise ArgumentError(f"MoE: routes are already made, so {', '.join(flat)} cannot be given with them")
         else:
@@ -187,7 +187,7 @@ class MoE(nn.Module):
         y = self.experts(tokens, top_k_index=routes.top_k_index, top_k_weights=routes.top_k_weights)
         if self.shared is not None:
             y = y + self.shared(tokens)
-        y = self.router.count(y, routes)
+        y = router.count(y, routes)
         return MoEOutput(y.view(x.shape), routes.loss, routes.tokens_per_expert)
 
     def _check_routes(self, routes: object, tokens: Tensor) -> None:

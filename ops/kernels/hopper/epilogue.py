@@ -148,9 +148,9 @@ def _operands_refusal(problem: GroupedGemm, spec: ActivationSpec, columns: int) 
 
 def _operands(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ColumnOperands | None:
     """The operands of a user's function beside the product and the scales; None for a built-in activation."""
-    of_groups = problem.of_groups
+    of_groups = None if spec.program is None else problem.of_groups
     if of_groups is None:
-        return ColumnOperands.of(spec, None, columns)
+        return None if spec.program is None else ColumnOperands.of(spec, None, columns)
     return ColumnOperands.of(spec, of_groups.vectors, columns, of_groups.matrices)
 
 
