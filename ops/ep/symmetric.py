@@ -35,6 +35,7 @@ _KINDS = ("dispatch", "combine", "combine backward", "dispatch backward", "dispa
 _WANTED_BIT = 8  # of a kind, where the flags of the gradients wanted begin
 _ALIGNMENT = 1024
 _NUMBER_BYTES = 8
+_FAILURE = kernels.LaneReport._fields.index("failure")
 
 
 class SymmetricTable(NamedTuple):
@@ -58,7 +59,7 @@ class SymmetricTable(NamedTuple):
     @property
     def mine(self) -> kernels.Slots:
         """The slots of this rank's tokens."""
-        return self.slots._replace(row_of_slot=self.row_of_slot)
+        return kernels.Slots(self.row_of_slot, self.slots.firsts, self.slots.capacity)
 
 
 class Regions(NamedTuple):
@@ -360,9 +361,8 @@ class SymmetricTransport:
 
     def check(self) -> None:
         for number, lane in enumerate(self._lanes):
-            report = lane.report()
-            if report.failure:
-                raise self._error(number, report)
+            if lane.launch.report.tolist()[_FAILURE]:
+                raise self._error(number, lane.report())
 
     def _error(self, lane: int, report: kernels.LaneReport) -> Exception:
         exchange, kind = Exchange(lane, report.exchange), _kind_of(report.kind)
