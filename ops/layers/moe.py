@@ -174,7 +174,7 @@ class MoE(nn.Module):
         if not isinstance(x, Tensor) or not x.dim() or x.shape[-1] != self.hidden:
             came = f"shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ArgumentError(f"MoE: x must be tokens [..., {self.hidden}], got {came}")
-        tokens = x.reshape(-1, self.hidden)
+        tokens = x if x.dim() == 2 else x.reshape(-1, self.hidden)
         router, of_tokens = self.router, {"valid": valid, "ids": ids, "sequences": sequences}
         flat = {name: self._flat(name, x, value) for name, value in of_tokens.items() if value is not None}
         if routes is None:
@@ -188,7 +188,7 @@ class MoE(nn.Module):
         if self.shared is not None:
             y = y + self.shared(tokens)
         y = router.count(y, routes)
-        return MoEOutput(y.view(x.shape), routes.loss, routes.tokens_per_expert)
+        return MoEOutput(y if tokens is x else y.view(x.shape), routes.loss, routes.tokens_per_expert)
 
     def _check_routes(self, routes: object, tokens: Tensor) -> None:
         """Raises for routes of other tokens, or of a router with another number of experts."""
