@@ -242,13 +242,14 @@ class SymmetricTransport:
         if self._settings.combine == "reduced":
             assert rows is not None  # no slots
             return self._start_reduced(lane, rows, table, kind, products_follow)
-        slots = self.row_slots(table) if kind == "combine" else None
+        at_slots = kind == "combine" and table.slot_of_row is not None
         if rows is not None:
+            slots = self.row_slots(table) if at_slots else None
             self._bring(lane, rows if rows.stride(-1) == 1 else rows.contiguous(), table, slots)
         lane.meet(exchange, kind, table.wanted)
         if products_follow and (blocks := self._blocks_beside(table)):
             return self._sum_beside(lane, table, blocks)
-        return lambda: self._sum(lane, table, self._new_sums(table), at_slots=slots is not None)
+        return lambda: self._sum(lane, table, self._new_sums(table), at_slots=at_slots)
 
     def _start_reduced(
         self, lane: SymmetricLane, rows: Tensor, table: SymmetricTable, kind: str, products_follow: bool
