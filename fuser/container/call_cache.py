@@ -47,7 +47,7 @@ class CallCache:
         self.decision_version = 0  # the sum of the ops' when the plans were made
         self.calls: GuardedCache[CapturedCall] = GuardedCache()
         self.repeated: RepeatedCall | None = None
-        self.known: tuple[int, int] | None = None  # which capture or refusal the last call had, for how many rows
+        self.last_entry: tuple[int, int] | None = None  # the id of the capture or refusal last found, its rows
 
     def call(self, x: Tensor, extra: tuple[object, ...], op_kwargs: OpKwargs | None, shared: Keywords) -> object:
         """Binds the arguments, finds the plan, and runs it; a call like the last two runs at once."""
@@ -101,8 +101,8 @@ class CallCache:
         else:
             last = self.last = entry.last or LastCall.of(entry.plan, call, runtime, REPLAYED)
             run, first = partial(entry.run, rows=key.rows), 0
-        before, self.known = self.known, (id(entry), key.rows)
-        if names is not None and before == self.known:
+        before, self.last_entry = self.last_entry, (id(entry), key.rows)
+        if names is not None and before == self.last_entry:
             self.repeated = RepeatedCall.of(self.layout, names, arguments, call.values, key, last, run, first)
         return run(key.pool[first:])
 

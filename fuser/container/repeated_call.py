@@ -65,7 +65,7 @@ class RepeatedCall:
         return repeated
 
     def values(self, x: Tensor, extra: tuple[object, ...], shared: Keywords) -> SlotValues | None:
-        """What :attr:`run` takes if all guards pass, else None: what else a call depends on must be unchanged."""
+        """The tensors that :attr:`run` takes; None if anything that the call depends on has changed."""
         if thread_config.config is not self._config or torch.is_grad_enabled() is not self._grad_enabled:
             return None
         if [*shared] != self._names or any(self._hooks) or observer() or x.device.type not in current_stream:
