@@ -216,7 +216,7 @@ def test_a_call_that_is_not_replayed_is_not_bound_either(bound: list[int], grad:
     assert explanation.replay == "not replayed: Gate does not promise to be replayable"
 
 
-@pytest.mark.parametrize("change", ["a hook", "debug", "a dtype"])
+@pytest.mark.parametrize("change", ["a hook", "debug", "a dtype", "other rows", *SWITCHES])
 def test_what_changes_a_plan_is_noticed(bound: list[int], change: str) -> None:
     gate, weight, x = Gate(), torch.randn(8, FEATURES), torch.randn(4, FEATURES)
     for _ in range(5):
@@ -224,8 +224,8 @@ def test_what_changes_a_plan_is_noticed(bound: list[int], change: str) -> None:
     before = len(bound)
     if change == "a hook":
         gate.register_forward_pre_hook(lambda *args: None)
-    with config(debug=change == "debug"):
-        gate(x, weight=weight.bfloat16() if change == "a dtype" else weight)
+    with SWITCHES.get(change, lambda: config(debug=change == "debug"))():
+        gate(x[:3] if change == "other rows" else x, weight=weight.bfloat16() if change == "a dtype" else weight)
 
     assert (before, len(bound)) == (3, 4)
 
