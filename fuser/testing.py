@@ -128,10 +128,10 @@ def _check_is(function: str, module: object, kind: type) -> None:
 def _check_fwd_and_bwd(op: Op, x: Tensor, keywords: dict[str, object]) -> None:
     """Checks the results of ``fwd`` and ``bwd``, called as the runtime calls them."""
     name, inputs = type(op).__name__, differentiable(op, x, keywords)
-    promised, wanted = check(op, TensorSpec.of(x), keywords, Runtime(True, None)), frozenset(inputs)
+    promised = check(op, TensorSpec.of(x), keywords, Runtime(True, None))
     with torch.no_grad():
         versions = {key: tensor._version for key, tensor in inputs.items()}
-        forward = EagerStep(op, keywords, None, tuple(inputs)).run(x, wanted)
+        forward = EagerStep(op, keywords, None, tuple(inputs)).run(x, (True,) * len(inputs))
         for key, tensor in inputs.items():
             assert tensor._version == versions[key], f"{name}.fwd writes into {key}, which is the caller's"
         outputs = dict(zip(("y", *op.extra_outputs), map(TensorSpec.of, forward.outputs), strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from .registry import Decision, Registry
 from .step import KeywordSlots, PartSlots, Step
 
 _MANY_SHAPES = 1024
+_shape = attrgetter("shape")
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,10 @@ class Plan:
 
     def __call__(self, values: SlotValues, runtime: Runtime, session: StepCapture | None = None) -> Any:
         """Checks everything that can be checked beforehand, then runs."""
-        passed = self.passed
-        checked = self.check(values, runtime) if passed is None else self._checked(passed, values, runtime)
+        return self.run(values, runtime, self.checked(values, runtime), session)
+
+    def run(self, values: SlotValues, runtime: Runtime, checked: int, session: StepCapture | None = None) -> Any:
+        """Runs the steps, of which the first ``checked`` ones are settled."""
         profiled = profiler_enabled()
         for i, step in enumerate(self.steps):
             if i >= checked:
@@ -60,12 +64,15 @@ class Plan:
                     step.run(values, runtime, session)
             else:
                 step.run(values, runtime, session)
-        return values[self.results[0]] if len(self.results) == 1 else tuple(values[slot] for slot in self.results)
+        return values[self.results[0]] if len(self.results) == 1 else (*map(values.__getitem__, self.results),)
 
-    def _checked(self, passed: dict[tuple[torch.Size, ...], int], values: SlotValues, runtime: Runtime) -> int:
+    def checked(self, values: SlotValues, runtime: Runtime) -> int:
         """The result of :meth:`check`, cached by the shapes of the values."""
+        passed = self.passed
+        if passed is None:
+            return self.check(values, runtime)
         try:
-            shapes = tuple([value.shape for value in values])
+            shapes = (*map(_shape, values),)
             checked = passed.get(shapes)
         except (RuntimeError, TypeError):  # a nested tensor has none, and sizes of a compiler may be symbols
             return self.check(values, runtime)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from ..replay.calls import CapturedCall, CaptureSession, LastCall, call_key
 from ..replay.guards import REPLAYED, GuardedCache, Refusal, described
 from ..runtime.autograd import Runtime
 from ..runtime.devices import current_stream
-from .repeated_call import RepeatedReplay
+from .repeated_call import RepeatedCall, Run
 
 _MANY_PLANS = 64
 
@@ -45,11 +46,11 @@ class CallCache:
         self.plans: Recent[tuple[object, ...], Plan] = Recent(_MANY_PLANS)
         self.decision_version = 0  # the sum of the ops' when the plans were made
         self.calls: GuardedCache[CapturedCall] = GuardedCache()
-        self.repeated: RepeatedReplay | None = None
-        self.replayed: tuple[int, int] | None = None  # which capture was replayed last, for how many rows
+        self.repeated: RepeatedCall | None = None
+        self.last_entry: tuple[int, int] | None = None  # the id of the capture or refusal last found, its rows
 
     def call(self, x: Tensor, extra: tuple[object, ...], op_kwargs: OpKwargs | None, shared: Keywords) -> object:
-        """Binds the arguments, finds the plan, and runs it; a replay like the last one runs at once."""
+        """Binds the arguments, finds the plan, and runs it; a call like the last two runs at once."""
         if not torch.compiler.is_dynamo_compiling() and (not torch.is_grad_enabled() or top_saved_tensors_hooks(True)):
             keep_for_recomputation()
         repeated, is_simple = self.repeated, op_kwargs is None
@@ -80,22 +81,30 @@ class CallCache:
         if isinstance(key, Refusal):
             return self.note(call, runtime, key)(call.values, runtime)
         form, entry = self.calls.find(*key)
+        if entry is None:
+            plan = self.plan(call, runtime)
+            last = self.last = LastCall.of(plan, call, runtime, REPLAYED)
+            session = CaptureSession.of(form, plan, key, call.values)
+            result = plan(call.values, runtime, session)
+            if session is not None:
+                session.finish(last)
+            self.last = last._replace(replay=described(form[key.rows]))
+            return result
+        run: Run
         if isinstance(entry, Refusal):
-            return self.note(call, runtime, entry)(call.values, runtime)
-        if entry is not None:
+            plan = self.plan(call, runtime)
+            last = self.last = LastCall.of(plan, call, runtime, described(entry))
+            if form[key.rows] is not entry or plan.passed is None:  # it may not hold for the next call
+                return plan(call.values, runtime)
+            run = partial(plan.run, runtime=runtime, checked=plan.checked(call.values, runtime))
+            first = len(key.pool) - len(call.values)
+        else:
             last = self.last = entry.last or LastCall.of(entry.plan, call, runtime, REPLAYED)
-            before, self.replayed = self.replayed, (id(entry), key.rows)
-            if names is not None and before == self.replayed:
-                self.repeated = RepeatedReplay.of(self.layout, names, arguments, call.values, key, entry, last)
-            return entry.run(key.pool, key.rows)
-        plan = self.plan(call, runtime)
-        last = self.last = LastCall.of(plan, call, runtime, REPLAYED)
-        session = CaptureSession.of(form, plan, key, call.values)
-        result = plan(call.values, runtime, session)
-        if session is not None:
-            session.finish(last)
-        self.last = last._replace(replay=described(form[key.rows]))
-        return result
+            run, first = partial(entry.run, rows=key.rows), 0
+        before, self.last_entry = self.last_entry, (id(entry), key.rows)
+        if names is not None and before == self.last_entry:
+            self.repeated = RepeatedCall.of(self.layout, names, arguments, call.values, key, last, run, first)
+        return run(key.pool[first:])
 
     def note(self, call: BoundArguments, runtime: Runtime, refusal: Refusal) -> Plan:
         """Finds the plan and records the call as the last one; ``refusal``: the reason why it is not replayed.

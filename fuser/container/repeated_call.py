@@ -1,9 +1,10 @@
-"""The last replay of a container, for repetition: an equal call needs no binding and no look-up."""
+"""The last call of a container, for repetition: an equal call needs no binding and no look-up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,23 +13,26 @@ from ..compiler.flatten import FlatContainer
 from ..contract.config import thread_config
 from ..contract.op import Keywords
 from ..contract.torch_private import tensor_guards
-from ..replay.calls import CallKey, CapturedCall, LastCall, observer
-from ..replay.guards import are_aligned
+from ..replay.calls import CallKey, LastCall, observer
+from ..replay.guards import address_bits
 from ..runtime.buffers import SlotValues
 from ..runtime.devices import current_stream
 
+Run: TypeAlias = Callable[[SlotValues], object]
 
-class RepeatedReplay:
-    """A replayed call with the same number of rows: only its tensors are guarded, without the look-up of a form.
+
+class RepeatedCall:
+    """A call with the same number of rows: only its tensors are guarded, without the look-up of a form or plan.
 
     Attributes:
         last: the state of the call for ``explain()``.
+        run: replays the call, or runs its plan, on the values that :meth:`values` returns.
     """
 
     def __init__(
-        self, layout: FlatContainer, names: list[str], key: CallKey, captured: CapturedCall, last: LastCall
+        self, layout: FlatContainer, names: list[str], key: CallKey, last: LastCall, run: Run, first: int
     ) -> None:
-        self.last, self._captured, self._rows = last, captured, key.rows
+        self.last, self.run, self._first = last, run, first
         self._names, self._grad_enabled, self._config = names, last.runtime.grad_enabled, thread_config.config
         self._ops, self._hooks, self._holders = layout.ops, layout.hooks, layout.holders
         self._version = sum([op.attribute_version for op in layout.ops])
@@ -43,41 +47,36 @@ class RepeatedReplay:
         arguments: Sequence[object],
         values: Sequence[object],
         key: CallKey,
-        captured: CapturedCall,
         last: LastCall,
-    ) -> RepeatedReplay | None:
-        """The repetition of a replay; None if something else may matter, or the values are not each argument once."""
+        run: Run,
+        first: int,
+    ) -> RepeatedCall | None:
+        """The repetition of a call; None if something else may matter, or the values are not each argument once.
+
+        Args:
+            run: takes the pool of the call, from its tensor number ``first`` on.
+        """
         ids, of_values = [*map(id, arguments)], [*map(id, values)]
         if sorted(ids) != sorted(of_values) or last.runtime.autocast_dtype or any([op._modules for op in layout.ops]):
             return None
-        repeated = cls(layout, names, key, captured, last)
+        repeated = cls(layout, names, key, last, run, first)
         if ids != of_values:
             repeated._order = itemgetter(*map(ids.index, of_values))
         return repeated
 
-    def _holds(self, shared: Keywords) -> bool:
-        """Whether everything besides tensors that a call depends on is unchanged."""
-        if [*shared] != self._names or thread_config.config is not self._config or any(self._hooks):
-            return False
-        if torch.is_grad_enabled() is not self._grad_enabled:
-            return False
-        version = 0
+    def values(self, x: Tensor, extra: tuple[object, ...], shared: Keywords) -> SlotValues | None:
+        """The tensors that :attr:`run` takes; None if anything that the call depends on has changed."""
+        if thread_config.config is not self._config or torch.is_grad_enabled() is not self._grad_enabled:
+            return None
+        if [*shared] != self._names or any(self._hooks) or observer() or x.device.type not in current_stream:
+            return None
+        version, arguments = 0, [x, *extra, *shared.values()]
+        pool: SlotValues = []
         for op in self._ops:
             version += op.attribute_version
-        return version == self._version
-
-    def values(self, x: Tensor, extra: tuple[object, ...], shared: Keywords) -> SlotValues | None:
-        """The pool of the call if all guards pass, else None."""
-        if observer() or not self._holds(shared):
-            return None
-        pool: SlotValues = []
-        arguments: SlotValues = [x, *extra, *shared.values()]
         for op in self._holders:
             pool += op.autograd_inputs(self._grad_enabled)
         pool += arguments if self._order is None else self._order(arguments)
-        is_like = len(pool) == self._number and self._check(*pool) and x.device.type in current_stream
-        return pool if is_like and are_aligned(pool) else None
-
-    def run(self, pool: SlotValues) -> object:
-        """Replays the call."""
-        return self._captured.run(pool, self._rows)
+        if version != self._version or len(pool) != self._number or not self._check(*pool):
+            return None
+        return None if address_bits(map(Tensor.data_ptr, pool)) & 15 else pool[self._first :]

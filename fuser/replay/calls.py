@@ -32,7 +32,7 @@ from ..contract.torch_private import (
 from ..contract.tracing import current_trace
 from ..runtime.autograd import Runtime, apply
 from ..runtime.buffers import SlotValues, check_overlaps
-from ..runtime.call import BackwardContext, BackwardInputs, EagerStep, ForwardResult, Node
+from ..runtime.call import BackwardContext, EagerStep, ForwardResult
 from ..runtime.devices import current_stream, stream_of
 from .capture import TENSOR_TYPES, Capture, Replay
 from .guards import Form, GuardedCache, Refusal
@@ -98,30 +98,36 @@ class CapturedContext(BackwardContext):
         return cls(**{each.name: getattr(context, each.name) for each in fields(context)}, ops=ops)
 
     def run(
-        self, inputs: BackwardInputs, wanted: frozenset[str], node: Node | None, requested: Sequence[Delivery]
+        self,
+        tensors: list[Tensor],
+        lent: Sequence[Tensor],
+        joined: Sequence[Tensor | Sequence[Tensor]],
+        douts: tuple[Tensor, ...],
+        wanted: frozenset[str],
+        requested: Sequence[Delivery],
     ) -> list[Tensor | None]:
         """Runs the backward, by a replay if one has been captured for such tensors."""
-        dy, tensors = inputs.douts[0], [*inputs.tensors, *inputs.lent, *inputs.douts]
-        for value in inputs.joined:
-            tensors += (value,) if type(value) is Tensor else value
+        dy, reads = douts[0], [*tensors, *lent, *douts]
+        for value in joined:
+            reads += (value,) if type(value) is Tensor else value
         effects, facts = [each.side_effects() for each in requested] if requested else (), None
         if effects:
-            tensors += {id(tensor): tensor for each in effects for tensor in each.tensors}.values()  # each once
+            reads += {id(tensor): tensor for each in effects for tensor in each.tensors}.values()  # each once
             facts = tuple([each.facts for each in effects])
-        key, rows = (len(tensors), facts, *map(_attribute_version, self.ops)), dy.shape[0] if dy.ndim else 0
-        form, entry = self.cache.find(key, tensors, rows)
+        key, rows = (len(reads), facts, *map(_attribute_version, self.ops)), dy.shape[0] if dy.ndim else 0
+        form, entry = self.cache.find(key, reads, rows)
         if isinstance(entry, Replay):
-            inputs.tensors.clear()  # so that the replay alone has them
-            grads: list[Tensor | None] = entry.run(tensors, rows, stream_of(dy))
+            tensors.clear()  # so that the replay alone has them
+            grads: list[Tensor | None] = entry.run(reads, rows, stream_of(dy))
             for each in effects:
                 if each.done is not None:
                     each.done()
             return grads
         if entry is not None:
-            del tensors  # so that the backward alone has them, and lets go of each
-            return BackwardContext.run(self, inputs, wanted, node, requested)
-        with Capture(tensors, rows, owned=len(inputs.tensors)) as capture:
-            grads = BackwardContext.run(self, inputs, wanted, node, requested)
+            del reads  # so that the backward alone has them, and lets go of each
+            return BackwardContext.run(self, tensors, lent, joined, douts, wanted, requested)
+        with Capture(reads, rows, owned=len(tensors)) as capture:
+            grads = BackwardContext.run(self, tensors, lent, joined, douts, wanted, requested)
         name, reason = type(self.op).__name__, capture.finish(grads)
         form.file(rows, Refusal(f"{name}.bwd: {reason}") if reason else Replay.of(capture, form.partner))
         return grads
@@ -137,14 +143,9 @@ class CapturedStep(NamedTuple):
     outputs: int  # of the results
     saved: int  # of the results, those before buffers of the caller, which autograd does not save
 
-    def run(self, pool: SlotValues, rows: int, stream: int) -> None:
-        """Replays the forward on the pool, and appends its outputs."""
-        reads, inputs = ([*map(pool.__getitem__, self.reads)], rows, stream), map(pool.__getitem__, self.inputs)
-        pool += apply(partial(self._result, reads), *inputs) if self.inputs else self.replay.run(*reads)
-
-    def _result(self, reads: tuple[SlotValues, int, int], flags: tuple[bool, ...]) -> ForwardResult:
-        """The outputs, and the state of the backward."""
-        results, apart = self.replay.run(*reads), self.context.apart() if self.context.sources else ()
+    def run(self, reads: SlotValues, rows: int, stream: int, flags: tuple[bool, ...]) -> ForwardResult:
+        """Replays the forward; returns the outputs, and the state of the backward."""
+        results, apart = self.replay.run(reads, rows, stream), self.context.apart() if self.context.sources else ()
         kept, lent = results[self.outputs : self.saved], results[self.saved :]
         return ForwardResult(tuple(results[: self.outputs]), kept, apart, lent, self.context)
 
@@ -180,15 +181,20 @@ class CapturedCall(NamedTuple):
 
     def run(self, pool: SlotValues, rows: int) -> object:
         """Replays the call on a pool, to which the steps append their outputs, so it holds all values of the plan."""
-        plan, held, stream = self.plan, self.held, stream_of(pool[self.held])
+        plan, held, device = self.plan, self.held, pool[self.held].device
+        stream = current_stream[device.type](device.index)
         if plan.buffers:
             check_overlaps(plan.buffers, plan.inputs, pool[held:], pool[:held])
         for step, planned in zip(self.steps, plan.steps):  # noqa: B905
-            step.run(pool, rows, stream)
+            reads = [*map(pool.__getitem__, step.reads)]
+            if step.inputs:
+                pool += apply(partial(step.run, reads, rows, stream), *map(pool.__getitem__, step.inputs))
+            else:
+                pool += step.replay.run(reads, rows, stream)
             for slot in planned.last_uses:
                 pool[held + slot] = None
         results = plan.results
-        return pool[held + results[0]] if len(results) == 1 else tuple([pool[held + slot] for slot in results])
+        return pool[held + results[0]] if len(results) == 1 else (*map(pool[held:].__getitem__, results),)
 
 
 class CaptureSession:
@@ -208,13 +214,13 @@ class CaptureSession:
         is_new, form.is_new = form.is_new, False
         return None if is_new or reason is not None else cls(form, plan, key, values)
 
-    def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str]) -> ForwardResult:
+    def run(self, step: EagerStep, inputs: Sequence[Tensor], flags: tuple[bool, ...]) -> ForwardResult:
         """Runs the forward of a step, and captures it."""
         if self._refusal:
-            return step.run(inputs[0], wanted)
-        tensors = step.inputs(inputs[0])
+            return step.run(inputs[0], flags)
+        wanted, tensors = any(flags), step.inputs(inputs[0])
         with Capture(tensors, self._rows) as capture:
-            result = step.run(inputs[0], wanted)
+            result = step.run(inputs[0], flags)
         positions = {id(tensor): i for i, tensor in enumerate([*self._held, *self._values])}
         reads, of_autograd = ([positions.get(id(t), -1) for t in each] for each in (tensors, inputs if wanted else ()))
         if -1 in (*reads, *of_autograd):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import reduce
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
 from operator import or_
 from typing import Generic, Protocol, TypeVar
 
@@ -16,6 +16,8 @@ _MANY = 256
 _MANY_ROWS = 2**20  # beyond which other kernels might be needed
 _MULTIPLES_FROM = 1024  # rows; of fewer, a size that does not grow with them may be a multiple
 REPLAYED = "replayed"
+address_bits: Callable[[Iterable[int]], int] = partial(reduce, or_)
+"""The bits that some addresses have. Some kernels depend on the last four of them."""
 
 
 class Captured(Protocol):
@@ -68,7 +70,12 @@ class Form(dict[int, E | Refusal | None], Generic[E]):
 
     def fits(self, tensors: Sequence[Tensor], rows: int) -> bool:
         """Whether tensors with this number of rows have the form."""
-        return self._guards(*tensors) and all([tensors[i].shape[0] == n * rows for i, n in self._long.items()])
+        if not self._guards(*tensors):
+            return False
+        for i, multiple in self._long.items():  # noqa: SIM110  # no generator: this is asked at every call
+            if tensors[i].shape[0] != multiple * rows:
+                return False
+        return True
 
     def file(self, rows: int, entry: E | Refusal) -> None:
         """Files a capture or refusal: for this number of rows, or a capture for any number in place of all entries."""
@@ -99,9 +106,5 @@ class GuardedCache(dict[tuple[object, ...], list[Form[E]]], Generic[E]):
                 self.clear()
             form = Form(tensors, rows)
             self.setdefault(key, []).append(form)
-        return form, form[rows] if are_aligned(tensors) else Refusal("an address is not aligned to 16 bytes")
-
-
-def are_aligned(tensors: Sequence[Tensor]) -> bool:
-    """Whether all addresses are multiples of 16, as some kernels depend on their last bits."""
-    return not reduce(or_, map(Tensor.data_ptr, tensors)) & 15
+        is_odd = address_bits(map(Tensor.data_ptr, tensors)) & 15
+        return form, Refusal("an address is not aligned to 16 bytes") if is_odd else form[rows]

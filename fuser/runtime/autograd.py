@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from functools import partial
+from operator import attrgetter
 from threading import local
 from typing import NamedTuple, Protocol
 
@@ -28,13 +29,14 @@ from ..contract.torch_private import (
 from .call import BackwardContext, EagerStep, ForwardResult, Node, call_fwd, with_reserved
 
 _NOTHING: frozenset[str] = frozenset()
+_shape = attrgetter("shape")
 
 
 class StepCapture(Protocol):
     """Captures the steps of a call while they run."""
 
-    def run(self, step: EagerStep, inputs: Sequence[Tensor], wanted: frozenset[str], /) -> ForwardResult:
-        """Runs the forward of a step on ``inputs[0]`` and captures it; ``inputs`` are autograd's."""
+    def run(self, step: EagerStep, inputs: Sequence[Tensor], flags: tuple[bool, ...], /) -> ForwardResult:
+        """Runs the forward of a step on ``inputs[0]`` and captures it; ``inputs`` are autograd's, and so ``flags``."""
 
 
 class Runtime(NamedTuple):
@@ -113,19 +115,12 @@ def run(
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
             if tensor.requires_grad:
-                shapes = () if op.promises.replayable else tuple([t.shape for t in tensors])
+                shapes = () if op.promises.replayable else (*map(_shape, tensors),)
                 step = EagerStep(op, keywords, runtime.autocast_dtype, names, x_is_inner, shapes)
-                return apply(partial(_forward, step, tensors, session), *tensors)
+                return apply(partial(step.run, x) if session is None else partial(session.run, step, tensors), *tensors)
     if session is None:  # no state of the backward is needed
         return call_fwd(op, x, keywords, _NOTHING, runtime.autocast_dtype, x_is_inner)[0]
-    return _forward(EagerStep(op, keywords, runtime.autocast_dtype, (), x_is_inner), [x], session, None).outputs
-
-
-def _forward(
-    step: EagerStep, tensors: Sequence[Tensor], session: StepCapture | None, flags: tuple[bool, ...] | None
-) -> ForwardResult:
-    wanted = _NOTHING if flags is None else _wanted(step.names, flags[1:])
-    return step.run(tensors[0], wanted) if session is None else session.run(step, tensors, wanted)
+    return session.run(EagerStep(op, keywords, runtime.autocast_dtype, (), x_is_inner), [x], ()).outputs
 
 
 def check(op: Op, x: TensorSpec, keywords: Keywords, runtime: Runtime) -> Specs:
@@ -180,6 +175,8 @@ def _differentiable(
         if isinstance(value, Tensor) and value.is_floating_point() and not op.keywords[name].buffer:
             names.append(name)
             tensors.append(value)
+    if not (op._parameters or op._modules) and type(op).input_tensors is Op.input_tensors:
+        return (*names,), tensors
     inputs = op.input_tensors()
     if input_names is None or len(input_names) != len(inputs):
         input_names = op.input_names()
@@ -199,20 +196,21 @@ class _OpNode(Node, Protocol):
 class _OpFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _OpNode, run: Callable[..., ForwardResult], *tensors: Tensor) -> tuple[Tensor, ...]:
-        outputs, kept, apart, ctx.lent, ctx.context = run(ctx.needs_input_grad)
+        outputs, kept, apart, ctx.lent, ctx.context = run(ctx.needs_input_grad[1:])
         ctx.save_for_backward(*kept, *apart)
         ctx.input_ids = frozenset(map(id, tensors))
         return outputs
 
     @staticmethod
     def backward(ctx: _OpNode, *douts: Tensor) -> tuple[Tensor | None, ...]:
-        context = ctx.context
+        context, kind = ctx.context, douts[0].device.type
         differentiated = torch.is_grad_enabled()
         anchors = _anchors(ctx, douts) if differentiated else ()
+        is_autocast = kind != "meta" and torch.is_autocast_enabled(kind)
         try:
-            if _needs_no_scope(context, douts[0].device.type):
+            if not (differentiated or is_autocast or context.config is not thread_config.config or profiler_enabled()):
                 return None, *context.gradients([*ctx.saved_tensors], ctx.lent, douts, ctx)
-            with _BackwardScope(context, douts[0].device.type):
+            with _BackwardScope(context, kind):
                 grads = context.gradients([*ctx.saved_tensors], ctx.lent, douts, ctx)
         except RuntimeError as error:
             _explain_batched(context, douts, error)
@@ -245,18 +243,8 @@ apply = apply_of(_OpFunction)
 """Without the look at every argument for remains of ``torch.func``, whose transforms :func:`run` refuses."""
 
 
-def _needs_no_scope(context: BackwardContext, device_type: str) -> bool:
-    """Whether the backward runs as it must: no recording or autocast, same switches, no observer."""
-    return not (
-        torch.is_grad_enabled()
-        or _autocasts(device_type)
-        or context.config is not thread_config.config
-        or profiler_enabled()
-    )
-
-
 class _BackwardScope(ExitStack):
-    """The scope of a backward: the switches of its forward, without recording and autocast."""
+    """The scope of a backward that does not run in it anyway: the switches of its forward, no recording or autocast."""
 
     def __init__(self, context: BackwardContext, device_type: str) -> None:
         super().__init__()
@@ -266,11 +254,6 @@ class _BackwardScope(ExitStack):
         self.enter_context(use_config(context.config))
         if profiler_enabled():
             self.enter_context(torch.profiler.record_function(f"fusible::{type(context.op).__name__}.bwd"))
-
-
-@lru_cache(maxsize=4096)
-def _wanted(names: tuple[str, ...], flags: tuple[bool, ...]) -> frozenset[str]:
-    return frozenset([name for name, flag in zip(names, flags, strict=True) if flag])
 
 
 class _NamedNode(Protocol):

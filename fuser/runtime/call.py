@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -27,22 +28,6 @@ class Node(Protocol):
 
     def maybe_clear_saved_tensors(self) -> None:
         """Lets go of the saved tensors, unless the graph is retained."""
-
-
-class BackwardInputs(NamedTuple):
-    """The tensors that a backward reads.
-
-    Attributes:
-        tensors: the saved tensors; the list is emptied, so that each is freed after its last use.
-        lent: buffers of the caller.
-        joined: the values of those that were saved one by one.
-        douts: the gradients of the outputs.
-    """
-
-    tensors: list[Tensor]
-    lent: Sequence[Tensor]
-    joined: Sequence[Tensor | Sequence[Tensor]]
-    douts: tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -81,36 +66,51 @@ class BackwardContext:
             joined = self.joined(tensors)
             del tensors[self.number :]
         wanted, requested = self.wanted, _NONE
-        deliveries = self.op.deliveries(wanted)
-        if deliveries:
+        has_none = type(self.op).deliveries is Op.deliveries
+        if not has_none and (deliveries := self.op.deliveries(wanted)):
             assert node is not None, "deliveries are asked for by autograd alone"
             requested, wanted = self.requested(deliveries, node)
             if lent:
                 refuse_overlaps(self.op, requested, [each.side_effects() for each in requested], lent)
         if node is not None:  # None outside of autograd
             node.maybe_clear_saved_tensors()  # nothing where the graph is retained
-        return self.run(BackwardInputs(tensors, lent, joined, douts), wanted, node, requested)
+        return self.run(tensors, lent, joined, douts, wanted, requested)
 
     def run(
-        self, inputs: BackwardInputs, wanted: frozenset[str], node: Node | None, requested: Sequence[Delivery]
+        self,
+        tensors: list[Tensor],
+        lent: Sequence[Tensor],
+        joined: Sequence[Tensor | Sequence[Tensor]],
+        douts: tuple[Tensor, ...],
+        wanted: frozenset[str],
+        requested: Sequence[Delivery],
     ) -> list[Tensor | None]:
         """Runs ``bwd``, then the thunks of wanted gradients; each is dropped with its inputs after it ran.
 
         Args:
+            tensors: the saved tensors; the list is emptied.
+            lent: buffers of the caller.
+            joined: the values of tensors that were saved one by one.
+            douts: the gradients of the outputs.
             requested: the wanted deliveries of ``bwd``.
         """
-        grads = call_bwd(self.op, self._taken(inputs), inputs.douts, wanted)
-        for name in grads:
+        saved = unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order], lent, joined)
+        tensors.clear()
+        grads = dict(call_bwd(self.op, saved, douts, wanted))
+        del saved  # thunks alone have its tensors now
+        for name in [*grads]:
             if name not in self.names:
                 raise RuntimeError(
                     f"{type(self.op).__name__}.bwd returned gradients for {sorted(grads.keys() - set(self.names))}, "
                     f"which it does not read; it returned {sorted(grads)}"
                 )
-        grads = {name: gradient for name, gradient in grads.items() if name in wanted}
+            if name not in wanted:
+                del grads[name]
         gradients: list[Tensor | None] = []
         for name in self.names:
             gradient = grads.pop(name) if name in wanted else None
-            gradients.append(gradient if type(gradient) is Tensor else evaluate(gradient))
+            is_thunk = not isinstance(gradient, Tensor) and callable(gradient)
+            gradients.append(gradient() if is_thunk else gradient)  # type: ignore[misc, arg-type, operator]
             gradient = None  # frees its inputs before the next one is computed
         if self.shapes:
             self._refuse_misshapen(gradients)
@@ -162,13 +162,6 @@ class BackwardContext:
             at += source.number
         return values
 
-    def _taken(self, inputs: BackwardInputs) -> object:
-        """The ``Saved`` for ``bwd``, which now holds the only references to its tensors."""
-        tensors, lent, joined, _ = inputs
-        saved = unpack(self.rest, tensors if self.order is None else [tensors[i] for i in self.order], lent, joined)
-        tensors.clear()
-        return saved
-
 
 class ForwardResult(NamedTuple):
     """The outputs of a forward, and the state of its backward.
@@ -201,10 +194,12 @@ class EagerStep(NamedTuple):
     x_is_inner: bool = False
     shapes: tuple[torch.Size, ...] = ()
 
-    def run(self, x: Tensor, wanted: frozenset[str]) -> ForwardResult:
+    def run(self, x: Tensor, flags: tuple[bool, ...]) -> ForwardResult:
+        """Runs it; ``flags``: of each name, whether its gradient is wanted."""
+        wanted = _wanted(self.names, flags)
         outputs, saved = call_fwd(self.op, x, self.keywords, wanted, self.autocast_dtype, self.x_is_inner)
         kept, lent, apart, rest = pack(saved)
-        once, order = _each_once(kept)
+        once, order = (kept, None) if len({*map(id, kept)}) == len(kept) else _each_once(kept)
         op = self.op if self.op._outline is None else self.op._outline
         config = thread_config.config
         if not apart:
@@ -304,15 +299,18 @@ def with_reserved(
     return arguments
 
 
-def _each_once(kept: list[Tensor]) -> tuple[list[Tensor], tuple[int, ...] | None]:
+@lru_cache(maxsize=4096)
+def _wanted(names: tuple[str, ...], flags: tuple[bool, ...]) -> frozenset[str]:
+    return frozenset([name for name, flag in zip(names, flags, strict=True) if flag])
+
+
+def _each_once(kept: list[Tensor]) -> tuple[list[Tensor], tuple[int, ...]]:
     """The tensors without repetitions, such as split sizes that two ops keep, and the order that restores them.
 
     A call keeps as many tensors each time, replayed or not: activation checkpointing counts them.
     """
     ids = list(map(id, kept))
     once = dict(zip(ids, kept, strict=True))
-    if [*once] == ids:
-        return kept, None
     places = dict(zip(once, range(len(once)), strict=True))
     return [*once.values()], tuple(map(places.__getitem__, ids))
 

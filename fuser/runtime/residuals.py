@@ -77,7 +77,8 @@ def _take(saved: Iterable[Any], tensors: list[Tensor], lent: list[Tensor], apart
             tensors.append(item)
             rest.append(_HOLE)
         elif isinstance(item, tuple):
-            rest.append(_like(item, _take(item, tensors, lent, apart)))
+            like = kind if hasattr(kind, "_fields") else tuple
+            rest.append(tuple.__new__(like, _take(item, tensors, lent, apart)))
         elif isinstance(item, dict):
             rest.append(dict(zip(item, _take(item.values(), tensors, lent, apart), strict=True)))
         elif isinstance(item, CallerBuffer):
@@ -103,14 +104,9 @@ def _put(
         elif type(item) in _VALUE_TYPES:
             saved.append(item)
         elif isinstance(item, tuple):
-            saved.append(_like(item, _put(item, tensors, lent, joined)))
+            saved.append(tuple.__new__(type(item), _put(item, tensors, lent, joined)))
         elif isinstance(item, dict):
             saved.append(dict(zip(item, _put(item.values(), tensors, lent, joined), strict=True)))
         else:
             saved.append(item)
     return saved
-
-
-def _like(old: tuple[object, ...], items: list[object]) -> tuple[object, ...]:
-    """The items as the type of the old ones, if that is a named tuple."""
-    return tuple.__new__(type(old), items) if hasattr(old, "_fields") else tuple(items)

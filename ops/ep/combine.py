@@ -57,7 +57,8 @@ class EPCombine(Op):
         if trace.active():
             table: Any = TableForeseen(Exchange(self.lane, 0), row_of_slot, row_of_slot, x.shape[0])
         else:
-            table = self.group.lane(self.lane).end(row_of_slot)
+            self.group.check()
+            table = self.group.lanes[self.lane].end(row_of_slot)
         return start_sum(self.group, x, table, "combine")(), self.Saved(table)
 
     def bwd(self, saved: Saved, dy: Tensor) -> Grads:

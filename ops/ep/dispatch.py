@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +15,7 @@ from ..routed.call import RoutedCall
 from ..routed.moe import check_choices, index_dtype
 from ..values.checks import check_floats, product_dtype
 from . import float8_rows
-from .group import Group
+from .group import Group, Moving
 from .messages import EIGHT_BITS
 from .transport import DispatchedRows, Exchange, Table
 
@@ -125,7 +124,7 @@ class EPDispatch(Op):
     ) -> tuple[Outputs, Saved]:
         call = RoutedCall(x, top_k_index, top_k_weights, needs_grad, autocast_dtype)
         table, rows, scales, _ = self.exchange(call, fill=True)
-        self.group.lane(self.lane).opened(table)
+        self.group.lanes[self.lane].opened(table)
         outputs = {"y": rows, "split_sizes": table.split_sizes, "scales": scales, "row_of_slot": table.row_of_slot}
         return outputs, self.Saved(table, x.dtype, top_k_weights.dtype)
 
@@ -137,14 +136,15 @@ class EPDispatch(Op):
             beside: whether rows may arrive while the next launched kernel runs.
             as_sent: whether rows sent in 8 bits are returned as :class:`QuantizedTokens`; otherwise as values.
         """
-        call = replace(call, x=call.x.to(self.group.settings.dtype), needs_grad=call.needs_grad & _WANTED)
+        x, needs = call.x.to(self.group.settings.dtype), call.needs_grad & _WANTED
         if trace.active():
-            return self._decoded(self._foreseen(call.x, call.top_k_index, call.top_k_weights), as_sent)
-        exchange = self.group.lane(self.lane).begin()
-        if self.recipe is not None:
-            call.x, call.needs_grad = float8_rows.packed(call.x), call.needs_grad | {EIGHT_BITS}
-        with self.group.moving() as transport:
-            return self._decoded(transport.dispatch(exchange, call, fill, beside), as_sent)
+            return self._decoded(self._foreseen(x, call.top_k_index, call.top_k_weights), as_sent)
+        with Moving(self.group) as transport:
+            exchange = self.group.lanes[self.lane].begin()
+            if self.recipe is not None:
+                x, needs = float8_rows.packed(x), needs | {EIGHT_BITS}
+            sent = RoutedCall(x, call.top_k_index, call.top_k_weights, needs)
+            return self._decoded(transport.dispatch(exchange, sent, fill, beside), as_sent)
 
     def _decoded(self, dispatched: DispatchedRows, as_sent: bool) -> DispatchedRows:
         """The rows as they are read, from those that travelled."""
@@ -209,11 +209,11 @@ def start_sum(
     if rows is not None and trace.active():
         group.mover.foresee(kind, rows)
         return lambda: rows.new_empty(table.row_of_slot.shape[0], rows.shape[1])
-    with group.moving() as transport:
+    with Moving(group) as transport:
         finish = transport.start_sum(rows, table, kind, products_follow)
 
     def finished() -> Tensor:
-        with group.moving():
+        with Moving(group):
             return finish()
 
     return finished
@@ -229,7 +229,7 @@ def pulled(group: Group, tokens: Tensor, table: Table, kind: str, fill: bool) ->
         rows = tokens.new_empty(table.num_rows, tokens.shape[1])
         group.mover.foresee(kind, rows)
         return rows
-    with group.moving() as transport:
+    with Moving(group) as transport:
         return transport.pull(tokens, table, kind, fill)
 
 
@@ -239,7 +239,7 @@ def returned(group: Group, dscales: Tensor, table: Table, dtype: torch.dtype) ->
     if trace.active():
         group.mover.foresee(kind, dscales)
         return torch.empty_like(table.row_of_slot, dtype=dtype)
-    with group.moving() as transport:
+    with Moving(group) as transport:
         return transport.return_numbers(dscales, table, dtype, kind)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -94,6 +94,20 @@ class Lane:
         self._open = None
 
 
+class Moving(NamedTuple):
+    """A context with the transport of a group, for moves of rows. A peer that fails in the body fails the group."""
+
+    group: Group
+
+    def __enter__(self) -> Transport:
+        self.group.check()
+        return self.group.mover
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
+        if isinstance(error, self.group.mover.final):
+            self.group._ended = error
+
+
 class Group:
     """Ranks that share the experts of layers: each owns ``num_experts / ranks`` of them, in order.
 
@@ -178,14 +192,14 @@ class Group:
         self.local_capacity = self.settings.rows(self.size)
         self.devices = frozenset(_devices(self.process_group))
         self.device: torch.device | None = None
-        self._mover: Transport = CollectiveTransport(self.settings, self.process_group)
+        self.mover: Transport = CollectiveTransport(self.settings, self.process_group)
         self.transport_reason = "the one transport that runs on every backend"
         if transport == "symmetric":
             self._share_memory()
         if transport == "rails":
             self._lay_rails()
-        self.transport = self._mover.name
-        self._lanes = [Lane(i) for i in range(lanes)]
+        self.transport = self.mover.name
+        self.lanes = [Lane(i) for i in range(lanes)]
         self._ended: Exception | None = None
 
     def _share_memory(self) -> None:
@@ -206,7 +220,7 @@ class Group:
         self._move_by(RailsTransport(self.settings, hosts, self.process_group))
 
     def _move_by(self, mover: SymmetricTransport | RailsTransport) -> None:
-        self._mover, self.device = mover, mover.device
+        self.mover, self.device = mover, mover.device
         self.devices, self.transport_reason = frozenset({mover.device.type}), "as the group was asked for"
 
     def _of_ranks(self, value: Any) -> list[Any]:
@@ -226,32 +240,6 @@ class Group:
         """The number of experts that this rank owns, E / R."""
         return self.local_experts.stop - self.local_experts.start
 
-    def lane(self, index: int) -> Lane:
-        """The lane that an op is about to use.
-
-        Raises:
-            PeerError: the group has failed.
-            RuntimeError: it is closed.
-        """
-        self.check()
-        return self._lanes[index]
-
-    @contextmanager
-    def moving(self) -> Iterator[Transport]:
-        """A context with the transport, for moves of rows. A peer that fails in the body fails the group."""
-        self.check()
-        with self._failing():
-            yield self._mover
-
-    @contextmanager
-    def _failing(self) -> Iterator[None]:
-        """A context in which the failure of a peer, or another final one, fails the group."""
-        try:
-            yield
-        except self._mover.final as error:
-            self._ended = error
-            raise
-
     def row_buffer(self, lane: int = 0) -> torch.Tensor | None:
         """Returns transport memory [Q, H] for the ``output`` of the last linear; None if any memory will do.
 
@@ -264,12 +252,8 @@ class Group:
         Raises:
             RuntimeError: there is no open exchange.
         """
-        return self._mover.row_buffer(self.lane(lane).under_way())
-
-    @property
-    def mover(self) -> Transport:
-        """The transport, for uses that move nothing."""
-        return self._mover
+        self.check()
+        return self.mover.row_buffer(self.lanes[lane].under_way())
 
     def check(self, synchronize: bool = False) -> None:
         """Raises the error that has ended the group, if any.
@@ -285,13 +269,16 @@ class Group:
         if self._ended is not None:
             _raise_again(self._ended)
         if synchronize:
-            self._mover.finish()
-        with self._failing():
-            self._mover.check()
+            self.mover.finish()
+        try:
+            self.mover.check()
+        except self.mover.final as error:
+            self._ended = error
+            raise
 
     def statistics(self) -> Statistics:
         """Returns the counters so far; with transport ``"rails"`` those of the ranks of this host."""
-        return Statistics(sum(lane.exchanges for lane in self._lanes), **self._mover.statistics())
+        return Statistics(sum(lane.exchanges for lane in self.lanes), **self.mover.statistics())
 
     def reset(self) -> None:
         """Forgets exchanges that an exception left open. Collective: all ranks must call it.
@@ -304,17 +291,17 @@ class Group:
             self.check(synchronize=True)
         if self._ended is not None:  # others may not come
             _raise_again(self._ended)
-        for lane in self._lanes:
+        for lane in self.lanes:
             lane.reset()
         barrier(self.process_group)
-        self._mover.reset()
-        self._mover.finish()
+        self.mover.reset()
+        self.mover.finish()
         barrier(self.process_group)
 
     def close(self) -> None:
         """Closes the group; its ops then raise. Collective, so that no rank still needs another."""
         if self._ended is None:
-            self._mover.finish()
+            self.mover.finish()
             barrier(self.process_group)
             self._ended = RuntimeError("the expert-parallel group is closed; make another one")
 

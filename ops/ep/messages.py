@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from functools import lru_cache
 
 from .settings import Settings
 
@@ -13,7 +13,8 @@ EIGHT_BITS = "8 bits"
 _FLAGS = (*WANTED, EIGHT_BITS)
 
 
-def flags_of(wanted: Iterable[str]) -> int:
+@lru_cache
+def flags_of(wanted: frozenset[str]) -> int:
     """Encodes the wanted gradients as bits."""
     return sum(1 << _FLAGS.index(name) for name in wanted)
 

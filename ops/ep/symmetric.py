@@ -35,6 +35,7 @@ _KINDS = ("dispatch", "combine", "combine backward", "dispatch backward", "dispa
 _WANTED_BIT = 8  # of a kind, where the flags of the gradients wanted begin
 _ALIGNMENT = 1024
 _NUMBER_BYTES = 8
+_FAILURE = kernels.LaneReport._fields.index("failure")
 
 
 class SymmetricTable(NamedTuple):
@@ -58,7 +59,7 @@ class SymmetricTable(NamedTuple):
     @property
     def mine(self) -> kernels.Slots:
         """The slots of this rank's tokens."""
-        return self.slots._replace(row_of_slot=self.row_of_slot)
+        return kernels.Slots(self.row_of_slot, self.slots.firsts, self.slots.capacity)
 
 
 class Regions(NamedTuple):
@@ -241,13 +242,14 @@ class SymmetricTransport:
         if self._settings.combine == "reduced":
             assert rows is not None  # no slots
             return self._start_reduced(lane, rows, table, kind, products_follow)
-        slots = self.row_slots(table) if kind == "combine" else None
+        at_slots = kind == "combine" and table.slot_of_row is not None
         if rows is not None:
+            slots = self.row_slots(table) if at_slots else None
             self._bring(lane, rows if rows.stride(-1) == 1 else rows.contiguous(), table, slots)
         lane.meet(exchange, kind, table.wanted)
         if products_follow and (blocks := self._blocks_beside(table)):
             return self._sum_beside(lane, table, blocks)
-        return lambda: self._sum(lane, table, self._new_sums(table), at_slots=slots is not None)
+        return lambda: self._sum(lane, table, self._new_sums(table), at_slots=at_slots)
 
     def _start_reduced(
         self, lane: SymmetricLane, rows: Tensor, table: SymmetricTable, kind: str, products_follow: bool
@@ -360,9 +362,8 @@ class SymmetricTransport:
 
     def check(self) -> None:
         for number, lane in enumerate(self._lanes):
-            report = lane.report()
-            if report.failure:
-                raise self._error(number, report)
+            if lane.launch.report.tolist()[_FAILURE]:
+                raise self._error(number, lane.report())
 
     def _error(self, lane: int, report: kernels.LaneReport) -> Exception:
         exchange, kind = Exchange(lane, report.exchange), _kind_of(report.kind)

@@ -113,8 +113,8 @@ def choose(problem: object, tracing: bool = False) -> Choice:
         RefusedError: none take it; or a backend that is asked for by name does not; or, when strict, the first one on a
             CUDA device does not. Never for a kind that is optional.
     """
-    kind = _kinds[type(problem)]
-    tensor, only = kind.reads(problem), active_switches().backend
+    kind, switches = _kinds[type(problem)], active_switches()
+    tensor, only = kind.reads(problem), switches.backend
     on_cuda = tensor.is_cuda
     pool = _pools[kind, only, "cuda" if on_cuda else tensor.device.type]
     key = None if pool.cache_key is None or tracing else pool.cache_key(problem)
@@ -130,7 +130,7 @@ def choose(problem: object, tracing: bool = False) -> Choice:
         if key is not None:
             pool.taken.add(key)
         return choice
-    if not tracing and only == "auto" and not (on_cuda and is_strict()):
+    if not tracing and only == "auto" and not (on_cuda and switches.strict):
         if choice.kernels.warn is not None:
             choice.kernels.warn(problem)
         return choice  # an eager call does not show the reason

@@ -176,11 +176,11 @@ class MoE(nn.Module):
         if not isinstance(x, Tensor) or not x.dim() or x.shape[-1] != self.hidden:
             came = f"shape {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ArgumentError(f"MoE: x must be tokens [..., {self.hidden}], got {came}")
-        tokens = x.reshape(-1, self.hidden)
-        of_tokens = {"valid": valid, "ids": ids, "sequences": sequences}
+        tokens = x if x.dim() == 2 else x.reshape(-1, self.hidden)
+        router, of_tokens = self.router, {"valid": valid, "ids": ids, "sequences": sequences}
         flat = {name: self._flat(name, x, value) for name, value in of_tokens.items() if value is not None}
         if routes is None:
-            routes = self.router(tokens, **flat)
+            routes = router(tokens, **flat)
         elif flat:
             raise ArgumentError(f"MoE: routes are already made, so {', '.join(flat)} cannot be given with them")
         else:
@@ -189,8 +189,8 @@ class MoE(nn.Module):
         y = self.experts(tokens, top_k_index=routes.top_k_index, top_k_weights=routes.top_k_weights)
         if self.shared is not None:
             y = y + self.shared(tokens)
-        y = self.router.count(y, routes)
-        return MoEOutput(y.view(x.shape), routes.loss, routes.tokens_per_expert)
+        y = router.count(y, routes)
+        return MoEOutput(y if tokens is x else y.view(x.shape), routes.loss, routes.tokens_per_expert)
 
     def _check_routes(self, routes: object, tokens: Tensor) -> None:
         """Raises for routes of other tokens, or of a router with another number of experts."""

@@ -197,6 +197,8 @@ def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids
     """Raises for tensors of another shape or dtype; with ``config(debug=True)`` also for ids without an expert."""
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
         raise ArgumentError(f"{op}: logits must be floating-point [T, E], got {form(logits)}")
+    if valid is None and ids is None:
+        return
     tokens, experts = logits.shape
     is_mask = isinstance(valid, Tensor) and valid.dtype == torch.bool
     if valid is not None and not (is_mask and valid.shape == (tokens,)):

@@ -19,7 +19,7 @@ from ..values.checks import check_numbers, check_sizes
 from .balance import Balance, check_balance
 from .losses import Loss, Tally, check_sequences, checked_losses
 from .record import Record
-from .route import Groups, Routes, check_choice, check_tensors, form, rule_of, whole
+from .route import Groups, Routes, check_choice, check_tensors, form, rule_of
 from .token_count import TokenCount
 
 if TYPE_CHECKING:
@@ -153,20 +153,22 @@ class Router(WideBuffers):
             sequences: for :class:`SequenceLoss`: the number of each token's sequence, whole numbers [T]; or the length
                 of all sequences.
         """
+        weight, rule = self.weight, self.rule
         is_rows = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
-        if not is_rows or x.shape[1] != self.weight.shape[1]:
-            raise ArgumentError(f"Router: x must be floating-point tokens [T, {self.weight.shape[1]}], got {form(x)}")
-        logits: Tensor = self.gate(x, weight=self.weight, logit_bias=self.bias)
-        check_tensors("Router", logits, self.top_k, valid, ids)
-        check_sequences("Router", self.losses, sequences, x.shape[0])
-        keywords = {"selection_bias": self.selection_bias, "valid": valid, "ids": whole(ids)}
+        if not is_rows or x.shape[1] != weight.shape[1]:
+            raise ArgumentError(f"Router: x must be floating-point tokens [T, {weight.shape[1]}], got {form(x)}")
+        logits: Tensor = self.gate(x, weight=weight, logit_bias=self.bias)
+        check_tensors("Router", logits, rule.top_k, valid, ids)
+        if sequences is not None or self.losses:
+            check_sequences("Router", self.losses, sequences, x.shape[0])
+        keywords = {"selection_bias": self.selection_bias, "valid": valid, "ids": None if ids is None else ids.long()}
         chosen = self.choice(logits, **{name: tensor for name, tensor in keywords.items() if tensor is not None})
         weights, index, counts, *tallies = chosen
-        routes = Routes(index, weights, counts, logits, SCORES.index(self.rule.scores))
+        routes = Routes(index, weights, counts, logits, SCORES.index(rule.scores))
         if not self.losses:
             return routes
         slots, sums, squares = tallies
-        tally = Tally(slots, sums, squares, logits, index, self.rule.scores, sequences)
+        tally = Tally(slots, sums, squares, logits, index, rule.scores, sequences)
         first, *others = [loss(tally) for loss in self.losses]
         return routes._replace(loss=sum(others, first))
 

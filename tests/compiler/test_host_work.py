@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusible import GroupedLinear, Pointwise, Scale, Sequential, SwiGLU
+from fusible import GroupedLinear, MoE, Pointwise, Scale, Sequential, SwiGLU
 from fusible.benchmarks import host_overhead
 from fusible.benchmarks.problem import Problem
 from fusible.benchmarks.stub_extension import launching_nothing
@@ -116,6 +116,20 @@ def test_calls_of_a_replay(gpu, how, forward, backward):
     counts = calls.run()
     assert counts[0] <= forward
     assert counts[1] <= backward
+
+
+def test_calls_of_a_layer(gpu):
+    layer, dy = MoE(16, 16, 8, 2, dtype=torch.bfloat16), torch.randn(16, 16, dtype=torch.bfloat16)
+    x, counts = torch.randn_like(dy, requires_grad=True), list[tuple[int, int]]()
+    for _ in range(6):
+        for tensor in (x, *layer.parameters()):
+            tensor.grad = None
+        outputs = []
+        forward = calls_of(lambda: outputs.append(layer(x).y))  # noqa: B023
+        counts.append((forward, calls_of(lambda: outputs[0].backward(dy))))  # noqa: B023
+
+    assert counts[-1][0] <= 215, counts
+    assert counts[-1][1] <= 170, counts
 
 
 def test_calls_of_a_replay_without_gradients(gpu):

@@ -1,4 +1,4 @@
-"""Replays like the last one: they are neither bound nor looked up, and whatever differs is noticed.
+"""Calls like the last one: they are neither bound nor looked up, and whatever differs is noticed.
 
 The stub of the extension computes nothing, so what is compared is what a replay is given.
 """
@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusible import Activation, GroupedLinear, Scale, Sequential, SwiGLU, config
+from fusible import Activation, GroupedLinear, Scale, Sequential, SwiGLU, config, explain
 from fusible.benchmarks.stub_extension import launching_nothing
 from fusible.fuser import replay
 from fusible.fuser.container import call_cache
-from fusible.fuser.container.repeated_call import RepeatedReplay
+from fusible.fuser.container.repeated_call import RepeatedCall
 from fusible.fuser.replay import calls
+from fusible.ops.routed.gate import Gate
 
 GROUPS, FEATURES, SIZES = 2, 16, torch.tensor([3, 1])
 
@@ -72,7 +74,7 @@ class Experts:
         """Until the next call like this one is repeated: after one that is seen, one captured, two replayed."""
         for _ in range(4):
             self.call()
-        assert isinstance(self.model._compiled.repeated, RepeatedReplay)  # type: ignore[union-attr]
+        assert isinstance(self.model._compiled.repeated, RepeatedCall)  # type: ignore[union-attr]
         return self
 
 
@@ -195,6 +197,37 @@ def without_launches(experts: Experts, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def without_alignment(experts: Experts, monkeypatch: pytest.MonkeyPatch) -> None:
     experts.x = torch.randn(4 * FEATURES + 1, dtype=torch.bfloat16)[1:].view(4, FEATURES)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_call_that_is_not_replayed_is_not_bound_either(bound: list[int], grad: bool) -> None:
+    gate, weight = Gate(), torch.randn(8, FEATURES, requires_grad=grad)
+    tokens = [torch.randn(rows, FEATURES, requires_grad=grad) for rows in (4, 4, 4, 4, 4, 6, 4)]
+    seen = [(gate(x, weight=weight), len(bound)) for x in tokens]
+
+    assert [count for _, count in seen] == [1, 2, 3, 3, 3, 4, 5]
+    for x, (logits, _) in zip(tokens, seen, strict=True):
+        assert torch.equal(logits, F.linear(x, weight))
+        if grad:
+            dx, dweight = torch.autograd.grad(logits.sum(), [x, weight])
+            torch.testing.assert_close((dx, dweight), (weight.sum(0).expand_as(x), x.sum(0).expand_as(weight)))
+    explanation = explain(gate)
+    assert explanation.steps[0].shape == (4, 8)
+    assert explanation.replay == "not replayed: Gate does not promise to be replayable"
+
+
+@pytest.mark.parametrize("change", ["a hook", "debug", "a dtype", "other rows", *SWITCHES])
+def test_what_changes_a_plan_is_noticed(bound: list[int], change: str) -> None:
+    gate, weight, x = Gate(), torch.randn(8, FEATURES), torch.randn(4, FEATURES)
+    for _ in range(5):
+        gate(x, weight=weight)
+    before = len(bound)
+    if change == "a hook":
+        gate.register_forward_pre_hook(lambda *args: None)
+    with SWITCHES.get(change, lambda: config(debug=change == "debug"))():
+        gate(x[:3] if change == "other rows" else x, weight=weight.bfloat16() if change == "a dtype" else weight)
+
+    assert (before, len(bound)) == (3, 4)
 
 
 @pytest.mark.parametrize("change", [without_launches, without_alignment])

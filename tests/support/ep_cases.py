@@ -363,11 +363,11 @@ def rows_are_written_into_the_buffer_of_the_exchange(world: World) -> None:
             group = world.group(capacity=capacity, combine=combine)
             batches = [batch_for(group, counts_of(world), seed) for seed in (0, 1)]
             expected = [trained(part(group), batch.of(world.rank)) for batch in batches]
-            group._mover = Lending(group.settings, group.process_group)
+            group.mover = Lending(group.settings, group.process_group)
             for batch, of_unlent in zip(batches, expected, strict=True):
                 layer, mine = part(group), batch.of(world.rank)
                 trained(layer, mine)  # makes the buffer
-                group._mover._buffers[0].fill_(torch.nan)
+                group.mover._buffers[0].fill_(torch.nan)
                 layer.zero_grad()
                 with allocations() as made:
                     same(trained(layer, mine), of_unlent)

@@ -210,7 +210,7 @@ def sums_by_few_multiprocessors_are_the_same(world: World) -> None:
     lane, s = lane_of(group), group.settings
     mine = batch_for(group, counts_of(world)).of(world.rank)
     rows, _, _, slots = ep.EPDispatch(group)(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
-    table: Any = group._lanes[0]._open
+    table: Any = group.lanes[0]._open
     y = ep.EPCombine(group)(rows, row_of_slot=slots)
     for blocks in (1, 3):
         poison(group)

@@ -457,7 +457,7 @@ def sums_on_few_multiprocessors_are_the_same(world: World) -> None:
     group = world.group()
     lane, mine = lane_of(group), batch_for(group, counts_of(world)).of(world.rank)
     rows, _, _, slots = ep.EPDispatch(group)(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
-    table = group._lanes[0]._open
+    table = group.lanes[0]._open
     assert table is not None
     y = ep.EPCombine(group)(rows, row_of_slot=slots)
     for blocks in (1, 3):

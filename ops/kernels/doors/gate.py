@@ -16,9 +16,10 @@ def gate_product(layout: Layout, a: Tensor, b: Tensor, bias: Tensor | None = Non
     """The product of a :class:`GateProduct`, in float32; in float64 if ``a`` is."""
     wide = torch.promote_types(a.dtype, torch.float32)
     problem = GateProduct(layout, a, b, bias)
-    if a.shape[0] and not trace.is_traced(a):
-        choice = dispatch.choose(problem, trace.active())
-        if not choice.is_fallback:
+    is_recorded = trace.current_trace() is not None
+    if a.shape[0] and (is_recorded or not isinstance(a, trace.WITHOUT_DATA)):
+        choice = dispatch.choose(problem, is_recorded)
+        if choice.kernels.backend is not None:
             problem.out = a.new_empty(problem.shape, dtype=wide)
             dispatch.solve(problem, choice)
             return problem.out

@@ -85,7 +85,7 @@ def _backward_refusal(problem: GroupedGemm, epilogue: ActivateBackward) -> str |
     block, grads = epilogue.spec.block, epilogue.grads
     if block is not None and block not in _NARROW and block % 8:
         return f"has no loads for blocks of {block} columns"
-    if any(extra is not None for extra in (problem.alpha, problem.beta, problem.bias, problem.row_scale)):
+    if not problem.alpha is problem.beta is problem.bias is problem.row_scale is None:
         return "takes no factors"
     if grads.bias is not None and grads.bias.dtype not in TYPE_CODES:
         return "needs biases of 16 or 32 bits"
@@ -148,9 +148,9 @@ def _operands_refusal(problem: GroupedGemm, spec: ActivationSpec, columns: int) 
 
 def _operands(problem: GroupedGemm, spec: ActivationSpec, columns: int) -> ColumnOperands | None:
     """The operands of a user's function beside the product and the scales; None for a built-in activation."""
-    of_groups = problem.of_groups
+    of_groups = None if spec.program is None else problem.of_groups
     if of_groups is None:
-        return ColumnOperands.of(spec, None, columns)
+        return None if spec.program is None else ColumnOperands.of(spec, None, columns)
     return ColumnOperands.of(spec, of_groups.vectors, columns, of_groups.matrices)
 
 

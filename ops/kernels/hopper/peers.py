@@ -183,7 +183,7 @@ def divide_rows(
         fails: whether the lane does if a rank would own more rows than ``capacity``.
     """
     ranks, experts = len(lane.buffers), tokens_per_expert.shape[0] - 1
-    firsts, split_sizes = (tokens_per_expert.new_empty(n) for n in (ranks + 1, experts // ranks))
+    firsts, split_sizes = map(tokens_per_expert.new_empty, (ranks + 1, experts // ranks))
     compiled().divide_rows(
         **lane.arguments(exchange),
         tokens_per_expert=tokens_per_expert.data_ptr(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -34,9 +36,8 @@ def route(ids: Tensor, num_experts: int, weights: Tensor | None) -> SlotOrder:
     """
     slots, device, ids = ids.numel(), ids.get_device(), ids.contiguous()
     shapes = (num_experts + 1,), (slots,), ids.shape, (_workspace(slots, num_experts),)
-    tokens_per_expert, slot_of_row, row_of_slot, workspace = (
-        ids.new_empty(shape, dtype=torch.int32) for shape in shapes
-    )
+    empty = partial(ids.new_empty, dtype=torch.int32)
+    tokens_per_expert, slot_of_row, row_of_slot, workspace = map(empty, shapes)
     scales = None if weights is None else ids.new_empty(slots, dtype=torch.float32)
     weight, weights_type = scale_arguments(weights)
     compiled().route(
