@@ -100,22 +100,25 @@ SLOW = {
 """What ``make test`` leaves out, by file, and why it takes so long; ``make test-all`` runs it."""
 
 LONGEST = (
-    "test_ep_symmetric",
-    "test_ep_reduced",
-    "test_nvrtc",
+    "test_transformers_ep",
+    "test_ep",
     "test_emulation",
     "test_function_epilogue",
-    "test_compile",
-    "test_functions_under_recipes_emulated",
-    "test_megatron_dispatcher",
-    "test_lifetimes",
-    "test_jax",
-    "test_low_rank",
-    "test_pointwise_chain",
-    "test_ep",
-    "test_replay",
+    "test_docs",
+    "test_fsdp",
+    "test_hosts",
+    "test_quantised_checkpoints",
+    "test_ep_symmetric",
+    "test_packaging",
+    "test_fsdp_bytes",
+    "test_ep_reduced",
+    "test_peft",
+    "test_structure",
+    "test_library",
+    "test_router",
+    "test_imports",
 )
-"""Files that take over a minute each beside other work: they are begun first, for which the Makefile keeps xdist from
+"""The longest files of a part: they are begun first, for which the Makefile keeps xdist from
 ordering files by their number of tests. Else a worker waits for the other at the end."""
 
 
