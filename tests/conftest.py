@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,22 +100,25 @@ SLOW = {
 """What ``make test`` leaves out, by file, and why it takes so long; ``make test-all`` runs it."""
 
 LONGEST = (
-    "test_ep_symmetric",
-    "test_ep_reduced",
-    "test_nvrtc",
+    "test_transformers_ep",
+    "test_ep",
     "test_emulation",
     "test_function_epilogue",
-    "test_compile",
-    "test_functions_under_recipes_emulated",
-    "test_megatron_dispatcher",
-    "test_lifetimes",
-    "test_jax",
-    "test_low_rank",
-    "test_pointwise_chain",
-    "test_ep",
-    "test_replay",
+    "test_docs",
+    "test_fsdp",
+    "test_hosts",
+    "test_quantised_checkpoints",
+    "test_ep_symmetric",
+    "test_packaging",
+    "test_fsdp_bytes",
+    "test_ep_reduced",
+    "test_peft",
+    "test_structure",
+    "test_library",
+    "test_router",
+    "test_imports",
 )
-"""Files that take over a minute each beside other work: they are begun first, for which the Makefile keeps xdist from
+"""The longest files of a part: they are begun first, for which the Makefile keeps xdist from
 ordering files by their number of tests. Else a worker waits for the other at the end."""
 
 
@@ -126,10 +130,32 @@ WHOLE = {
 }
 """Files of which ``--sample`` leaves out nothing, and why."""
 
-TOOLS = {"test_benchmarks", "test_ep_proof", "test_jax_bench", "test_runs"}
+TOOLS = {
+    "test_benchmarks",
+    "test_demo",
+    "test_ep_proof",
+    "test_jax_bench",
+    "test_jax_example",
+    "test_release",
+    "test_runs",
+}
 """Files that test benchmarks and other tools, not the package. ``--sample`` runs each of their cases in one part."""
 
-PARTS = 16
+ALIKE = {
+    "test_chains_in_epilogues": "kernels with a function, each compiled by g++",
+    "test_function_epilogue": "kernels with a function, each compiled by g++",
+    "test_functions_under_recipes_emulated": "kernels with a function, each compiled by g++",
+    "test_jax": "compiled by jax",
+    "test_jax_transforms": "compiled by jax",
+    "test_nvrtc": "kernels with a function, each compiled by NVRTC",
+    "test_pointwise_chain": "random chains",
+    "test_scaled_activation": "the kernels of Float8Block on the CPU",
+    "test_transformers_compile": "models of transformers under torch.compile",
+}
+"""Files of which each test takes seconds to do another thing with the same code, and with what. ``--sample`` runs a
+quarter of their tests in a part, and each in four parts."""
+
+PARTS, QUARTERS = 16, 4
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -173,15 +199,20 @@ def sample(items: list[pytest.Item], part: int) -> tuple[list[pytest.Item], list
     """The cases that run, and those that are left out.
 
     The first case of each test runs, and those that a checksum of their names puts
-    into this part: the same on every worker and in every run.
+    into this part: the same on every worker and in every run. Of files of tests that are
+    alike, only every fourth test runs.
     """
-    seen, kept, left_out = set[object](), list[pytest.Item](), list[pytest.Item]()
+    tests = defaultdict[str, dict[object, int]](dict)  # of each file, in order
+    kept, left_out = list[pytest.Item](), list[pytest.Item]()
     for item in items:
-        function, file = getattr(item, "function", item), item.path.stem
-        is_first = function not in seen and file not in TOOLS
-        runs = is_first or file in WHOLE or zlib.crc32(item.name.encode()) % PARTS == part
+        function, file, digest = getattr(item, "function", item), item.path.stem, zlib.crc32(item.name.encode())
+        is_first = function not in tests[file]
+        number = tests[file].setdefault(function, len(tests[file]))
+        runs = file in WHOLE or (is_first and file not in TOOLS) or digest % PARTS == part
+        if file in ALIKE:
+            in_quarter = is_first or digest % (PARTS // QUARTERS) == part // QUARTERS
+            runs = number % QUARTERS == part % QUARTERS and in_quarter
         (kept if runs else left_out).append(item)
-        seen.add(function)
     return kept, left_out
 
 

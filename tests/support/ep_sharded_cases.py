@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # once, not by DDP in every rank
 from ep_cases import batch_for
 from ep_world import ROOT, TIMEOUT, Batch, H, World, part, same, trained, whole
 from torch import Tensor, nn

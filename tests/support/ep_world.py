@@ -1,14 +1,16 @@
 """Processes that run cases of expert parallelism together, each as one rank, and say of every case what came of it.
 
-``start`` runs this file once a rank. A case is a function of a :class:`World`; all cases of a run share the processes,
-since starting one takes longer than all of them.
+``start`` runs this file, which on a CPU imports the cases once and forks into the ranks: imports take longer than most
+cases. A case is a function of a :class:`World`; all cases of a run share the processes.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,6 +20,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
+from itertools import groupby
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -205,18 +209,21 @@ def start(
     """
     command = [sys.executable, str(Path(__file__)), transport, device, module, str(ranks), str(folder)]
     end = time.monotonic() + wait
-    running: list[subprocess.Popen[str]] = []
+    running: dict[tuple[int, ...], subprocess.Popen[str]] = {}
+    said: dict[int, str] = {}
     try:
-        running.extend(
-            _started([*launcher(rank), *command, str(rank), *only], device, folder / f"{rank}.out")
-            for rank in range(ranks)
-        )
-        said = [_ended(process, end, folder / f"{rank}.out") for rank, process in enumerate(running)]
+        # on GPUs each rank has a process of its own: no child can use a driver that was begun before it
+        for (words, _), group in groupby(range(ranks), lambda rank: (launcher(rank), rank * (device == "cuda"))):
+            together = (*group,)
+            line = [*words, *command, ",".join(map(str, together)), *only]
+            running[together] = _started(line, device, folder / f"{together[0]}.out")
+        for together, process in running.items():
+            said |= dict.fromkeys(together, _ended(process, end, folder / f"{together[0]}.out"))
     finally:
-        for process in running:
+        for process in running.values():
             _kill(process)
     found: dict[str, list[str]] = {}
-    for rank, text in enumerate(said):
+    for rank, text in said.items():
         path = folder / f"{rank}.json"
         results = json.loads(path.read_text()) if path.exists() else {}
         if not results or text.endswith(_KILLED):
@@ -273,6 +280,17 @@ def selected(request: Any) -> list[str]:
     return list(dict.fromkeys(p["case"] for p in parameters if p.get(name, absent) == wanted))
 
 
+class Run(NamedTuple):
+    """The settings that all ranks of a run share."""
+
+    transport: str
+    device: str
+    module: str
+    ranks: int
+    folder: Path
+    only: Sequence[str]
+
+
 def run_cases(module: str, world: World, report: Path, only: Sequence[str] = ()) -> None:
     """Runs the cases of a module in the order of the file; writes down after each what came of it."""
     cases = importlib.import_module(module).CASES
@@ -302,21 +320,45 @@ def memory_for(transport: str, device: str) -> Iterator[None]:
         yield
 
 
-def main(transport: str, device: str, module: str, ranks: str, folder: str, rank: str, *only: str) -> None:
-    """One rank. A signal makes it write the stacks of its threads."""
+def rank_of(run: Run, rank: int) -> None:
+    """One rank, to its end. A signal makes it write the stacks of its threads."""
     faulthandler.register(signal.SIGUSR1)
-    torch.set_num_threads(1)
-    gpu = torch.device("cuda", int(rank)) if device == "cuda" else None
+    gpu = torch.device("cuda", rank) if run.device == "cuda" else None
     if gpu is not None:
         torch.cuda.set_device(gpu)
         torch.set_default_device(gpu)
-    backend, store = "nccl" if device == "cuda" else "gloo", dist.FileStore(str(Path(folder, "store")), int(ranks))
-    of_ranks, wait = {"rank": int(rank), "world_size": int(ranks)}, timedelta(seconds=2 * TIMEOUT)
+    backend, store = "nccl" if gpu else "gloo", dist.FileStore(str(run.folder / "store"), run.ranks)
+    of_ranks, wait = {"rank": rank, "world_size": run.ranks}, timedelta(seconds=2 * TIMEOUT)
     dist.init_process_group(backend, store=store, timeout=wait, device_id=gpu, **of_ranks)
-    with memory_for(transport, device):
-        run_cases(module, World(int(rank), int(ranks), transport), Path(folder, f"{rank}.json"), only)
+    with memory_for(run.transport, run.device):
+        world = World(rank, run.ranks, run.transport)
+        run_cases(run.module, world, run.folder / f"{rank}.json", run.only)
     sys.stdout.flush()
     os._exit(0)  # threads of gloo that wait for a peer that has gone would keep the process
+
+
+def main(transport: str, device: str, module: str, ranks: str, folder: str, numbers: str, *only: str) -> None:
+    """One rank, or several, each in a child of this process, which passes a signal on to all of them."""
+    torch.set_num_threads(1)
+    run, mine = Run(transport, device, module, int(ranks), Path(folder), only), [*map(int, numbers.split(","))]
+    if len(mine) == 1:
+        rank_of(run, *mine)
+    for name in (module, "torch.fx.experimental.symbolic_shapes"):  # which torch imports later
+        importlib.import_module(name)
+    gc.freeze()
+    children = [multiprocessing.get_context("fork").Process(target=rank_of, args=(run, rank)) for rank in mine]
+    for child in children:
+        child.start()
+    signal.signal(signal.SIGUSR1, lambda *_: pass_on(children))
+    for child in children:
+        child.join()
+
+
+def pass_on(children: Sequence[BaseProcess]) -> None:
+    """Sends the signal to the children that run."""
+    for child in children:
+        if child.is_alive():
+            os.kill(child.pid, signal.SIGUSR1)
 
 
 if __name__ == "__main__":

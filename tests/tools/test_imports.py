@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -97,8 +98,13 @@ ARROWS = {  # package -> its parts, and which parts each may import; nothing sta
 }
 
 
+@cache
 def imports(path):
     """The dotted names that a file imports, relative ones resolved from the root: "ops.backends.loop"."""
+    return (*names_imported(path),)
+
+
+def names_imported(path):
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -181,6 +187,7 @@ def test_ops_import_no_integration(path):
     assert not [name for name in imports(path) if name.split(".")[0] == "integrations"]
 
 
+@cache
 def is_door(path):
     """Whether a file is a door to kernels: it stands among the doors, or declares kernels, for itself or for others."""
     if path.parent.name == "doors":
@@ -200,10 +207,11 @@ def inside_kernels(path):
 def modules(name):
     """The part of a dotted name that is a module."""
     parts = name.split(".")
-    return parts if is_module(parts) else parts[:-1]
+    return parts if is_module(*parts) else parts[:-1]
 
 
-def is_module(parts):
+@cache
+def is_module(*parts):
     path = ROOT.joinpath(*parts)
     return path.with_suffix(".py").is_file() or path.is_dir()
 

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from conftest import PARTS, TOOLS, WHOLE, sample
+from conftest import ALIKE, PARTS, QUARTERS, SLOW, TOOLS, WHOLE, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
 
 
-def items(file: str, cases: int) -> list[Any]:
-    """Two tests of so many cases, in a file."""
+def items(file: str, cases: int, tests: Sequence[str] = ("test_one", "test_two")) -> list[Any]:
+    """Tests of so many cases each, in a file."""
     return [
         SimpleNamespace(path=FILES[file], function=test, name=f"{test}[{case}]")
-        for test in ("test_one", "test_two")
+        for test in tests
         for case in range(cases)
     ]
 
@@ -44,6 +45,20 @@ def test_tests_of_tools_are_each_in_one_part() -> None:
         whole = items(file, 3)
         kept = [item.name for part in range(PARTS) for item in sample(whole, part)[0]]
         assert sorted(kept) == sorted(item.name for item in whole)
+
+
+def test_tests_that_are_alike_are_in_every_fourth_part() -> None:
+    for file in ALIKE:
+        assert file in SLOW or "emulation" in FILES[file].read_text(), "the quick tests run one part alone"
+        whole = [item for i in range(6) for item in items(file, 20, (f"test_{i}",))]
+        parts = [sample(whole, part)[0] for part in range(PARTS)]
+        ran = [{item.function for item in kept} for kept in parts]
+
+        assert {item.name for kept in parts for item in kept} == {item.name for item in whole}
+        assert all(1 <= len(tests) <= 2 for tests in ran)
+        assert {test: sum(test in tests for tests in ran) for test in set().union(*ran)} == {
+            f"test_{i}": PARTS // QUARTERS for i in range(6)
+        }
 
 
 def test_ci_knows_how_many_parts_there_are() -> None:
