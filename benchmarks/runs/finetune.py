@@ -33,7 +33,7 @@ PRESET, PUBLISHED_LAYERS, BLOCK, RANK = "gpt-oss-20b", 24, 32, 8
 
 
 class Finding(NamedTuple):
-    """Of a number of layers: bytes held between steps, the peak of a step, and its seconds."""
+    """The bytes held between steps, the peak of a step, and its seconds, for a number of layers."""
 
     layers: float
     held: float
