@@ -268,12 +268,13 @@ def held_out_loss(model: LanguageModel, text: Tensor) -> float:
 
 @torch.no_grad()
 def complete(model: LanguageModel, prompt: str, length: int) -> str:
-    """Continues a text byte by byte."""
+    """Continues a text byte by byte. Bytes that are no text, as an untrained model writes them, are replaced."""
     text, generator = torch.tensor([list(prompt.encode())]), torch.Generator().manual_seed(3)
     for _ in range(length):
         logits = model(text[:, -CONTEXT:].to(model.positions.device))[0][0, -1].float().cpu() / 0.7
         text = torch.cat([text, torch.multinomial(logits.softmax(0), 1, generator=generator)[None]], 1)
-    return bytes(text[0].tolist()).decode(errors="replace")
+    said = bytes(text[0].tolist()).decode(errors="replace")
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in said)
 
 
 def first_layer(model: LanguageModel) -> MoELayer:

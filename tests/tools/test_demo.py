@@ -179,6 +179,12 @@ def test_the_plot_shows_parts_of_what_unfused_experts_take() -> None:
     }
 
 
+def test_a_completion_has_no_control_characters() -> None:
+    completion = moe_lm.complete(small_model(), "def f():\n", 300)
+    assert completion.startswith("def f():\n")
+    assert all(c.isprintable() or c == "\n" for c in completion)
+
+
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 def test_the_plot_is_drawn_from_the_data_of_a_run(tmp_path: Path) -> None:
     data, plot = tmp_path / "demo.json", tmp_path / "demo.svg"
