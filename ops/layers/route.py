@@ -97,8 +97,7 @@ def route(
         scores: ``"softmax"`` over the experts, ``"sigmoid"`` of each (arxiv 2412.19437, equation 15), or
             ``"sqrtsoftplus"``, the square root of ``log(1 + exp(logit))``.
         normalize: whether the weights of a token are divided by their sum: for softmax, a softmax over the chosen
-            logits.
-            None: if ``top_k`` is above 1, as a single weight would be 1 and have no gradient.
+            logits. None: if ``top_k`` is above 1, as a single weight would be 1 and have no gradient.
         scale: a factor of every weight, applied last.
         bias: [E], added to the scores for the choice of experts, but not to the weights.
         groups: the groups of experts, from some of which a token chooses; None: it chooses from all experts.

@@ -52,8 +52,7 @@ def kernel(
         name: the name of the op; by default the function's.
         eager_only: parameters, and last fields of the result, that the op lacks: compiled code has their defaults. If
             ``out`` is one of them, there is one op.
-        obeys_switches: whether the op takes the switches of its trace as an argument; otherwise it obeys the switches
-            of its call.
+        obeys_switches: whether the op takes the switches of its trace as an argument, or obeys those of its call.
         only_with_out, only_without_out: parameters that one of the two ops does not have.
         added: parameters that older exported programs do not name: they come last, in order, by default None or False.
         spread: the fields of named tuples that are parameters of the schema; other fields have defaults in the op.
