@@ -32,7 +32,7 @@ from .trainer import checkpoint_layers
 PRESET, PUBLISHED_LAYERS, BLOCK, RANK = "gpt-oss-20b", 24, 32, 8
 
 
-class Finding(NamedTuple):
+class StepCost(NamedTuple):
     """The bytes held between steps, the peak of a step, and its seconds, for a number of layers."""
 
     layers: float
@@ -76,7 +76,7 @@ def adapted(folder: Path, device: str) -> Any:
     return model
 
 
-def measure(layers: int, args: argparse.Namespace) -> Finding:
+def measure(layers: int, args: argparse.Namespace) -> StepCost:
     """Trains a slice for some steps."""
     with tempfile.TemporaryDirectory() as folder:
         model = adapted(checkpoint(Path(folder), layers, args.shrink), args.device)
@@ -93,22 +93,22 @@ def measure(layers: int, args: argparse.Namespace) -> Finding:
     (seconds,) = phases_in_a_row(phases, args.rounds, args.device)
     tensors = [*model.parameters(), *model.buffers(), *_state_of(optimizer)]
     held = sum(tensor.nbytes for tensor in tensors)
-    return Finding(layers, held, held + peak_bytes(lambda: list(phases()), args.device), seconds)
+    return StepCost(layers, held, held + peak_bytes(lambda: list(phases()), args.device), seconds)
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
-def extended(few: Finding, more: Finding, layers: int) -> Finding:
-    """The values of so many layers, on the line through two findings."""
+def extended(few: StepCost, more: StepCost, layers: int) -> StepCost:
+    """The values of so many layers, on the line through two slices."""
     share = (layers - few.layers) / (more.layers - few.layers)
-    return Finding(*[a + share * (b - a) for a, b in zip(few, more, strict=True)])
+    return StepCost(*[a + share * (b - a) for a, b in zip(few, more, strict=True)])
 
 
-def table(findings: list[Finding]) -> str:
-    """The findings, and the published model's on the line through both, as Markdown."""
-    few, more = findings
+def table(costs: list[StepCost]) -> str:
+    """The costs of two slices, and the published model's on the line through both, as Markdown."""
+    few, more = costs
     rows = [few, more, extended(few, more, PUBLISHED_LAYERS)]
     heading = ("layers", "held between steps, GB", "peak of a step, GB", "step, ms")
     cells = [(f"{f.layers:.0f}", f"{f.held / 1e9:.2f}", f"{f.peak / 1e9:.2f}", f"{f.seconds * 1e3:.1f}") for f in rows]

@@ -379,5 +379,5 @@ def test_a_step_of_fine_tuning_is_extended_to_all_layers(capsys: pytest.CaptureF
     said = capsys.readouterr().out
     assert [line.split("|")[1].strip() for line in said.splitlines()[-3:]] == ["1", "2", "24"]
 
-    few, more = finetune.Finding(2, 3.0, 6.0, 0.5), finetune.Finding(4, 5.0, 9.0, 0.75)
-    assert finetune.extended(few, more, 8) == finetune.Finding(8, 9.0, 15.0, 1.25)
+    few, more = finetune.StepCost(2, 3.0, 6.0, 0.5), finetune.StepCost(4, 5.0, 9.0, 0.75)
+    assert finetune.extended(few, more, 8) == finetune.StepCost(8, 9.0, 15.0, 1.25)
