@@ -26,6 +26,7 @@ import fusible.integrations.transformers  # noqa: F401
 
 from ..arguments import command, positive
 from ..timing import markdown, peak_bytes, phases_in_a_row
+from .main_weights import adamw, state_of
 from .slices import SLICES, config_of
 from .trainer import checkpoint_layers
 
@@ -81,7 +82,7 @@ def measure(layers: int, args: argparse.Namespace) -> StepCost:
     with tempfile.TemporaryDirectory() as folder:
         model = adapted(checkpoint(Path(folder), layers, args.shrink), args.device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, fused=True)
+    optimizer = adamw(trained)
     ids = torch.randint(model.config.vocab_size, (1, args.tokens), device=args.device)
 
     def phases() -> Iterator[None]:
@@ -91,13 +92,9 @@ def measure(layers: int, args: argparse.Namespace) -> StepCost:
         yield
 
     (seconds,) = phases_in_a_row(phases, args.rounds, args.device)
-    tensors = [*model.parameters(), *model.buffers(), *_state_of(optimizer)]
+    tensors = [*model.parameters(), *model.buffers(), *state_of(optimizer)]
     held = sum(tensor.nbytes for tensor in tensors)
     return StepCost(layers, held, held + peak_bytes(lambda: list(phases()), args.device), seconds)
-
-
-def _state_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
 
 
 def extended(few: StepCost, more: StepCost, layers: int) -> StepCost:
