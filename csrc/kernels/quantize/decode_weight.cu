@@ -9,6 +9,7 @@
 #include "device/ptx/element.cuh"
 #include "device/ptx/float8.cuh"
 #include "device/ptx/vector.cuh"
+#include "device/quantize/quantize.cuh"
 #include "fusible/decode_weight.h"
 #include "fusible/device.h"
 #include "fusible/error.h"
@@ -74,8 +75,7 @@ struct Scales {
       const float scale = ptx::unpack_e4m3(bytes[i]).x;
       return p.call.divides ? __fdiv_rn(scale, factor) : __fmul_rn(scale, factor);
     } else if constexpr (kStored == StoredScale::kE8M0) {
-      const uint32_t byte = bytes[i];
-      return __uint_as_float(byte == 0 ? 0x400000 : byte == 255 ? 0x7FC00000 : byte << 23);
+      return from_e8m0(bytes[i]);
     } else {
       const float* const map = decoders + p.call.decoders_of_group - kMapSize - 1;
       const int64_t nested = (i - at.group * p.scale_rows * p.scales_of_row) / kNestedBlock;
