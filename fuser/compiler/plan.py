@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ..contract.errors import ArgumentError, RefusedError
 from ..contract.op import Keyword, Op
 from ..contract.overrides import is_called_whole
 from ..contract.parametrized import computes_parameters, foreseen
-from ..contract.spec import TensorSpec, check_layout
+from ..contract.spec import TensorSpec, check_layout, shape_of
 from ..contract.stored_values import check_stores_values
 from ..contract.torch_private import profiler_enabled
 from ..runtime.autograd import Runtime, StepCapture, refuse_transforms
@@ -27,7 +26,6 @@ from .registry import Decision, Registry
 from .step import KeywordSlots, PartSlots, Step
 
 _MANY_SHAPES = 1024
-_shape = attrgetter("shape")
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Plan:
         if passed is None:
             return self.check(values, runtime)
         try:
-            shapes = (*map(_shape, values),)
+            shapes = (*map(shape_of, values),)
             checked = passed.get(shapes)
         except (RuntimeError, TypeError):  # a nested tensor has none, and sizes of a compiler may be symbols
             return self.check(values, runtime)

@@ -54,10 +54,8 @@ class ContainerOfOne:
 class Standalone:
     """The entry points of :class:`Op`."""
 
-    def run(self, op: Op, x: Tensor, keywords: dict[str, object]) -> object:
-        for name, value in [*keywords.items()]:
-            if value is None:
-                del keywords[name]
+    def run(self, op: Op, x: Tensor, keywords: Keywords) -> object:
+        keywords = {name: value for name, value in keywords.items() if value is not None}
         if torch.compiler.is_dynamo_compiling():
             from ..dynamo.frontend import run_op
 

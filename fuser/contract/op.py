@@ -134,7 +134,7 @@ class StandaloneRunner(Protocol):
     This file does not import the code that runs ops: :mod:`sequential` sets :attr:`Op._standalone` when it is imported.
     """
 
-    def run(self, op: Op, x: Tensor, keywords: dict[str, object], /) -> Any:
+    def run(self, op: Op, x: Tensor, keywords: Keywords, /) -> Any:
         """``op(x, **keywords)``; drops the keywords that are None."""
 
     def traced_plan(self, op: Op, flags: Flags, /, *call: object) -> Any:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from .errors import ArgumentError
+
+shape_of: Callable[[Any], torch.Size] = attrgetter("shape")
+"""Returns the shape of a tensor. It is written in C, since hot calls map it over their tensors."""
 
 
 class TensorSpec(NamedTuple):

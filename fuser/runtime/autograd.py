@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from operator import attrgetter
 from threading import local
 from typing import NamedTuple, Protocol
 
@@ -18,7 +17,7 @@ from ..contract.errors import ArgumentError, DoubleBackwardError
 from ..contract.op import Keywords, Op
 from ..contract.overrides import patched_half
 from ..contract.parametrized import foreseen, is_certain
-from ..contract.spec import Specs, TensorSpec, check_layout
+from ..contract.spec import Specs, TensorSpec, check_layout, shape_of
 from ..contract.torch_private import (
     apply_of,
     forward_ad_state,
@@ -29,7 +28,6 @@ from ..contract.torch_private import (
 from .call import BackwardContext, EagerStep, ForwardResult, Node, call_fwd, with_reserved
 
 _NOTHING: frozenset[str] = frozenset()
-_shape = attrgetter("shape")
 
 
 class StepCapture(Protocol):
@@ -115,7 +113,7 @@ def run(
         names, tensors = _differentiable(op, x, keywords, input_names)
         for tensor in tensors:
             if tensor.requires_grad:
-                shapes = () if op.promises.replayable else (*map(_shape, tensors),)
+                shapes = () if op.promises.replayable else (*map(shape_of, tensors),)
                 step = EagerStep(op, keywords, runtime.autocast_dtype, names, x_is_inner, shapes)
                 return apply(partial(step.run, x) if session is None else partial(session.run, step, tensors), *tensors)
     if session is None:  # no state of the backward is needed

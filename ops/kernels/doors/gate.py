@@ -19,7 +19,7 @@ def gate_product(layout: Layout, a: Tensor, b: Tensor, bias: Tensor | None = Non
     is_recorded = trace.current_trace() is not None
     if a.shape[0] and (is_recorded or not isinstance(a, trace.WITHOUT_DATA)):
         choice = dispatch.choose(problem, is_recorded)
-        if choice.kernels.backend is not None:
+        if not choice.is_fallback:
             problem.out = a.new_empty(problem.shape, dtype=wide)
             dispatch.solve(problem, choice)
             return problem.out

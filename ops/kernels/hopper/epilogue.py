@@ -85,7 +85,8 @@ def _backward_refusal(problem: GroupedGemm, epilogue: ActivateBackward) -> str |
     block, grads = epilogue.spec.block, epilogue.grads
     if block is not None and block not in _NARROW and block % 8:
         return f"has no loads for blocks of {block} columns"
-    if not problem.alpha is problem.beta is problem.bias is problem.row_scale is None:
+    p = problem
+    if p.alpha is not None or p.beta is not None or p.bias is not None or p.row_scale is not None:
         return "takes no factors"
     if grads.bias is not None and grads.bias.dtype not in TYPE_CODES:
         return "needs biases of 16 or 32 bits"
