@@ -118,8 +118,8 @@ LONGEST = (
     "test_router",
     "test_imports",
 )
-"""The longest files of a part: they are begun first, for which the Makefile keeps xdist from
-ordering files by their number of tests. Else a worker waits for the other at the end."""
+"""The longest files of a part. They begin first, so that no worker waits for another at the end; the Makefile keeps
+xdist from ordering files by their number of tests."""
 
 
 WHOLE = {
@@ -152,8 +152,8 @@ ALIKE = {
     "test_scaled_activation": "the kernels of Float8Block on the CPU",
     "test_transformers_compile": "models of transformers under torch.compile",
 }
-"""Files of which each test takes seconds to do another thing with the same code, and with what. ``--sample`` runs a
-quarter of their tests in a part, and each in four parts."""
+"""Files whose tests exercise the same code and take seconds each, and the reason of their time. In each part
+``--sample`` runs a quarter of their tests, so each test runs in four parts."""
 
 PARTS, QUARTERS = 16, 4
 
@@ -198,9 +198,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def sample(items: list[pytest.Item], part: int) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """The cases that run, and those that are left out.
 
-    The first case of each test runs, and those that a checksum of their names puts
-    into this part: the same on every worker and in every run. Of files of tests that are
-    alike, only every fourth test runs.
+    The first case of each test runs, and the cases that a checksum of their names puts into this part: the same on
+    every worker and in every run. Of the files in ``ALIKE`` only every fourth test runs.
     """
     tests = defaultdict[str, dict[object, int]](dict)  # of each file, in order
     kept, left_out = list[pytest.Item](), list[pytest.Item]()

@@ -125,7 +125,7 @@ def extend(kind: type[Config]) -> None:
 
 
 active_config: Callable[[], Config] = partial(getattr, thread_config, "config")
-"""Returns the switches in force. It is no Python function: hot calls ask."""
+"""Returns the switches in force. It is written in C, since every hot call asks for them."""
 
 
 @contextmanager

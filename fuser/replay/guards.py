@@ -17,7 +17,7 @@ _MANY_ROWS = 2**20  # beyond which other kernels might be needed
 _MULTIPLES_FROM = 1024  # rows; of fewer, a size that does not grow with them may be a multiple
 REPLAYED = "replayed"
 address_bits: Callable[[Iterable[int]], int] = partial(reduce, or_)
-"""The bits that some addresses have. Some kernels depend on the last four of them."""
+"""Returns the bitwise or of addresses. Its last four bits are 0 if all are aligned to 16 bytes."""
 
 
 class Captured(Protocol):

@@ -44,7 +44,7 @@ class EPDispatch(Op):
         recipe: ``Float8Block()``: tokens are quantised before they are sent, which halves the traffic. Rows are then
             the dequantised values in bfloat16; a linear under that recipe gives the same output as for the tokens. A
             fused op whose linears follow the recipe reads the bytes. It quantises the operands of weight gradients from
-            the values, with one more rounding. None: tokens are sent unchanged.
+            them, with one more rounding. None: tokens are sent unchanged.
 
     Keyword Args:
         top_k_index: int32 or int64 [T, k], the experts of each token, on all ranks. An id below 0, or of
