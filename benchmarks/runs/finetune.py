@@ -42,8 +42,11 @@ class StepCost(NamedTuple):
     seconds: float
 
 
-def checkpoint(folder: Path, layers: int, shrink: int) -> Path:
-    """Writes a slice of the published model with random weights: experts as blocks and scales, the rest in bfloat16."""
+def checkpoint(folder: Path, layers: int, shrink: int, device: str) -> Path:
+    """Writes a slice of the published model with random weights: experts as blocks and scales, the rest in bfloat16.
+
+    They are drawn on ``device``: a CPU takes a minute for the numbers of a published embedding.
+    """
     config, transformers = config_of(PRESET, layers, shrink, 4096), import_module("transformers")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -52,10 +55,10 @@ def checkpoint(folder: Path, layers: int, shrink: int) -> Path:
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             experts, rows, columns = tensor.mT.shape
             blocks = experts, rows, math.ceil(columns / BLOCK)
-            state[f"{name}_blocks"] = torch.randint(256, (*blocks, BLOCK // 2), dtype=torch.uint8)
-            state[f"{name}_scales"] = torch.randint(116, 120, blocks, dtype=torch.uint8)
+            state[f"{name}_blocks"] = torch.randint(256, (*blocks, BLOCK // 2), dtype=torch.uint8, device=device)
+            state[f"{name}_scales"] = torch.randint(116, 120, blocks, dtype=torch.uint8, device=device)
         else:
-            state[name] = (torch.randn(tensor.shape) * 0.02).bfloat16()
+            state[name] = (torch.randn(tensor.shape, device=device) * 0.02).bfloat16()
     import_module("safetensors.torch").save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     written = config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
     written["architectures"] = [type(model).__name__]
@@ -80,7 +83,7 @@ def adapted(folder: Path, device: str) -> Any:
 def measure(layers: int, args: argparse.Namespace) -> StepCost:
     """Trains a slice for some steps."""
     with tempfile.TemporaryDirectory() as folder:
-        model = adapted(checkpoint(Path(folder), layers, args.shrink), args.device)
+        model = adapted(checkpoint(Path(folder), layers, args.shrink, args.device), args.device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = adamw(trained)
     ids = torch.randint(model.config.vocab_size, (1, args.tokens), device=args.device)
