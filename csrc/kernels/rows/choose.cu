@@ -5,6 +5,7 @@
 
 #include "device/rows/logits.cuh"
 #include "fusible/device.h"
+#include "fusible/overlapping_launch.h"
 #include "kernels/rows/choose_launch.h"
 
 namespace fusible {
@@ -107,11 +108,20 @@ DEVICE int chosen(const float (&x)[kCount], const Choice& c, float log_total, fl
   return id;
 }
 
+// The parameter of both kernels. Each begins beside the one before it, since every launch costs microseconds.
+struct ChoiceLaunch {
+  Choice choice;
+  TokenStretches stretches;
+  bool vectors;
+};
+
 template <Scores kScores, int kCount, int kParts>
-__global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 1)
-    choose_experts(const __grid_constant__ Choice c, int64_t stretch, bool vectors) {
+__global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 1) choose_experts(const __grid_constant__ ChoiceLaunch p) {
   extern __shared__ __align__(16) float shared[];
+  ptx::let_next_kernel_begin();
+  ptx::wait_for_earlier_kernels();
   constexpr int kTeams = kTeamsOfBlock<kParts>;
+  const Choice& c = p.choice;
   const ChoiceRule& r = c.rule;
   const ChoiceShared layout(c, kTeams);
   const BlockSums block{r.experts, c.slots != nullptr};
@@ -123,7 +133,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 1)
   __syncthreads();
 
   float of_experts[kCount] = {}, squares = 0.f;
-  const int64_t begin = blockIdx.x * stretch, end = min(r.tokens, begin + stretch);
+  const int64_t begin = blockIdx.x * p.stretches.tokens, end = min(r.tokens, begin + p.stretches.tokens);
   for (int64_t token = begin + own; token < end; token += kTeams) {
     const int64_t slot = token * r.top_k + team.lane;
     const bool writes = team.part == 0 && team.lane < r.top_k;
@@ -132,7 +142,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 1)
       continue;
     }
     float x[kCount];
-    load_logits(x, r, token, vectors, team);
+    load_logits(x, r, token, p.vectors, team);
     const float highest = highest_of(x, team);
     const bool regular = is_finite(highest), tallied = block.tallied && regular, by_scores = c.bias || c.groups > 1;
     float log_total = 0.f;  // the logarithm that softmax divides by
@@ -187,9 +197,11 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 1)
 
 // 32 numbers per block: a warp adds those of some blocks, then the first warp adds the warps, always in this order.
 constexpr int kAdders = 16;
-__global__ void __launch_bounds__(32 * kAdders) add_blocks(const __grid_constant__ Choice c, int blocks) {
+__global__ void __launch_bounds__(32 * kAdders) add_blocks(const __grid_constant__ ChoiceLaunch p) {
+  ptx::wait_for_earlier_kernels();
   __shared__ int64_t counts[kAdders][32], others[kAdders][32];
   __shared__ float sums[kAdders][32];
+  const Choice& c = p.choice;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, experts = c.rule.experts;
   const BlockSums block{experts, c.slots != nullptr};
   const int expert = blockIdx.x * 32 + lane, last = block.tallied ? experts : experts - 1;
@@ -197,7 +209,7 @@ __global__ void __launch_bounds__(32 * kAdders) add_blocks(const __grid_constant
   float sum = 0.f;
   if (expert <= last) {
 #pragma unroll 4
-    for (int b = warp; b < blocks; b += kAdders) {
+    for (int b = warp; b < p.stretches.blocks; b += kAdders) {
       const int32_t* from = c.workspace + b * block.words();
       count += from[expert == experts ? 2 * experts : expert];
       if (!block.tallied) continue;
@@ -220,7 +232,8 @@ __global__ void __launch_bounds__(32 * kAdders) add_blocks(const __grid_constant
 
 int64_t choice_workspace(int64_t tokens, int experts, bool tallied) {
   const BlockSums block{experts, tallied};
-  return token_stretches(tokens, experts).blocks * block.words() * static_cast<int64_t>(sizeof(int32_t));
+  return token_stretches(tokens, experts, kMostChoiceBlocks).blocks * block.words() *
+         static_cast<int64_t>(sizeof(int32_t));
 }
 
 void choose(const Choice& c, int device, cudaStream_t stream) {
@@ -230,19 +243,22 @@ void choose(const Choice& c, int device, cudaStream_t stream) {
                 " groups can divide ", r.experts, " experts, got ", c.groups);
   FUSIBLE_CHECK(c.workspace, "a choice of experts needs a workspace, got none");
   const DeviceGuard guard(device);
-  const TokenStretches stretches = token_stretches(r.tokens, r.experts);
-  const bool vectors = vectors_fit(4, {r.experts}, {r.logits});
+  const ChoiceLaunch p{c, token_stretches(r.tokens, r.experts, kMostChoiceBlocks),
+                       vectors_fit(4, {r.experts}, {r.logits})};
+  const auto launch = [&](const void* kernel, int64_t blocks, int threads, size_t bytes) {
+    FUSIBLE_CUDA_CHECK(launch_overlapping(kernel, static_cast<unsigned>(blocks), threads, bytes, stream, p),
+                       "choice of ", r.top_k, " of ", r.experts, " experts by ", r.tokens, " tokens");
+  };
   dispatch_choice(r, [&](auto scores, auto count, auto parts) {
-    const auto kernel = choose_experts<decltype(scores)::value, decltype(count)::value, decltype(parts)::value>;
+    const auto kernel = reinterpret_cast<const void*>(
+        &choose_experts<decltype(scores)::value, decltype(count)::value, decltype(parts)::value>);
     const size_t bytes = ChoiceShared(c, kTeamsOfBlock<decltype(parts)::value>).bytes();
-    FUSIBLE_CUDA_CHECK(
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-        "choice of experts with ", bytes, " bytes of shared memory");
-    kernel<<<stretches.blocks, kThreadsOfBlock<decltype(parts)::value>, bytes, stream>>>(c, stretches.tokens, vectors);
+    FUSIBLE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+                       "choice of experts with ", bytes, " bytes of shared memory");
+    launch(kernel, p.stretches.blocks, kThreadsOfBlock<decltype(parts)::value>, bytes);
   });
   const int numbers = r.experts + (c.slots != nullptr);
-  add_blocks<<<blocks_of(numbers, 32), 32 * kAdders, 0, stream>>>(c, stretches.blocks);
-  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "choice of ", r.top_k, " of ", r.experts, " experts by ", r.tokens, " tokens");
+  launch(reinterpret_cast<const void*>(&add_blocks), blocks_of(numbers, 32), 32 * kAdders, 0);
 }
 
 }  // namespace fusible

@@ -130,7 +130,7 @@ void choose_backward(const ChoiceBackward& c, int device, cudaStream_t stream) {
   check_rule(r);
   if (!r.tokens) return;
   const DeviceGuard guard(device);
-  const TokenStretches stretches = token_stretches(r.tokens, r.experts);
+  const TokenStretches stretches = token_stretches(r.tokens, r.experts, kMostGradientBlocks);
   const bool vectors = vectors_fit(4, {r.experts}, {r.logits, c.d_logits});
   dispatch_choice(r, [&](auto scores, auto count, auto parts) {
     const auto kernel =

@@ -9,7 +9,8 @@
 
 namespace fusible {
 
-constexpr int kMostChoiceBlocks = 256;
+// A choice adds up the numbers of its blocks; a gradient has none, so as many blocks as keep the device busy.
+constexpr int kMostChoiceBlocks = 256, kMostGradientBlocks = 1024;
 
 // One warp a token up to 1024 experts, else all four warps of a block.
 template <int kParts>
@@ -22,9 +23,9 @@ struct TokenStretches {
   int64_t tokens;
   int blocks;
 };
-inline TokenStretches token_stretches(int64_t tokens, int experts) {
-  const int64_t wanted = std::clamp<int64_t>(blocks_of(tokens, experts > 1024 ? kTeamsOfBlock<4> : kTeamsOfBlock<1>), 1,
-                                             kMostChoiceBlocks);
+inline TokenStretches token_stretches(int64_t tokens, int experts, int most_blocks) {
+  const int64_t wanted =
+      std::clamp<int64_t>(blocks_of(tokens, experts > 1024 ? kTeamsOfBlock<4> : kTeamsOfBlock<1>), 1, most_blocks);
   const int64_t stretch = std::max<int64_t>(1, blocks_of(tokens, wanted));
   return {stretch, static_cast<int>(std::max<int64_t>(1, blocks_of(tokens, stretch)))};
 }
