@@ -23,6 +23,7 @@ LABELS = {
     "quack": "QuACK",
     "deepgemm": "DeepGEMM",
     "scattermoe": "ScatterMoE",
+    "liger": "Liger Kernel",
     "transformer_engine": "TransformerEngine",
     "dense": "one dense GEMM each, no activation",
 }

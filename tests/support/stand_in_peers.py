@@ -211,6 +211,16 @@ def scattermoe_linear(
     return y if gates is None else (gates.unsqueeze(1) @ y.view(*gates.shape, -1)).squeeze(1)
 
 
+class LigerFusedMoEFunction:
+    @staticmethod
+    def apply(x: Tensor, w1: Tensor, w2: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        assert top_k_index.dtype == torch.int32
+        pre = torch.einsum("th,tkfh->tkf", x, w1[top_k_index])
+        gate, up = pre.chunk(2, -1)
+        y = torch.einsum("tkf,tkhf->tkh", F.silu(gate) * up, w2[top_k_index])
+        return (y * top_k_weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
 def flatten_sort_count(expert_idxs: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     ordered, slots = torch.sort(expert_idxs.flatten())
     return ordered, slots, torch.bincount(ordered, minlength=num_experts).cumsum(-1)
@@ -410,6 +420,9 @@ def modules() -> dict[str, dict[str, Any]]:
         "sonicmoe.functional": {"moe_general_routing_inputs": sonicmoe_layer},
         "deep_gemm": deepgemm,
         "scattermoe": {"parallel_linear": scattermoe_linear, "flatten_sort_count": flatten_sort_count},
+        "liger_kernel": {},
+        "liger_kernel.ops": {},
+        "liger_kernel.ops.fused_moe": {"LigerFusedMoEFunction": LigerFusedMoEFunction},
         "transformer_engine": {},
         "transformer_engine.pytorch": {},
         "transformer_engine.pytorch.ops": {**ops, "Sequential": TransformerEngineSequential},

@@ -79,7 +79,7 @@ def test_a_model_that_a_peer_does_not_compute_is_left_out() -> None:
 
     own = "failed (ValueError: it computes SwiGLU experts without bias only)"
     assert reasons == {
-        **dict.fromkeys(("sonicmoe", "quack", "deepgemm"), own),
+        **dict.fromkeys(("sonicmoe", "quack", "deepgemm", "liger"), own),
         "scattermoe": None,
         "transformer_engine": "cannot take weights that a model owns",
     }
