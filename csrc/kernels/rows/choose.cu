@@ -5,7 +5,6 @@
 
 #include "device/rows/logits.cuh"
 #include "fusible/device.h"
-#include "fusible/overlapping_launch.h"
 #include "kernels/rows/choose_launch.h"
 
 namespace fusible {
@@ -20,18 +19,20 @@ struct BlockSums {
   __host__ __device__ int counters() const { return tallied ? 2 * experts + 1 : experts; }
 };
 
+// After the exchange: counters; of each team a row of keys, if experts are in groups, and one of sums, if wanted.
 struct ChoiceShared {
   static constexpr int kExchange = 8;  // floats of warps, or 64-bit numbers of parts
-  int counters, row, rows;
-  __host__ __device__ ChoiceShared(const Choice& c, int teams)
-      : counters(BlockSums{c.rule.experts, c.slots != nullptr}.counters()),
-        row(c.rule.experts),
-        rows(c.groups > 1 ? teams
-             : c.slots    ? 1
-                          : 0) {}
-  __host__ __device__ size_t bytes() const {
-    return sizeof(float) * (kExchange + static_cast<size_t>(counters) + static_cast<size_t>(rows) * row);
-  }
+  int experts, teams, counters;
+  bool grouped, tallied;
+  __host__ __device__ ChoiceShared(const Choice& c, int of_block)
+      : experts(c.rule.experts),
+        teams(of_block),
+        counters(BlockSums{experts, c.slots != nullptr}.counters()),
+        grouped(c.groups > 1),
+        tallied(c.slots != nullptr) {}
+  __host__ __device__ int keys(int team) const { return kExchange + counters + team * experts; }
+  __host__ __device__ int sums(int team) const { return keys((grouped ? teams : 0) + team); }
+  __host__ __device__ size_t bytes() const { return sizeof(float) * static_cast<size_t>(sums(tallied ? teams : 0)); }
 };
 
 // Leaves keys of 0 to the experts outside of the best groups. `row` is of this team, [experts].
@@ -68,22 +69,47 @@ DEVICE void keep_best_groups(uint32_t (&keys)[kCount], float* row, const Choice&
   team.meet();
 }
 
-// The next choice, whose place gets key 0.
-template <int kCount, int kParts>
-DEVICE int take_best(uint32_t (&keys)[kCount], const Team<kParts>& team) {
-  uint32_t most = 0;
-  int at = 0;
+// The keys of a lane, and the highest of each few neighbours, so that a choice looks again at these few alone.
+template <int kCount>
+struct LaneKeys {
+  static constexpr int kFew = kCount > 16 ? 8 : 4;
+  uint32_t (&keys)[kCount];
+  uint32_t most[kCount / kFew];
+  int at[kCount / kFew];
+
+  DEVICE explicit LaneKeys(uint32_t (&of_lane)[kCount]) : keys(of_lane) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    if (keys[i] > most) most = keys[i], at = i;  // the first of equals
-  const uint32_t mine = expert_of<kCount>(at, team);
-  uint32_t expert = mine;
-  team.best(most, expert);
+    for (int few = 0; few < kCount / kFew; ++few) look(few);
+  }
+  DEVICE void look(int few) {
+    most[few] = 0, at[few] = few * kFew;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    if (mine == expert && i == at) keys[i] = 0;
-  return static_cast<int>(expert);
-}
+    for (int i = few * kFew; i < (few + 1) * kFew; ++i)
+      if (keys[i] > most[few]) most[few] = keys[i], at[few] = i;  // the first of equals
+  }
+  // The next choice, whose place gets key 0.
+  template <int kParts>
+  DEVICE int take_best(const Team<kParts>& team) {
+    uint32_t highest = most[0];
+    int place = at[0];
+#pragma unroll
+    for (int few = 1; few < kCount / kFew; ++few)
+      if (most[few] > highest) highest = most[few], place = at[few];
+    const uint32_t mine = expert_of<kCount>(place, team);
+    uint32_t expert = mine;
+    team.best(highest, expert);
+    const int chosen = static_cast<int>(expert) % (32 * kCount) / 128 * 4 / kFew;  // the same in all lanes
+#pragma unroll
+    for (int few = 0; few < kCount / kFew; ++few) {
+      if (few != chosen) continue;
+#pragma unroll
+      for (int i = few * kFew; i < (few + 1) * kFew; ++i)
+        if (mine == expert && i == place) keys[i] = 0;
+      look(few);
+    }
+    return static_cast<int>(expert);
+  }
+};
 
 // The chosen expert of this lane's slot; -1 in lanes without a slot.
 template <Scores kScores, int kCount, int kParts>
@@ -100,40 +126,33 @@ DEVICE int chosen(const float (&x)[kCount], const Choice& c, float log_total, fl
     keys[i] = expert < c.rule.experts ? key_of(compared) : 0;
   }
   if (c.groups > 1) keep_best_groups(keys, row, c, team);
+  LaneKeys<kCount> best(keys);
   int id = -1;
   for (int j = 0; j < c.rule.top_k; ++j) {
-    const int expert = take_best(keys, team);
+    const int expert = best.take_best(team);
     if (team.lane == j) id = expert;
   }
   return id;
 }
 
-// The parameter of both kernels. Each begins beside the one before it, since every launch costs microseconds.
-struct ChoiceLaunch {
-  Choice choice;
-  TokenStretches stretches;
-  bool vectors;
-};
-
 template <Scores kScores, int kCount, int kParts>
-__global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 1) choose_experts(const __grid_constant__ ChoiceLaunch p) {
+__global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 2)
+    choose_experts(const __grid_constant__ Choice c, int64_t stretch, bool vectors) {
   extern __shared__ __align__(16) float shared[];
-  ptx::let_next_kernel_begin();
-  ptx::wait_for_earlier_kernels();
   constexpr int kTeams = kTeamsOfBlock<kParts>;
-  const Choice& c = p.choice;
   const ChoiceRule& r = c.rule;
   const ChoiceShared layout(c, kTeams);
   const BlockSums block{r.experts, c.slots != nullptr};
   const int warp = threadIdx.x / 32, own = warp / kParts;
   const Team<kParts> team{static_cast<int>(threadIdx.x % 32), warp % kParts, reinterpret_cast<uint64_t*>(shared)};
   int* counters = reinterpret_cast<int*>(shared + ChoiceShared::kExchange);
-  float* rows = shared + ChoiceShared::kExchange + layout.counters;
+  float *sums = shared + layout.sums(own), squares = 0.f;
   for (int i = threadIdx.x; i < layout.counters; i += kThreadsOfBlock<kParts>) counters[i] = 0;
+  if (block.tallied)
+    for (int i = threadIdx.x; i < kTeams * r.experts; i += kThreadsOfBlock<kParts>) shared[layout.sums(0) + i] = 0.f;
   __syncthreads();
 
-  float of_experts[kCount] = {}, squares = 0.f;
-  const int64_t begin = blockIdx.x * p.stretches.tokens, end = min(r.tokens, begin + p.stretches.tokens);
+  const int64_t begin = blockIdx.x * stretch, end = min(r.tokens, begin + stretch);
   for (int64_t token = begin + own; token < end; token += kTeams) {
     const int64_t slot = token * r.top_k + team.lane;
     const bool writes = team.part == 0 && team.lane < r.top_k;
@@ -142,7 +161,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 1) choose_experts(con
       continue;
     }
     float x[kCount];
-    load_logits(x, r, token, p.vectors, team);
+    load_logits(x, r, token, vectors, team);
     const float highest = highest_of(x, team);
     const bool regular = is_finite(highest), tallied = block.tallied && regular, by_scores = c.bias || c.groups > 1;
     float log_total = 0.f;  // the logarithm that softmax divides by
@@ -150,9 +169,10 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 1) choose_experts(con
       const float top = log_score<kScores>(highest), total = total_of<kScores>(x, highest, team);
       if (kScores == Scores::kSoftmax) log_total = top + logf(total);
       if (tallied) {
+        const float share = 1.f / total;
 #pragma unroll
         for (int i = 0; i < kCount; ++i)
-          of_experts[i] += x[i] == -kInfinity ? 0.f : expf(log_score<kScores>(x[i]) - top) / total;
+          if (x[i] != -kInfinity) sums[expert_of<kCount>(i, team)] += expf(log_score<kScores>(x[i]) - top) * share;
         float lse = log_total;
         if (kScores != Scores::kSoftmax) lse = highest + logf(total_of<Scores::kSoftmax>(x, highest, team));
         squares += lse * lse;
@@ -160,8 +180,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 1) choose_experts(con
       }
     }
     int64_t id = c.given && team.lane < r.top_k ? c.given[slot] : -1;
-    if (!__ballot_sync(~0u, id != -1))
-      id = chosen<kScores>(x, c, log_total, rows + (c.groups > 1 ? own * layout.row : 0), team);
+    if (!__ballot_sync(~0u, id != -1)) id = chosen<kScores>(x, c, log_total, shared + layout.keys(own), team);
     const bool exists = id >= 0 && id < r.experts;
     const float at = exists ? read_number(r.logits, r.type, token * r.experts + id) : -kInfinity;
     const float weight = weight_of(exists ? log_score<kScores>(at) : -kInfinity, log_total, r.normalize);
@@ -172,36 +191,25 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 1) choose_experts(con
     }
   }
 
-  if (block.tallied) {
-    __syncthreads();  // team after team, so that the order is one
-    for (int turn = 0; turn < kTeams; ++turn) {
-      if (own == turn) {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          const int expert = expert_of<kCount>(i, team);
-          if (expert < r.experts) rows[expert] = of_experts[i] + (turn ? rows[expert] : 0.f);
-        }
-        if (team.part == 0 && team.lane == 0) shared[0] = squares + (turn ? shared[0] : 0.f);
-      }
-      __syncthreads();
-    }
-  }
+  __syncthreads();
+  if (block.tallied && team.part == 0 && team.lane == 0) shared[own] = squares;
   __syncthreads();
   int32_t* out = c.workspace + blockIdx.x * block.words();
   for (int i = threadIdx.x; i < layout.counters; i += kThreadsOfBlock<kParts>) out[i] = counters[i];
   if (!block.tallied) return;
-  float* sums = reinterpret_cast<float*>(out + layout.counters);
-  for (int e = threadIdx.x; e < r.experts; e += kThreadsOfBlock<kParts>) sums[e] = rows[e];
-  if (threadIdx.x == 0) sums[r.experts] = shared[0];
+  float* of_block = reinterpret_cast<float*>(out + layout.counters);
+  for (int e = threadIdx.x; e <= r.experts; e += kThreadsOfBlock<kParts>) {
+    float sum = 0.f;  // team after team, so that the order is one
+    for (int t = 0; t < kTeams; ++t) sum += e < r.experts ? shared[layout.sums(t) + e] : shared[t];
+    of_block[e] = sum;
+  }
 }
 
 // 32 numbers per block: a warp adds those of some blocks, then the first warp adds the warps, always in this order.
 constexpr int kAdders = 16;
-__global__ void __launch_bounds__(32 * kAdders) add_blocks(const __grid_constant__ ChoiceLaunch p) {
-  ptx::wait_for_earlier_kernels();
+__global__ void __launch_bounds__(32 * kAdders) add_blocks(const __grid_constant__ Choice c, int blocks) {
   __shared__ int64_t counts[kAdders][32], others[kAdders][32];
   __shared__ float sums[kAdders][32];
-  const Choice& c = p.choice;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, experts = c.rule.experts;
   const BlockSums block{experts, c.slots != nullptr};
   const int expert = blockIdx.x * 32 + lane, last = block.tallied ? experts : experts - 1;
@@ -209,7 +217,7 @@ __global__ void __launch_bounds__(32 * kAdders) add_blocks(const __grid_constant
   float sum = 0.f;
   if (expert <= last) {
 #pragma unroll 4
-    for (int b = warp; b < p.stretches.blocks; b += kAdders) {
+    for (int b = warp; b < blocks; b += kAdders) {
       const int32_t* from = c.workspace + b * block.words();
       count += from[expert == experts ? 2 * experts : expert];
       if (!block.tallied) continue;
@@ -243,22 +251,19 @@ void choose(const Choice& c, int device, cudaStream_t stream) {
                 " groups can divide ", r.experts, " experts, got ", c.groups);
   FUSIBLE_CHECK(c.workspace, "a choice of experts needs a workspace, got none");
   const DeviceGuard guard(device);
-  const ChoiceLaunch p{c, token_stretches(r.tokens, r.experts, kMostChoiceBlocks),
-                       vectors_fit(4, {r.experts}, {r.logits})};
-  const auto launch = [&](const void* kernel, int64_t blocks, int threads, size_t bytes) {
-    FUSIBLE_CUDA_CHECK(launch_overlapping(kernel, static_cast<unsigned>(blocks), threads, bytes, stream, p),
-                       "choice of ", r.top_k, " of ", r.experts, " experts by ", r.tokens, " tokens");
-  };
+  const TokenStretches stretches = token_stretches(r.tokens, r.experts, kMostChoiceBlocks);
+  const bool vectors = vectors_fit(4, {r.experts}, {r.logits});
   dispatch_choice(r, [&](auto scores, auto count, auto parts) {
-    const auto kernel = reinterpret_cast<const void*>(
-        &choose_experts<decltype(scores)::value, decltype(count)::value, decltype(parts)::value>);
+    const auto kernel = choose_experts<decltype(scores)::value, decltype(count)::value, decltype(parts)::value>;
     const size_t bytes = ChoiceShared(c, kTeamsOfBlock<decltype(parts)::value>).bytes();
-    FUSIBLE_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-                       "choice of experts with ", bytes, " bytes of shared memory");
-    launch(kernel, p.stretches.blocks, kThreadsOfBlock<decltype(parts)::value>, bytes);
+    FUSIBLE_CUDA_CHECK(
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+        "choice of experts with ", bytes, " bytes of shared memory");
+    kernel<<<stretches.blocks, kThreadsOfBlock<decltype(parts)::value>, bytes, stream>>>(c, stretches.tokens, vectors);
   });
   const int numbers = r.experts + (c.slots != nullptr);
-  launch(reinterpret_cast<const void*>(&add_blocks), blocks_of(numbers, 32), 32 * kAdders, 0);
+  add_blocks<<<blocks_of(numbers, 32), 32 * kAdders, 0, stream>>>(c, stretches.blocks);
+  FUSIBLE_CUDA_CHECK(cudaGetLastError(), "choice of ", r.top_k, " of ", r.experts, " experts by ", r.tokens, " tokens");
 }
 
 }  // namespace fusible

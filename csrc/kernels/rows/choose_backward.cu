@@ -14,39 +14,63 @@ namespace {
 // Numbers of a token that its whole row reads.
 struct DenseTerms {
   float log_total = 0.f;         // the logarithm that softmax divides by
-  float top = 0.f, total = 1.f;  // the highest logarithm of a score, and the sum of scores by it
+  float top = 0.f, share = 1.f;  // the highest logarithm of a score, and what makes scores by it probabilities
   float lse = 0.f, pull = 0.f;   // the logsumexp of the logits; the mean of d_sums by the probabilities
   float of_weights = 0.f;        // the gradient that unnormalised softmax weights share
   bool sums = false, squares = false;
 };
 
+// The share of a score in all scores; of softmax, `x` is it already.
+template <Scores kScores>
+DEVICE float probability(float x, const DenseTerms& d) {
+  if (kScores == Scores::kSoftmax) return x;
+  return x == -kInfinity ? 0.f : expf(log_score<kScores>(x) - d.top) * d.share;
+}
+
+// For softmax, the logits become the probabilities, which all of its terms are multiples of.
 template <Scores kScores, int kCount, int kParts>
-DEVICE DenseTerms dense_terms(const float (&x)[kCount], const ChoiceBackward& c, const Team<kParts>& team) {
+DEVICE DenseTerms dense_terms(float (&x)[kCount], const ChoiceBackward& c, const Team<kParts>& team) {
   DenseTerms d;
   const float highest = highest_of(x, team);
   const bool regular = is_finite(highest);
   d.sums = c.d_sums && regular, d.squares = c.d_squares && regular;
-  d.top = log_score<kScores>(highest), d.total = total_of<kScores>(x, highest, team);
-  if (kScores == Scores::kSoftmax) d.lse = d.log_total = d.top + logf(d.total);
-  else if (d.squares) d.lse = highest + logf(total_of<Scores::kSoftmax>(x, highest, team));
+  d.top = log_score<kScores>(highest);
+  if (kScores != Scores::kSoftmax && d.squares) d.lse = highest + logf(total_of<Scores::kSoftmax>(x, highest, team));
+  float total = 0.f;
+  if constexpr (kScores == Scores::kSoftmax) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) total += x[i] = x[i] == -kInfinity ? 0.f : expf(x[i] - d.top);
+    total = team.sum(total);
+    d.lse = d.log_total = d.top + logf(total);
+  } else {
+    total = total_of<kScores>(x, highest, team);
+  }
+  d.share = 1.f / total;
+  if constexpr (kScores == Scores::kSoftmax) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = x[i] == 0.f ? 0.f : x[i] * d.share;  // also where all are 0
+  }
   if (!d.sums) return d;
 #pragma unroll
   for (int i = 0; i < kCount; ++i)
-    if (x[i] != -kInfinity)
-      d.pull += expf(log_score<kScores>(x[i]) - d.top) / d.total * c.d_sums[expert_of<kCount>(i, team)];
+    if (const int expert = expert_of<kCount>(i, team); expert < c.rule.experts)
+      d.pull += probability<kScores>(x[i], d) * c.d_sums[expert];
   d.pull = team.sum(d.pull);
   return d;
 }
 
 template <Scores kScores>
 DEVICE float dense_gradient(float x, int expert, const DenseTerms& d, const ChoiceBackward& c) {
+  const float p = probability<kScores>(x, d);
+  if (kScores == Scores::kSoftmax) {
+    float of_probability = -d.of_weights;
+    if (d.sums) of_probability += c.d_sums[expert] - d.pull;
+    if (d.squares) of_probability += 2.f * *c.d_squares * d.lse;
+    return p == 0.f || of_probability == 0.f ? 0.f : p * of_probability;  // be the probabilities NaN
+  }
   if (x == -kInfinity) return 0.f;
   float gradient = 0.f;
-  if (d.of_weights != 0.f) gradient -= expf(x - d.lse) * d.of_weights;
-  if (d.sums) {
-    const float p = expf(log_score<kScores>(x) - d.top) / d.total;
-    gradient += p * (c.d_sums[expert] - d.pull) * slope<kScores>(x);
-  }
+  if (d.sums) gradient += p * (c.d_sums[expert] - d.pull) * slope<kScores>(x);
   if (d.squares) gradient += 2.f * *c.d_squares * d.lse * expf(x - d.lse);
   return gradient;
 }
@@ -78,7 +102,7 @@ DEVICE float scatter_chosen(float* row, const ChoiceBackward& c, int64_t token, 
 }
 
 template <Scores kScores, int kCount, int kParts>
-__global__ void __launch_bounds__(kThreadsOfBlock<kParts>)
+__global__ void __launch_bounds__(kThreadsOfBlock<kParts>, kCount > 16 ? 2 : 4)
     choose_experts_backward(const __grid_constant__ ChoiceBackward c, int64_t stretch, bool vectors) {
   extern __shared__ __align__(16) float shared[];
   constexpr int kTeams = kTeamsOfBlock<kParts>;
