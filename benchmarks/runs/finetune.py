@@ -4,8 +4,9 @@
     python -m fusible.benchmarks.runs.finetune --shrink 45 --tokens 64 --device cpu
 
 The lines are those of a user: ``from_pretrained`` of a checkpoint in OpenAI's format (random bytes), PEFT's LoRA on
-all linears and experts, activation checkpointing, AdamW in float32 for the adapters. The last row extends the first two
-to all layers: each layer adds the same.
+all linears and experts, activation checkpointing, AdamW in float32 for the adapters, and the loss in parts of 1024
+tokens: the logits of 8192 and their gradients take 20 GB. The last row extends the first two to all layers: each layer
+adds the same.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import fusible.integrations.transformers  # noqa: F401
 
@@ -30,7 +33,7 @@ from .main_weights import adamw, state_of
 from .slices import SLICES, config_of
 from .trainer import checkpoint_layers
 
-PRESET, PUBLISHED_LAYERS, BLOCK, RANK = "gpt-oss-20b", 24, 32, 8
+PRESET, PUBLISHED_LAYERS, BLOCK, RANK, LOSS_TOKENS = "gpt-oss-20b", 24, 32, 8, 1024
 
 
 class StepCost(NamedTuple):
@@ -42,7 +45,7 @@ class StepCost(NamedTuple):
     seconds: float
 
 
-def checkpoint(folder: Path, layers: int, shrink: int, device: str) -> Path:
+def write_checkpoint(folder: Path, layers: int, shrink: int, device: str) -> Path:
     """Writes a slice of the published model with random weights: experts as blocks and scales, the rest in bfloat16.
 
     They are drawn on ``device``: a CPU takes a minute for the numbers of a published embedding.
@@ -80,16 +83,29 @@ def adapted(folder: Path, device: str) -> Any:
     return model
 
 
+def loss_in_parts(model: Any, ids: Tensor) -> Tensor:
+    """The mean loss of the next tokens of a sequence [1, T]. The backward computes the logits again, part by part."""
+    causal = model.get_base_model()
+    hidden, labels = causal.model(input_ids=ids).last_hidden_state[0, :-1], ids[0, 1:]
+
+    def part(rows: Tensor, of_rows: Tensor) -> Tensor:
+        return F.cross_entropy(causal.lm_head(rows).float(), of_rows, reduction="sum")
+
+    parts = zip(hidden.split(LOSS_TOKENS), labels.split(LOSS_TOKENS), strict=True)
+    losses = [checkpoint(part, *each, use_reentrant=False) for each in parts]
+    return torch.stack(losses).sum() / len(labels)
+
+
 def measure(layers: int, args: argparse.Namespace) -> StepCost:
     """Trains a slice for some steps."""
     with tempfile.TemporaryDirectory() as folder:
-        model = adapted(checkpoint(Path(folder), layers, args.shrink, args.device), args.device)
+        model = adapted(write_checkpoint(Path(folder), layers, args.shrink, args.device), args.device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = adamw(trained)
     ids = torch.randint(model.config.vocab_size, (1, args.tokens), device=args.device)
 
     def phases() -> Iterator[None]:
-        model(input_ids=ids, labels=ids).loss.backward()
+        loss_in_parts(model, ids).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         yield
