@@ -30,10 +30,11 @@ class RepeatedCall:
     """
 
     def __init__(
-        self, layout: FlatContainer, names: list[str], key: CallKey, last: LastCall, run: Run, first: int
+        self, layout: FlatContainer, names: list[str], extra: int, key: CallKey, last: LastCall, run: Run, first: int
     ) -> None:
         self.last, self.run, self._first = last, run, first
-        self._names, self._grad_enabled, self._config = names, last.runtime.grad_enabled, thread_config.config
+        self._names, self._extra = names, extra
+        self._grad_enabled, self._config = last.runtime.grad_enabled, thread_config.config
         self._ops, self._hooks, self._holders = layout.ops, layout.hooks, layout.holders
         self._version = sum([op.attribute_version for op in layout.ops])
         self._number, self._check = len(key.pool), tensor_guards(key.pool)
@@ -59,7 +60,7 @@ class RepeatedCall:
         ids, of_values = [*map(id, arguments)], [*map(id, values)]
         if sorted(ids) != sorted(of_values) or last.runtime.autocast_dtype or any([op._modules for op in layout.ops]):
             return None
-        repeated = cls(layout, names, key, last, run, first)
+        repeated = cls(layout, names, len(arguments) - len(names) - 1, key, last, run, first)
         if ids != of_values:
             repeated._order = itemgetter(*map(ids.index, of_values))
         return repeated
@@ -68,7 +69,7 @@ class RepeatedCall:
         """The tensors that :attr:`run` takes; None if anything that the call depends on has changed."""
         if thread_config.config is not self._config or torch.is_grad_enabled() is not self._grad_enabled:
             return None
-        if [*shared] != self._names or any(self._hooks) or observer() or x.device.type not in current_stream:
+        if [*shared] != self._names or len(extra) != self._extra or any(self._hooks) or observer():
             return None
         version, arguments = 0, [x, *extra, *shared.values()]
         pool: SlotValues = []
@@ -78,5 +79,7 @@ class RepeatedCall:
             pool += op.autograd_inputs(self._grad_enabled)
         pool += arguments if self._order is None else self._order(arguments)
         if version != self._version or len(pool) != self._number or not self._check(*pool):
+            return None  # x need not be a tensor before this
+        if x.device.type not in current_stream:
             return None
         return None if address_bits(map(Tensor.data_ptr, pool)) & 15 else pool[self._first :]

@@ -22,24 +22,38 @@ _INTERNAL = frozenset(vars(nn.Module())) - {"training"} | {
 
 
 class Attributes(NamedTuple):
-    """The names of a module's attributes: comparable values, and tensors. ``opaque``: there are others."""
+    """The names of a module's attributes: comparable values, and tensors. ``opaque``: there are others.
+
+    Among the values are those that its classes set, as it may be given its own.
+    """
 
     values: tuple[str, ...]
     tensors: tuple[str, ...]
     opaque: bool
 
 
-def attributes(module: nn.Module, path: str = "") -> Attributes:
-    """The attributes of a module or, along a dotted path, of one inside it."""
+def attributes(module: nn.Module, path: str = "", base: type[nn.Module] = nn.Module) -> Attributes:
+    """The attributes of a module or, along a dotted path, of one inside it; without those that ``base`` has too."""
     for name in path.split(".")[:-1]:
         module = module._modules[name]  # type: ignore[assignment]
     ignored = _INTERNAL | getattr(type(module), "untraced", frozenset())
     children = [id(child) for child in module._modules.values() if child is not None]
     by_name: dict[str, object] = {k: v for k, v in vars(module).items() if k not in ignored and id(v) not in children}
     by_name |= {**module._parameters, **module._buffers}
+    by_name = {name: None for name in _set_by_classes(type(module), base) if name not in ignored} | by_name
     tensors = tuple([name for name, value in by_name.items() if isinstance(value, Tensor)])
     values = tuple([name for name, value in by_name.items() if is_comparable(value)])
     return Attributes(values, tensors, len(values) + len(tensors) < len(by_name))
+
+
+def _set_by_classes(kind: type[nn.Module], base: type[nn.Module]) -> list[str]:
+    """The names of constants that a class, or one between it and ``base``, sets."""
+    names = dict.fromkeys([name for cls in kind.__mro__ if not issubclass(base, cls) for name in vars(cls)])
+    return [name for name in names if not hasattr(base, name) and _is_constant(getattr(kind, name))]
+
+
+def _is_constant(value: object) -> bool:
+    return is_comparable(value) and not isinstance(value, (type, list, set, Mapping))
 
 
 def with_tensors(module: M, tensors: Mapping[str, Tensor], path: str = "") -> M:

@@ -301,7 +301,7 @@ class Op(nn.Module, ABC):
 
     @constant
     def _attributes(self, path: str) -> Attributes:
-        return attributes(self, path)
+        return attributes(self, path, Op)
 
     @constant
     def _traced_plan(self, flags: Flags, constants: object, *call: object) -> Any:

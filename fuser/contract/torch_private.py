@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -273,6 +274,9 @@ def _storage_by_object(tensor: Tensor) -> int:
 
 storage_id = _storage_by_address if hasattr(torch.UntypedStorage, "_cdata") else _storage_by_object
 """The identity of a tensor's storage while it lives. Else: that of the object which torch keeps with the storage."""
+
+implementation_of: Callable[[Tensor], object] = attrgetter("_cdata") if hasattr(Tensor, "_cdata") else id
+"""The identity of what autograd knows a tensor by. Else: that of its object, as if ``swap_tensors`` did not exist."""
 
 
 address_function: int = private("_C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr") or 0

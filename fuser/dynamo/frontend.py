@@ -109,6 +109,7 @@ def run_form(
 
 def run_op(op: Op, x: object, keywords: Keywords) -> object:
     """:meth:`Op.forward` under Dynamo."""
+    _guard_code(op)
     values, states = Values(x), {"0": _module_state(op, op, "")}
     plan = _find(op, states, values, ((), None, values.slots(keywords)))
     if plan.refusal is not None:
@@ -171,11 +172,19 @@ def _call_module(step: TracedStep, modules: Modules, values: SlotValues) -> tupl
 def _walk(module: nn.Module, label: str, modules: Modules, around: tuple[nn.Module, ...]) -> None:
     """The modules that are entries or can be addressed, with the labels of :class:`FlatContainer`."""
     modules.append((label, module))
+    _guard_code(module)
     if opens(module):
         refuse_itself(module, label, around)
     if opens(module) and not is_hooked(module):
         for name, child in module._modules.items():
             _walk(child, f"{label}.{name}", modules, (*around, module))  # type: ignore[arg-type]
+
+
+def _guard_code(module: nn.Module) -> None:
+    """Lets Dynamo guard on the module having no code of its own: it guards where it looks up a method."""
+    _ = module.forward
+    if isinstance(module, Op):
+        _ = module.fwd, module.bwd
 
 
 def _addressed(modules: Modules, op_kwargs: OpKwargs, values: Values) -> Addressed:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...fuser import ArgumentError
+from ...fuser.contract.torch_private import without_dispatch_modes
 from .copies import AMAX, SCALES, Weight
 from .recipe import RECIPES, Recipe
 
@@ -19,8 +20,12 @@ _EXACT_IN_FLOAT32 = (torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 
 @lru_cache(maxsize=256)
 def form_of(recipe: Recipe, shape: tuple[int, int, int]) -> Weight:
-    """A weight [E, N, K] as it is kept under a recipe, without data."""
-    return recipe.weight(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
+    """A weight [E, N, K] as it is kept under a recipe, without data.
+
+    It serves calls of every mode, so it is made outside of the modes of the first.
+    """
+    with torch.inference_mode(False), without_dispatch_modes():
+        return recipe.weight(torch.empty(shape, dtype=torch.bfloat16, device="meta"))
 
 
 def misfit(recipe: Recipe, shape: tuple[int, int, int], copy: Weight) -> str | None:

@@ -181,12 +181,7 @@ class GroupedLinear(WideBuffers, WeightGrads):
         return self.num_groups, self.out_features, self.in_features
 
     def decision_key(self) -> tuple[Any, ...]:
-        key: list[Any] = [type(self), self.recipe]  # a parametrization changes the type
-        for name, split in self.per_group.items():
-            group = self._group(name) if split else None
-            p = self.one_parameter(name) if group is None else group.tensors[0]
-            key += (type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape, group is None or group.is_uniform())
-        return tuple(key)
+        return (type(self), self.recipe, *self.forms())  # a parametrization changes the type
 
     def check_without_x(
         self,

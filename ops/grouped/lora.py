@@ -118,8 +118,7 @@ class GroupedLoRA(ExpertParameters):
                 nn.init.uniform_(parameter, -bound, bound)
 
     def decision_key(self) -> tuple[Any, ...]:
-        parameters = (self.one_parameter(name) for name in self.per_group)
-        return (type(self), self.recipe, *[(p.dtype, p.device, p.requires_grad, p.shape) for p in parameters])
+        return (type(self), self.recipe, *self.forms())
 
     def check_without_x(self, *, split_sizes: Any = None) -> None:
         self._check_parameters(None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...fuser.contract.torch_private import run_when_ready, tensor_guards
+from ...fuser.contract.torch_private import implementation_of, run_when_ready, tensor_guards
 from ...fuser.contract.tracing import active, has_no_data, is_traced
 from ...fuser.runtime.devices import stream_of
 from ..kernels import addresses_of
@@ -66,10 +66,18 @@ class _Form:
 
 
 class _Whole(NamedTuple):
+    """The tensor that represents a group's in autograd, with the facts that it holds for.
+
+    Attributes:
+        implementations: of the group's tensors; ``torch.utils.swap_tensors`` gives an object another one, elsewhere.
+    """
+
     form: _Form
     stream: int
     stand_ins: bool
     tensor: Tensor
+    addresses: list[int] | bytes
+    implementations: list[object]
 
 
 class ExpertGroup:
@@ -98,12 +106,12 @@ class ExpertGroup:
         """One stacked tensor [E, ...] if they are contiguous, else the tensors; without a copy, outside of autograd."""
         if is_traced(self.tensors[0]) or (active() and any(map(has_no_data, self.tensors))):
             return self.tensors
-        return self._values_of(self._form())
+        return self._values_of(self._form(), addresses_of(self.tensors))
 
     def held(self, stand_ins: bool) -> tuple[Tensor, Matrices]:
         """:meth:`whole` and :meth:`values`."""
-        form = self._form()
-        return self._whole_of(form, stand_ins), self._values_of(form)
+        form, addresses = self._form(), addresses_of(self.tensors)
+        return self._whole_of(form, stand_ins, addresses), self._values_of(form, addresses)
 
     def same(self, tensors: Sequence[Tensor]) -> Matrices | None:
         """:meth:`values` for tensors of a known form at the addresses of the group's; None if they are not."""
@@ -116,8 +124,8 @@ class ExpertGroup:
                 return values.matrices
         return None
 
-    def _values_of(self, form: _Form) -> Matrices:
-        addresses, values = addresses_of(self.tensors), form.values
+    def _values_of(self, form: _Form, addresses: list[int] | bytes) -> Matrices:
+        values = form.values
         if values is not None and addresses == values.addresses:
             return values.matrices
         one = as_one(self.tensors)
@@ -139,9 +147,10 @@ class ExpertGroup:
         """
         return self._whole_of(self._form(), stand_ins)
 
-    def _whole_of(self, form: _Form, stand_ins: bool) -> Tensor:
+    def _whole_of(self, form: _Form, stand_ins: bool, addresses: list[int] | bytes | None = None) -> Tensor:
         stream, kept = stream_of(self.tensors[0]), self._whole
-        if kept is not None and kept.form is form and kept.stream == stream and kept.stand_ins == stand_ins:
+        of_call = kept is not None and kept.form is form and kept.stream == stream and kept.stand_ins == stand_ins
+        if kept is not None and of_call and self._represents(kept, addresses or addresses_of(self.tensors)):
             return kept.tensor
         self._whole = kept = None  # before the next is made, which would share its nodes
         with torch.enable_grad():  # a call that records may come after one that does not
@@ -149,8 +158,18 @@ class ExpertGroup:
         # FSDP2 takes the gradients after that of the module's input, in a node that is younger than a cached one
         in_time = whole.grad_fn is None or run_when_ready(whole.grad_fn)
         if in_time and type(whole) is Tensor and all(t.is_leaf for t in self.tensors) and not whole.is_inference():
-            self._whole = _Whole(form, stream, stand_ins, whole)
+            of_tensors = addresses_of(self.tensors), list(map(implementation_of, self.tensors))
+            self._whole = _Whole(form, stream, stand_ins, whole, *of_tensors)
         return whole
+
+    def _represents(self, whole: _Whole, addresses: list[int] | bytes) -> bool:
+        """Whether gradients still reach the tensors, which now have these addresses."""
+        if addresses == whole.addresses:
+            return True
+        reached = whole.implementations == list(map(implementation_of, self.tensors))
+        if reached:
+            self._whole = whole._replace(addresses=addresses)
+        return reached
 
     def _form(self) -> _Form:
         """The facts on the current form, looked up again as ``.data`` and in-place views change it without notice."""

@@ -184,6 +184,19 @@ class ExpertParameters(Op):
             tensors += (values,) if isinstance(values, Tensor) else values
         return [*tensors, *self.quantized_buffers()] if self.is_quantized else tensors
 
+    def forms(self) -> tuple[object, ...]:
+        """The facts on the groups' tensors that checks and fusions read; part of the key of the plan cache."""
+        forms: list[object] = []
+        for name, split in self.per_group.items():
+            group = self._group(name) if split else None
+            p = self.one_parameter(name) if group is None else group.tensors[0]
+            forms += (type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape)
+            forms.append(group is None or group.is_uniform())
+        for name in (SCALES, AMAX) if self.is_quantized else ():
+            buffer = self._buffers.get(name)
+            forms += (None,) if buffer is None else (buffer.dtype, buffer.device, buffer.shape)
+        return tuple(forms)
+
     def quantized_buffers(self) -> list[Tensor]:
         """The scales of a weight that stays quantised, and the amaxes of its groups if they have scales."""
         return [buffer for name in (SCALES, AMAX) if (buffer := self._buffers.get(name)) is not None]

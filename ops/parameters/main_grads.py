@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...fuser.contract.stored_values import stores_values
-from ...fuser.contract.torch_private import without_fake_tensors
+from ...fuser.contract.torch_private import tensor_guards, without_fake_tensors
 from ...fuser.contract.tracing import WITHOUT_DATA, has_no_data
 from ...fuser.runtime.buffers import extent
 from ..kernels import addresses_of
@@ -48,17 +48,24 @@ class Destination(NamedTuple):
 
 
 class _Judged(NamedTuple):
-    """Tensors that passed the checks, with the checked facts.
+    """Tensors that passed the checks, with the checked facts. ``.data`` and views in place leave ids and addresses.
 
     ``owners`` drop the entry with a tensor, so ids stay unique.
     """
 
     ids: list[int]
     addresses: list[int] | bytes
+    match: Callable[..., bool]
     kind: tuple[object, ...]
     owners: list[weakref.ref[Tensor]]
     group: ExpertGroup
     values: Matrices
+
+    def fits(self, ids: list[int], kind: tuple[object, ...], grads: Sequence[Tensor]) -> bool:
+        """Whether these are the tensors, at their addresses and in their forms."""
+        if self.ids != ids or self.kind != kind or self.addresses != _addresses(grads):
+            return False
+        return self.match(*grads)
 
 
 class MainGrads:
@@ -94,13 +101,15 @@ class MainGrads:
         fetchers, grads, overwrite, flags, zeros = _attributes(parameters)
         if any(fetchers):
             grads = [g if fetch is None else fetch() for fetch, g in zip(fetchers, grads, strict=True)]
-        judged, ids, kind = self._judged, list(map(id, grads)), (parameters[0].shape, parameters[0].device)
-        if judged is None or judged.ids != ids or judged.kind != kind or judged.addresses != _addresses(grads):
+        ids, kind = list(map(id, grads)), (parameters[0].shape, parameters[0].device)
+        judged = self._judged
+        if judged is None or not judged.fits(ids, kind, grads):
             group = ExpertGroup(tuple([_judge(op, *each) for each in zip(names, parameters, grads, strict=True)]))
             _refuse_overlaps(op, names, group.tensors, [p for p in (*parameters, *read) if p is not None])
             forget = _forget(weakref.ref(self), weakref.ref(group))
             owners = [weakref.ref(grad, forget) for grad in grads]
-            judged = self._judged = _Judged(ids, _addresses(grads), kind, owners, group, group.values())
+            addresses, match = _addresses(grads), tensor_guards(grads)
+            judged = self._judged = _Judged(ids, addresses, match, kind, owners, group, group.values())
         add, flagged = list(map(not_, overwrite)), list(map(is_not, flags, repeat(None)))
         return Destination(judged.group, judged.values, add, flagged, any(zeros))
 

@@ -204,6 +204,44 @@ def test_an_op_of_ones_own_is_compiled_by_value() -> None:
     assert counter.frame_count == 3  # an attribute that is a function is compared by the op that has it
 
 
+class Times(Op):
+    """An op with a number that its class sets."""
+
+    factor = 2.0
+
+    class Saved(NamedTuple):
+        factor: float
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        return x * self.factor, self.Saved(self.factor)
+
+    def bwd(self, saved: Saved, dy: Tensor) -> Grads:
+        return {"x": dy * saved.factor}
+
+
+EDITS: dict[str, Callable[[Op], None]] = {
+    "a number": lambda op: setattr(op, "factor", 3.0),
+    "the class's number": lambda op: setattr(type(op), "factor", 3.0),
+    "forward": lambda op: setattr(op, "forward", lambda x: x - 1),
+    "fwd": lambda op: setattr(op, "fwd", lambda x: (x - 1, None)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_an_op_is_given_in_place_of_its_class_s_is_seen(
+    monkeypatch: pytest.MonkeyPatch, edit: str, alone: bool
+) -> None:
+    monkeypatch.setattr(Times, "factor", 2.0)
+    op, x = Times(), torch.randn(4, 8)
+    model: Any = op if alone else Sequential(op, Activation("relu"))
+    compiled = torch.compile(model, backend="eager")
+    compiled(x)
+    EDITS[edit](op)
+
+    assert torch.equal(compiled(x), model(x))
+
+
 GIVEN = {"split_sizes": SIZES[0], "scales": torch.rand(12)}
 MISUSES: list[tuple[dict[str, Any], str]] = [
     ({"scales": None}, "needs 'scales'"),

@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusible import Activation, GroupedLinear, Scale, Sequential, SwiGLU, config, explain
+from fusible import Activation, ArgumentError, GroupedLinear, Scale, Sequential, SwiGLU, config, explain
 from fusible.benchmarks.stub_extension import launching_nothing
 from fusible.fuser import replay
 from fusible.fuser.container import call_cache
@@ -189,6 +189,35 @@ def test_one_tensor_for_two_keywords_is_noticed(bound: list[int]) -> None:
     model(x, **given | {"scales": given["bias_scale"]})
 
     assert (before, len(bound)) == (4, 5)
+
+
+def test_other_numbers_of_arguments_are_noticed() -> None:
+    experts = Experts()
+
+    def call(*extra: Tensor) -> Any:
+        return experts.model(experts.x, *extra, split_sizes=SIZES)
+
+    for _ in range(4):
+        call(experts.scales)
+    with pytest.raises(ArgumentError, match="missing: op 2"):
+        call()
+    for _ in range(4):
+        call(experts.scales)
+    with pytest.raises(ArgumentError, match="got 2 extra inputs for 1"):
+        call(experts.scales, SIZES.flip(0))
+
+
+@pytest.mark.parametrize("x", [None, [1.0]])
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_is_no_tensor_is_named(x: Any, alone: bool) -> None:
+    experts = Experts().warm()
+    op: Any = experts.fc1 if alone else experts.model
+    keywords = {"split_sizes": SIZES} if alone else {"split_sizes": SIZES, "scales": experts.scales}
+    for _ in range(4):
+        op(experts.x, **keywords)
+
+    with pytest.raises(ArgumentError, match="x: expected a tensor, got a "):
+        op(x, **keywords)
 
 
 def without_launches(experts: Experts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -497,6 +497,16 @@ def test_memory_that_experts_have_left_is_freed():
     assert old() is None
 
 
+def test_a_tensor_that_is_swapped_gets_its_gradient():
+    op = layer(bias=False)
+    for _ in range(2):
+        step(op)
+        op.zero_grad()
+        torch.utils.swap_tensors(op.weight0, nn.Parameter(torch.randn_like(op.weight0)))
+        step(op)
+        torch.testing.assert_close(grads(op), expected(op))
+
+
 MEMORY = torch.randn(4, 6, dtype=torch.float64)
 BESIDE = numpy.zeros((2, 2, 3))
 

@@ -295,6 +295,25 @@ def test_new_memory_behind_a_main_grad_is_judged_again():
         step(model, unit(T, K))
 
 
+@pytest.mark.parametrize("single", [True, False])
+def test_another_form_of_the_memory_of_a_main_grad_is_seen(single):
+    options = {"bias": False, "dtype": torch.float64, "single_grouped_weight": single}
+    op, x = GroupedLinear(E, K, K, accumulate_into_main_grad=True, **options), unit(T, K)
+    for weight in op.parameters():
+        weight.main_grad = torch.zeros_like(weight)
+    op(x, split_sizes=SIZES).square().sum().backward()
+    before = [weight.main_grad.clone() for weight in op.parameters()]
+    for weight in op.parameters():
+        weight.main_grad.zero_().transpose_(-1, -2)
+    op(x, split_sizes=SIZES).square().sum().backward()
+
+    for weight, expected in zip(op.parameters(), before, strict=True):
+        torch.testing.assert_close(weight.main_grad, expected)
+        weight.main_grad.as_strided_((1, K), (K, 1))
+    with pytest.raises(RuntimeError, match=r"main_grad must be floating-point.*shape \[1, 4\]"):
+        op(x, split_sizes=SIZES).square().sum().backward()
+
+
 WAYS = [{"accumulate_into_main_grad": True}, {"delay_wgrad_compute": True}]
 WAYS.append(WAYS[0] | WAYS[1])
 

@@ -6,6 +6,7 @@ import copy
 import io
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -173,6 +174,21 @@ def test_experts_that_stay_quantised_are_fused():
     assert not any("weight" in line for line in explanation.steps[0].configurations)
     assert torch.equal(y, other)
     assert torch.equal(dx, x.grad)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("scales", [torch.ones(E, 3, 2), torch.ones(E, 2, 2).double(), None])
+def test_scales_that_are_replaced_after_a_call_are_checked(lora, scales):
+    kind = partial(fusible.GroupedLoRA, rank=4) if lora else fusible.GroupedLinear
+    up, down = kind(E, K, N, dtype=torch.bfloat16), kind(E, N // 2, K, dtype=torch.bfloat16)
+    parts = fusible.Dispatch(E), up, fusible.SwiGLU(), down, fusible.Scale(), fusible.Combine()
+    model = fusible.quantize_(fusible.Sequential(*parts), RECIPE)
+    routes = {"top_k_index": torch.arange(300)[:, None] % E, "top_k_weights": torch.ones(300, 1)}
+    model(tokens(), **routes)
+    down._buffers["weight_scale_inv"] = scales
+
+    with pytest.raises(fusible.ArgumentError, match=r"op 3 .*weight_scale_inv"):
+        model(tokens(), **routes)
 
 
 def test_quantising_twice_changes_nothing():

@@ -11,11 +11,12 @@ import torch
 from host_reads import NoHostTensors
 from stored_formats import FORMATS
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusible
 from fusible import MXFP4, NF4, ArgumentError, Float8Weight, GroupedLinear, Int4, NVFP4Weight, Sequential, SwiGLU
-from fusible.ops.formats import nf4, runs
+from fusible.ops.formats import forms, nf4, runs
 from fusible.ops.formats.copies import Weight
 from fusible.ops.formats.weight_only import WeightOnly, in_words, of_words
 
@@ -59,6 +60,25 @@ def test_no_code_is_nearer_than_the_one_that_was_chosen(format: WeightOnly) -> N
     for step in (1, 16, -1, -16) if format.values_in_byte == 2 else (1, -1):
         beside = format.values(parts._replace(data=(parts.data.view(torch.uint8) + step).view(parts.data.dtype)))
         assert (error <= (beside - weight).abs().nan_to_num(nan=torch.inf) * 1.0001 + 1e-6).all()
+
+
+@each_format
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_code_may_make_the_first_call(format: WeightOnly) -> None:
+    op = fusible.quantize_(GroupedLinear(2, 128, 128, dtype=torch.bfloat16), format)
+    x, sizes = torch.randn(5, 128, dtype=torch.bfloat16), torch.tensor([2, 3])
+    forms.form_of.cache_clear()
+    y = torch.compile(op, backend="eager", fullgraph=True)(x, split_sizes=sizes)
+
+    assert torch.equal(y, op(x, split_sizes=sizes))
+
+
+def test_forms_are_kept_for_calls_of_every_mode() -> None:
+    forms.form_of.cache_clear()
+    with torch.inference_mode(), FakeTensorMode():
+        parts = forms.form_of(NF4(), (2, 128, 128))
+
+    assert {(type(part), part.is_inference()) for part in (parts.data, *parts.decoders)} == {(Tensor, False)}
 
 
 @each_format
