@@ -28,7 +28,7 @@ struct QuantizeRowsLaunch : LaunchOf<QuantizeRows, quantize_rows> {
     v.field("power_of_two", call.power_of_two), visit_copies(v, call.rows, call.columns);
     v.optional();
     v.field("exponents", call.exponents);
-    v.field("slot_of_row", call.slot_of_row), v.field("top_k", call.top_k), v.field("tiles", call.tiles);
+    v.field("slot_of_row", call.slot_of_row), v.field("top_k", call.top_k);
     visit_scaling(v, call.scaling, call.amax, call.encode);
   }
 };
@@ -48,16 +48,6 @@ struct QuantizeWeightLaunch : LaunchOf<QuantizeWeight, quantize_weight> {
     visit_scaling(v, call.scaling, call.amax, call.encode), v.field("transposed_scales", call.transposed_scales);
   }
   void complete() { call.addresses = addresses; }
-};
-
-struct PermuteScalesLaunch : LaunchOf<PermuteScales, permute_scales> {
-  static constexpr const char* kName = "permute_scales";
-
-  void fields(Fields& v) {
-    visit_stream(v, *this), v.rows("tokens", call.tokens), v.field("top_k", call.top_k);
-    v.field("features", call.features), v.field("slot_of_row", call.slot_of_row), v.field("num_rows", call.num_rows);
-    v.field("source", call.source), v.field("out", call.out);
-  }
 };
 
 struct TransposeBytesLaunch : LaunchOf<TransposeBytes, transpose_bytes> {
@@ -93,7 +83,7 @@ struct QuantizeActivationLaunch : OnStream {
     visit_groups(v, call.sizes), v.field("power_of_two", call.power_of_two);
     visit_copies(v, call.rows, call.columns);
     v.optional();
-    visit_scales(v, call.scales), v.field("tiles", call.tiles), v.field("vectors", vectors);
+    visit_scales(v, call.scales), v.field("vectors", vectors);
   }
   void run() const { quantize_activation(call, column_vectors(vectors), device, stream); }
 };
@@ -112,7 +102,7 @@ struct QuantizeActivationBackwardLaunch : OnStream {
     v.optional();
     v.field("postact_columns", call.postact_columns.data), v.field("postact_scales", call.postact_columns.scales);
     visit_scales(v, call.scales), v.field("dscales", call.dscales), v.field("workspace", call.workspace);
-    v.field("tiles", call.tiles), v.field("vectors", vectors), dvectors.visit(v);
+    v.field("vectors", vectors), dvectors.visit(v);
   }
   void run() const { quantize_activation_backward(call, column_vectors(vectors), dvectors.all(), device, stream); }
 };

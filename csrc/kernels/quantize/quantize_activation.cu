@@ -63,7 +63,7 @@ void launch_backward(const QuantizeActivationBackward& c, const TokenTiles& tile
 template <class Call>
 TokenTiles complete(Call& call, int blocks_per_multiprocessor, int device) {
   const TokenTiles tiles =
-      token_tiles(call.tokens, call.sizes.groups, call.features, blocks_per_multiprocessor, call.tiles, device);
+      token_tiles(call.tokens, call.sizes.groups, call.features, blocks_per_multiprocessor, device);
   call.tiles = tiles.of_block, call.rows.scales_pitch = row_scales_pitch(call.tokens);
   return tiles;
 }

@@ -15,7 +15,6 @@ from .quantized import (
     ActivatedScaledGemm,
     Multiplying,
     PackedGemm,
-    PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
     QuantizeRows,
@@ -86,7 +85,7 @@ LOW_RANK: Kind[LowRankPass] = Kind(
 QUANTIZER: Kind[Quantizing] = Kind(
     "quantiser",
     attrgetter("tensor"),
-    types=(QuantizeRows, QuantizeWeight, QuantizeActivation, QuantizeActivationBackward, PermuteQuantizedRows),
+    types=(QuantizeRows, QuantizeWeight, QuantizeActivation, QuantizeActivationBackward),
     is_empty=lambda p: not p.tensor.numel(),
     configuration=_size,
 )
