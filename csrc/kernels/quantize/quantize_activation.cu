@@ -76,14 +76,8 @@ void launch_function(const Call& call, const ColumnVectors& vectors, float* dvec
   std::ranges::copy(vectors.data, params.vectors);
   const KernelEntry kernel = entry_of(call.activation.kernels[0], kQuantizeThreads, shared_bytes);
   if (shared_bytes) allow_shared_memory(kernel.function);
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(tiles.blocks);
-  launch.blockDim = dim3(kernel.threads);
-  launch.dynamicSmemBytes = kernel.shared_bytes;
-  launch.stream = stream;
-  void* arguments[] = {&params};
-  FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), "a function of ", call.tokens,
-                     " rows of ", call.features, " features, quantised");
+  FUSIBLE_CUDA_CHECK(launch(kernel, tiles.blocks, stream, params), "a function of ", call.tokens, " rows of ",
+                     call.features, " features, quantised");
 }
 
 constexpr int64_t kPartialsAlignment = 16;  // bytes; there is room for it, so that the size is linear in the rows
