@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from emulation import build
 
-from fusible.ops.programs.activations import CURVES, program_of_curve
+from fusible.ops.programs.activations import CURVES
 from fusible.ops.programs.cpp import function_type
+from fusible.ops.programs.tracing import trace
 
 FILE = build.ROOT / "csrc" / "device" / "functions" / "functions.cuh"
 _VECTORS = {"silu": 2}
@@ -45,7 +46,8 @@ static_assert({numbers}, "the order of Python's table");
 
 
 def _type(curve: str) -> str:
-    text = function_type(program_of_curve(curve), _name(curve), fast="kFast", vectors=_VECTORS.get(curve, 1))
+    program = trace(CURVES[curve], ("x",), (1.25,))
+    text = function_type(program, _name(curve), fast="kFast", vectors=_VECTORS.get(curve, 1))
     return f"template <bool kFast>\n{text}\n"
 
 

@@ -21,7 +21,6 @@ from .quantize import (
     tokens_refusal,
 )
 
-NAME = "hopper"
 _FORMAT_CODES = {PackedFormat.MXFP8: 0, PackedFormat.NVFP4: 1}
 
 

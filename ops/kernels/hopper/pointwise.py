@@ -24,7 +24,6 @@ from ..jit.pointwise_driver import MOST_CONSTANTS, MOST_OPERANDS, PARAMS_BYTES, 
 from ..problems.gemm import Operands, PointwiseGrads, PointwiseRows
 from . import rows as hopper_rows
 
-NAME = "hopper"  # chosen and refused as our other kernels are
 _OLDEST = Capability(8, 0)  # whose instructions convert bfloat16
 
 

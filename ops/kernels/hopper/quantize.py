@@ -29,7 +29,6 @@ from . import quantized_functions
 from .gemm import MAX_GROUPS
 from .rows import scale_arguments
 
-NAME = "hopper"
 _VECTOR = 16  # bytes that are moved at once: a number of features and an address are multiples of it
 _MANY = 2**30  # rows: those of a group are numbers of 32 bits
 _SCALING_CODES = {Scaling.BLOCKS: 0, Scaling.ROWS: 1, Scaling.GROUPS: 2}

@@ -19,7 +19,6 @@ from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from ..problems.gemm import ActivationGrads, Matrices, stacked
 from ..problems.rows import Activating
 
-NAME = "activation"
 _CURVES = {name: code for code, name in enumerate(CURVES)}
 
 
