@@ -23,7 +23,6 @@ from fusible.ops.kernels.hopper import quantize
 from fusible.ops.kernels.hopper import rows as kernels
 from fusible.ops.kernels.problems.gemm import ActivationGrads, nbytes
 from fusible.ops.kernels.problems.quantized import (
-    PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
     QuantizedWeight,
@@ -141,17 +140,13 @@ def whole_parts(x: Tensor, sizes: Tensor, f: int, device: str) -> Iterator[Quant
 
 
 def routed_parts(preset: Preset, tokens: int, device: str) -> Iterator[QuantizePart]:
-    """Tokens quantised before dispatch, and column operands gathered from rows in place."""
+    """Column operands gathered from rows in place."""
     experts, k, top_k = preset.experts, preset.features, preset.top_k
     tokens //= preset.ranks  # their slots are all of these experts
     index = torch.rand(tokens, experts, device=device).argsort(-1)[:, :top_k].contiguous()
     x, route = torch.randn(tokens, k, device=device, dtype=torch.bfloat16), routing.route(index, experts)
     if not route.is_native:
         return
-    few, many = empty_rows(tokens, k, device), empty_rows(tokens * top_k, k, device)
-    order = route.slot_of_row, route.row_of_slot, route.tokens_per_expert
-    wide = {"permute in bfloat16": partial(routing.permute, x, route)}
-    yield QuantizePart("permute quantised rows", PermuteQuantizedRows(few, *order, many), wide)
     columns = empty_columns(tokens * top_k, experts, k, device)
     gather = QuantizeRows(x, route.split_sizes, True, None, columns, route.slot_of_row, top_k)
     yield QuantizePart("columns of gathered rows", gather, {})
@@ -180,7 +175,7 @@ def activation_parts(rows: int, f: int, sizes: Tensor, device: str) -> Iterator[
 
 def moved_bytes(problem: Quantizing) -> int:
     """Bytes read (once or twice) and written, without the allocated column blocks that no group uses."""
-    if isinstance(problem, QuantizeWeight | PermuteQuantizedRows):
+    if isinstance(problem, QuantizeWeight):
         return problem.bytes
     columns = [problem.columns]
     if isinstance(problem, QuantizeActivationBackward):

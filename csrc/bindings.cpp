@@ -242,7 +242,6 @@ PYBIND11_MODULE(_C, module) {
       "Rows of tokens in e4m3, as they lie and transposed in blocks of a group's tokens; 0 for a copy not wanted.");
   def<fusible::QuantizeWorkspace>(module, "Bytes of `amax` of quantize_rows and quantize_weight.");
   def<fusible::QuantizeWeightLaunch>(module, "Weights in e4m3, as they lie and transposed; 0 for a copy not wanted.");
-  def<fusible::PermuteScalesLaunch>(module, "The scales of quantised rows of tokens to their rows of the experts.");
   def<fusible::TransposeBytesLaunch>(module, "The transposes of matrices of bytes [groups, rows, columns].");
   def<fusible::DecodeWeightLaunch>(module, "The values of a weight that is stored in 8 or 4 bits, in 16.");
   def<fusible::QuantizeActivationLaunch>(module, "An activation times row scales, in e4m3; 0 for a copy not wanted.");

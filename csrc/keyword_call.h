@@ -105,7 +105,7 @@ class Signature {
   }
   explicit Signature(const Fields& fields) : fields_(fields), required_(std::min(fields.required, fields.all.size())) {
     FUSIBLE_CHECK(fields.all.size() <= kMost, "at most ", kMost, " keywords");
-    for (const Field& field : fields.all) names_.push_back(PyUnicode_InternFromString(field.name));
+    for (const Field& field : fields.all) names_.push_back(PyUnicode_InternFromString(field.name.c_str()));
   }
 
   // Reads the values into a call; what is left out stays.
@@ -128,7 +128,7 @@ class Signature {
     std::string text = "(*";
     for (size_t i = 0; i < names_.size(); ++i) {
       const Field& field = fields_.all[i];
-      text += std::string(", ") + field.name + (typed ? std::string(": ") + python_type(field.type) : "");
+      text += ", " + field.name + (typed ? std::string(": ") + python_type(field.type) : "");
       text += i < required_ ? "" : typed ? " = ..." : "=...";
     }
     return text + ")";

@@ -188,10 +188,6 @@ def permute(
     *, device: int, stream: int, type: int, tokens: int, columns: int, top_k: int, row_of_slot: int, num_rows: int,
     source: int, source_pitch: int, out: int, out_pitch: int, fill: bool,
 ) -> None: ...
-def permute_scales(
-    *, device: int, stream: int, tokens: int, top_k: int, features: int, slot_of_row: int, num_rows: int, source: int,
-    out: int,
-) -> None: ...
 def pointwise(
     *, function: int, device: int, stream: int, rows: int, columns: int, block: int, x: int, dy: int, y: int, dx: int,
     numbers: list[int], dnumbers: list[int], vectors: list[int], dcolumns: list[int], matrices: list[int],
@@ -229,13 +225,13 @@ def push_sums(
 def quantize_activation(
     *, activation: Activation, device: int, stream: int, type: int, tokens: int, features: int, preact: int,
     groups: int, sizes: int, int64_sizes: bool, power_of_two: bool, rows: int, row_scales: int, columns: int,
-    column_scales: int, scales: int = ..., scales_type: int = ..., tiles: int = ..., vectors: list[int] = ...,
+    column_scales: int, scales: int = ..., scales_type: int = ..., vectors: list[int] = ...,
 ) -> None: ...
 def quantize_activation_backward(
     *, activation: Activation, device: int, stream: int, type: int, tokens: int, features: int, dpostact: int,
     preact: int, groups: int, sizes: int, int64_sizes: bool, power_of_two: bool, rows: int, row_scales: int,
     columns: int, column_scales: int, postact_columns: int = ..., postact_scales: int = ..., scales: int = ...,
-    scales_type: int = ..., dscales: int = ..., workspace: int = ..., tiles: int = ..., vectors: list[int] = ...,
+    scales_type: int = ..., dscales: int = ..., workspace: int = ..., vectors: list[int] = ...,
     dvectors: list[int] = ..., dvector_types: list[int] = ..., dvectors_of_both: list[int] = ...,
     dvectors_of_all_rows: list[int] = ...,
 ) -> None: ...
@@ -243,8 +239,8 @@ def quantize_backward_workspace(*, tokens: int, features: int, groups: int = ...
 def quantize_rows(
     *, device: int, stream: int, type: int, tokens: int, features: int, x: int, pitch: int, groups: int, sizes: int,
     int64_sizes: bool, power_of_two: bool, rows: int, row_scales: int, columns: int, column_scales: int,
-    exponents: int = ..., slot_of_row: int = ..., top_k: int = ..., tiles: int = ..., scaling: int = ...,
-    amax: int = ..., encode: int = ...,
+    exponents: int = ..., slot_of_row: int = ..., top_k: int = ..., scaling: int = ..., amax: int = ...,
+    encode: int = ...,
 ) -> None: ...
 def quantize_weight(
     *, device: int, stream: int, type: int, groups: int, n: int, k: int, weight: int, pitch: int, group_stride: int,

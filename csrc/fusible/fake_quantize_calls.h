@@ -10,14 +10,11 @@ struct FakeQuantizeRowsLaunch : LaunchOf<FakeQuantizeRows, fake_quantize_rows> {
   static constexpr const char* kName = "fake_quantize_rows";
 
   void fields(Fields& v) {
-    visit_stream(v, *this), v.field("format", call.format), v.field("type", call.type);
-    v.rows("tokens", call.tokens), v.field("features", call.features), v.field("x", call.x);
-    v.field("pitch", call.pitch), visit_groups(v, call.sizes);
-    v.field("rows", call.rows), v.field("columns", call.columns);
+    visit_stream(v, *this), FUSIBLE_FIELDS(v, call.format, call.type), v.rows("tokens", call.tokens);
+    FUSIBLE_FIELDS(v, call.features, call.x, call.pitch), visit_groups(v, call.sizes);
+    FUSIBLE_FIELDS(v, call.rows, call.columns);
     v.optional();
-    v.field("slot_of_row", call.slot_of_row), v.field("top_k", call.top_k);
-    v.field("is_transformed", call.is_transformed), v.field("row_amax", call.row_amax);
-    v.field("column_amax", call.column_amax), v.field("seed", call.seed);
+    FUSIBLE_FIELDS(v, call.slot_of_row, call.top_k, call.is_transformed, call.row_amax, call.column_amax, call.seed);
   }
 };
 
@@ -26,10 +23,9 @@ struct FakeQuantizeWeightLaunch : LaunchOf<FakeQuantizeWeight, fake_quantize_wei
   Addresses addresses;
 
   void fields(Fields& v) {
-    visit_stream(v, *this), v.field("format", call.format), v.field("type", call.type);
-    v.field("groups", call.groups), v.field("n", call.n), v.field("k", call.k), v.field("weight", call.weight);
-    v.field("pitch", call.pitch), v.field("group_stride", call.group_stride), v.field("addresses", addresses);
-    v.field("rows", call.rows), v.field("columns", call.columns);
+    visit_stream(v, *this);
+    FUSIBLE_FIELDS(v, call.format, call.type, call.groups, call.n, call.k, call.weight, call.pitch, call.group_stride,
+                   addresses, call.rows, call.columns);
     v.optional();
     v.field("amax", call.amax);
   }

@@ -4,10 +4,13 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <string>
+#include <string_view>
 #include <type_traits>
 #include <vector>
 
@@ -22,7 +25,7 @@ using Numbers = std::vector<int64_t>;
 
 struct Field {
   enum class Type { kAddress, kStream, kAddresses, kNumbers, kActivation, kFloat, kConstants, kBool, kInt32, kInt64 };
-  const char* name;
+  std::string name;
   Type type;
   bool is_rows;   // a number that is linear in the rows
   size_t offset;  // in its struct
@@ -65,6 +68,11 @@ class Fields {
   void field(const char* name, T& member) {
     all.push_back({name, type_of<T>(), false, reinterpret_cast<uintptr_t>(&member) - first_});
   }
+  // See FUSIBLE_FIELDS.
+  template <class... Ts>
+  void members(std::string_view expressions, Ts&... members) {
+    (field(take_name(expressions).c_str(), members), ...);
+  }
   void rows(const char* name, int64_t& member) {
     field(name, member);
     all.back().is_rows = true;
@@ -76,6 +84,12 @@ class Fields {
   size_t required = std::numeric_limits<size_t>::max();
 
  private:
+  // Takes the first of "call.type, call.x" away, and returns its last part.
+  static std::string take_name(std::string_view& expressions) {
+    const std::string_view first = expressions.substr(0, expressions.find(','));
+    expressions.remove_prefix(std::min(expressions.size(), first.size() + 1));
+    return std::string(first.substr(first.find_last_of(". ") + 1));
+  }
   template <class T>
   static constexpr Field::Type type_of() {
     using enum Field::Type;
@@ -96,11 +110,13 @@ class Fields {
   uintptr_t first_;
 };
 
+// Tells members under their own names: FUSIBLE_FIELDS(v, call.type, call.x) is v.field("type", call.type), ...
+#define FUSIBLE_FIELDS(v, ...) (v).members(#__VA_ARGS__, __VA_ARGS__)
+
 struct ActivationFields {
   Activation a{};
   void fields(Fields& v) {
-    v.field("curve", a.curve), v.field("gated", a.gated), v.field("alpha", a.alpha), v.field("limit", a.limit);
-    v.field("linear_offset", a.linear_offset), v.field("block", a.block), v.field("kernel", a.kernels[0]);
+    FUSIBLE_FIELDS(v, a.curve, a.gated, a.alpha, a.limit, a.linear_offset, a.block), v.field("kernel", a.kernels[0]);
     v.field("other_kernel", a.kernels[1]), v.field("deep_kernel", a.kernels[2]);
   }
 };

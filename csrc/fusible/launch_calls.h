@@ -20,13 +20,9 @@
 
 namespace fusible {
 
-inline void visit_stream(Fields& v, OnStream& launch) {
-  v.field("device", launch.device), v.field("stream", launch.stream);
-}
+inline void visit_stream(Fields& v, OnStream& launch) { FUSIBLE_FIELDS(v, launch.device, launch.stream); }
 
-inline void visit_sizes(Fields& v, SplitSizes& sizes) {
-  v.field("sizes", sizes.sizes), v.field("int64_sizes", sizes.int64_sizes);
-}
+inline void visit_sizes(Fields& v, SplitSizes& sizes) { FUSIBLE_FIELDS(v, sizes.sizes, sizes.int64_sizes); }
 
 // The pointers of a user's function.
 template <class T, size_t kMost>
@@ -48,8 +44,8 @@ struct DVectorFields {
   Numbers types, of_both, of_all_rows;  // one for each of the dvectors
 
   void visit(Fields& v) {
-    v.field("dvectors", dvectors), v.field("dvector_types", types);
-    v.field("dvectors_of_both", of_both), v.field("dvectors_of_all_rows", of_all_rows);
+    v.field("dvectors", dvectors), v.field("dvector_types", types), v.field("dvectors_of_both", of_both);
+    v.field("dvectors_of_all_rows", of_all_rows);
   }
   std::vector<DVector> all() const {
     for (const Numbers* each : {&types, &of_both, &of_all_rows})
@@ -74,7 +70,7 @@ struct ProductLaunch : OnStream {
   void visit_bias(Fields& v) {
     MatrixView& bias = gemm.epilogue.bias;
     v.field("bias", bias.data), v.field("bias_type", bias.type), v.field("bias_pitch", bias.pitch);
-    v.field("bias_addresses", bias_addresses), v.field("bias_scale", gemm.epilogue.bias_scale);
+    FUSIBLE_FIELDS(v, bias_addresses, gemm.epilogue.bias_scale);
   }
   void complete() {
     const GemmProblem& p = gemm.problem;
@@ -93,13 +89,12 @@ struct GemmLaunch : ProductLaunch {
 
   void visit_product(Fields& v) {
     GemmProblem& p = gemm.problem;
-    v.field("layout", p.layout), v.field("operand", p.operand), visit_stream(v, *this);
-    v.field("groups", p.groups), v.rows("tokens", p.tokens), v.field("n", p.n), v.field("k", p.k);
-    v.field("a", gemm.a.data), v.field("a_pitch", gemm.a.pitch);
-    v.field("b", gemm.b.data), v.field("b_pitch", gemm.b.pitch), v.field("b_group", gemm.b.group_stride);
-    v.field("b_addresses", b_addresses), visit_sizes(v, gemm.sizes);
+    FUSIBLE_FIELDS(v, p.layout, p.operand), visit_stream(v, *this), v.field("groups", p.groups);
+    v.rows("tokens", p.tokens), FUSIBLE_FIELDS(v, p.n, p.k), v.field("a", gemm.a.data);
+    v.field("a_pitch", gemm.a.pitch), v.field("b", gemm.b.data), v.field("b_pitch", gemm.b.pitch);
+    v.field("b_group", gemm.b.group_stride), v.field("b_addresses", b_addresses), visit_sizes(v, gemm.sizes);
   }
-  void visit_schedule(Fields& v) { v.field("workspace", gemm.workspace), v.field("variant", gemm.variant); }
+  void visit_schedule(Fields& v) { FUSIBLE_FIELDS(v, gemm.workspace, gemm.variant); }
   void visit_second_pair(Fields& v) {
     MatrixView &a = gemm.second_a, &b = gemm.second_b;
     v.field("second_k", gemm.problem.second_k), v.field("second_a", a.data), v.field("second_a_pitch", a.pitch);
@@ -117,19 +112,14 @@ struct GroupedGemmLaunch : GemmLaunch {
 
   void fields(Fields& v) {
     EpilogueArguments& e = gemm.epilogue;
-    visit_product(v);
-    v.field("output", gemm.problem.output), v.field("m", gemm.problem.m);
-    v.field("out", gemm.out.data), v.field("out_pitch", gemm.out.pitch), v.field("out_group", gemm.out.group_stride);
-    v.field("out_addresses", out_addresses), v.field("accumulate", gemm.accumulate);
+    visit_product(v), FUSIBLE_FIELDS(v, gemm.problem.output, gemm.problem.m), v.field("out", gemm.out.data);
+    v.field("out_pitch", gemm.out.pitch), v.field("out_group", gemm.out.group_stride);
+    FUSIBLE_FIELDS(v, out_addresses, gemm.accumulate);
     v.optional();
-    visit_bias(v);
-    v.field("row_scale", e.row_scale), v.field("alphas", e.alphas), v.field("alpha", e.alpha);
-    v.field("betas", gemm.betas), v.field("beta", gemm.beta);
-    visit_schedule(v);
-    v.field("workspace_bytes", gemm.workspace_bytes);
-    v.field("zero_tail", gemm.zero_tail), visit_second_pair(v);
-    v.field("followers", followers), v.field("follows", gemm.follows);
-    v.field("first_group", gemm.run.first), v.field("run_groups", gemm.run.count);
+    visit_bias(v), FUSIBLE_FIELDS(v, e.row_scale, e.alphas, e.alpha, gemm.betas, gemm.beta), visit_schedule(v);
+    FUSIBLE_FIELDS(v, gemm.workspace_bytes, gemm.zero_tail), visit_second_pair(v);
+    FUSIBLE_FIELDS(v, followers, gemm.follows), v.field("first_group", gemm.run.first);
+    v.field("run_groups", gemm.run.count);
   }
   void complete() {
     const EpilogueArguments& e = gemm.epilogue;
@@ -149,7 +139,7 @@ struct ScaledLaunch : ProductLaunch {
     visit_stream(v, *this), v.field("groups", p.groups), v.rows("tokens", p.tokens), v.field("n", p.n);
     v.field("a", gemm.a.data), v.field("a_scales", a_scales), v.field("b", gemm.b.data), v.field("b_scales", b_scales);
     visit_sizes(v, gemm.sizes), v.field("output", p.output), v.field("out", gemm.out.data);
-    v.field("out_pitch", gemm.out.pitch), v.field("workspace", gemm.workspace), v.field("variant", gemm.variant);
+    v.field("out_pitch", gemm.out.pitch), FUSIBLE_FIELDS(v, gemm.workspace, gemm.variant);
   }
   // Visits the operands of products of rows.
   void visit_row_operands(Fields& v) {
@@ -158,7 +148,7 @@ struct ScaledLaunch : ProductLaunch {
   }
   void visit_factors(Fields& v) {
     EpilogueArguments& e = gemm.epilogue;
-    v.field("row_scale", e.row_scale), v.field("alphas", e.alphas), v.field("zero_tail", gemm.zero_tail);
+    FUSIBLE_FIELDS(v, e.row_scale, e.alphas, gemm.zero_tail);
   }
   void complete(Layout layout) {
     gemm.problem.layout = layout, gemm.problem.operand = DType::kE4M3;
@@ -172,9 +162,7 @@ struct ScaledRowsLaunch : ScaledLaunch {
   bool halves = false;
 
   void visit_rows(Fields& v) {
-    visit_row_operands(v);
-    v.field("b_scales_group", b_scales_group), v.field("b_scales_row", b_scales_row);
-    v.field("b_scales_column", b_scales_column), v.field("halves", halves);
+    visit_row_operands(v), FUSIBLE_FIELDS(v, b_scales_group, b_scales_row, b_scales_column, halves);
   }
   void complete() {
     const EpilogueArguments& e = gemm.epilogue;
@@ -189,7 +177,11 @@ struct ScaledRowsLaunch : ScaledLaunch {
 struct ScaledGemmLaunch : ScaledRowsLaunch {
   static constexpr const char* kName = "scaled_gemm";
 
-  void fields(Fields& v) { visit_rows(v), v.optional(), visit_bias(v), visit_factors(v); }
+  void fields(Fields& v) {
+    visit_rows(v);
+    v.optional();
+    visit_bias(v), visit_factors(v);
+  }
   void run() const { scaled_gemm(product(), device, stream); }
 };
 
@@ -206,7 +198,7 @@ struct ScaledActivationLaunch : ScaledRowsLaunch {
     v.field("activation", activation), visit_rows(v), v.field("power_of_two", power_of_two);
     v.field("rows", rows.data), v.field("row_scales", rows.scales);
     v.optional();
-    visit_bias(v), visit_scales(v, scales), v.field("zero_tail", gemm.zero_tail), v.field("vectors", vectors);
+    visit_bias(v), visit_scales(v, scales), FUSIBLE_FIELDS(v, gemm.zero_tail, vectors);
   }
   void run() const {
     scaled_activation({product(), activation, scales, power_of_two, rows, column_vectors(vectors)}, device, stream);
@@ -219,9 +211,9 @@ struct RowScaledGemmLaunch : ScaledLaunch {
   bool fast = false;
 
   void fields(Fields& v) {
-    visit_row_operands(v), v.field("b_scales_group", b_scales_group), v.field("b_scales_row", b_scales_row);
-    v.field("fast", fast);
-    v.optional(), visit_bias(v), visit_factors(v);
+    visit_row_operands(v), FUSIBLE_FIELDS(v, b_scales_group, b_scales_row, fast);
+    v.optional();
+    visit_bias(v), visit_factors(v);
   }
   void complete() {
     ScaledLaunch::complete(Layout::kNT);
@@ -235,7 +227,7 @@ struct ScaledWgradLaunch : ScaledLaunch {
 
   void fields(Fields& v) {
     visit_operands(v), v.field("m", gemm.problem.m), v.field("out_group", gemm.out.group_stride);
-    v.field("out_addresses", out_addresses), v.field("accumulate", gemm.accumulate);
+    FUSIBLE_FIELDS(v, out_addresses, gemm.accumulate);
   }
   void complete() {
     ScaledLaunch::complete(Layout::kTN);
@@ -255,8 +247,7 @@ struct LinearActivationLaunch : GemmLaunch {
   Arrivals arrivals{};
 
   void fields(Fields& v) {
-    v.field("activation", activation), visit_product(v);
-    v.field("preact", preact), v.field("postact", postact);
+    v.field("activation", activation), visit_product(v), FUSIBLE_FIELDS(v, preact, postact);
     v.optional();
     visit_bias(v), visit_scales(v, scales), v.field("vectors", vectors), visit_schedule(v), visit_second_pair(v);
     v.field("arrived", arrivals.blocks), v.field("pieces", arrivals.pieces);
@@ -282,13 +273,9 @@ struct LinearActivationBackwardLaunch : GemmLaunch {
   DVectorFields dvectors;
 
   void fields(Fields& v) {
-    v.field("activation", activation), visit_product(v);
-    v.field("preact", preact), v.field("dpreact", dpreact);
+    v.field("activation", activation), visit_product(v), FUSIBLE_FIELDS(v, preact, dpreact);
     v.optional();
-    visit_scales(v, scales);
-    v.field("dscales", dscales), v.field("postact", postact), v.field("dbias", dbias),
-        v.field("dbias_type", dbias_type);
-    v.field("vectors", vectors), dvectors.visit(v);
+    visit_scales(v, scales), FUSIBLE_FIELDS(v, dscales, postact, dbias, dbias_type, vectors), dvectors.visit(v);
     visit_schedule(v), visit_second_pair(v);
   }
   void complete() {
@@ -309,8 +296,7 @@ struct BackwardWorkspace {
   int64_t bias_columns = 0, dvectors = 0;
 
   void fields(Fields& v) {
-    v.field("groups", groups), v.rows("tokens", tokens), v.field("columns", columns);
-    v.field("dscales", dscales), v.field("bias_columns", bias_columns), v.field("dvectors", dvectors);
+    v.field("groups", groups), v.rows("tokens", tokens), FUSIBLE_FIELDS(v, columns, dscales, bias_columns, dvectors);
   }
   int64_t bytes() const { return backward_workspace_bytes(groups, tokens, columns, dscales, bias_columns, dvectors); }
 };
@@ -320,14 +306,11 @@ struct RaggedGemmLaunch : LaunchOf<RaggedGemm, ragged_gemm> {
 
   void fields(Fields& v) {
     MatrixView& bias = call.epilogue.bias;
-    v.field("layout", call.layout), v.field("operand", call.operand), v.field("output", call.output);
-    visit_stream(v, *this), v.field("groups", call.groups);
-    visit_packed(v, kOfA, call.a), visit_packed(v, kOfB, call.b);
-    v.field("out", call.out), v.rows("out_elements", call.out_elements);
-    v.field("zero_tail", call.zero_tail), v.field("accumulate", call.accumulate);
+    FUSIBLE_FIELDS(v, call.layout, call.operand, call.output), visit_stream(v, *this), v.field("groups", call.groups);
+    visit_packed(v, kOfA, call.a), visit_packed(v, kOfB, call.b), v.field("out", call.out);
+    v.rows("out_elements", call.out_elements), FUSIBLE_FIELDS(v, call.zero_tail, call.accumulate);
     v.field("bias", bias.data), v.field("bias_type", bias.type), v.field("bias_pitch", bias.pitch);
-    v.field("alphas", call.epilogue.alphas), v.field("alpha", call.epilogue.alpha);
-    v.field("betas", call.betas), v.field("beta", call.beta), v.field("workspace", call.workspace);
+    FUSIBLE_FIELDS(v, call.epilogue.alphas, call.epilogue.alpha, call.betas, call.beta, call.workspace);
   }
   void complete() {
     for (PackedMatrices* packed : {&call.a, &call.b})
@@ -356,8 +339,7 @@ struct ActivateLaunch : LaunchOf<ActivationForward, activate> {
 
   void fields(Fields& v) {
     v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
-    v.rows("rows", call.rows), v.field("columns", call.columns), v.field("preact", call.preact);
-    v.field("postact", call.postact);
+    v.rows("rows", call.rows), FUSIBLE_FIELDS(v, call.columns, call.preact, call.postact);
     v.optional();
     visit_scales(v, call.scales);
   }
@@ -368,11 +350,9 @@ struct ActivateBackwardLaunch : LaunchOf<ActivationBackward, activate_backward> 
 
   void fields(Fields& v) {
     v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
-    v.rows("rows", call.rows), v.field("columns", call.columns);
-    v.field("dpostact", call.dpostact), v.field("preact", call.preact);
+    v.rows("rows", call.rows), FUSIBLE_FIELDS(v, call.columns, call.dpostact, call.preact);
     v.optional();
-    visit_scales(v, call.scales);
-    v.field("dpreact", call.dpreact), v.field("dscales", call.dscales), v.field("postact", call.postact);
+    visit_scales(v, call.scales), FUSIBLE_FIELDS(v, call.dpreact, call.dscales, call.postact);
   }
 };
 
@@ -382,12 +362,10 @@ struct PointwiseLaunch : LaunchOf<Pointwise, pointwise> {
 
   void fields(Fields& v) {
     PointwiseParams& p = call.params;
-    v.field("function", call.function), visit_stream(v, *this), v.rows("rows", p.rows), v.field("columns", p.columns);
-    v.field("block", p.block), v.field("x", p.x), v.field("dy", p.dy), v.field("y", p.y), v.field("dx", p.dx);
-    v.field("numbers", numbers), v.field("dnumbers", dnumbers), v.field("vectors", vectors);
-    v.field("dcolumns", dcolumns), v.field("matrices", matrices), v.field("dmatrices", dmatrices);
-    v.field("groups", p.sizes.groups), visit_sizes(v, p.sizes);
-    v.field("constants", call.constants);
+    v.field("function", call.function), visit_stream(v, *this), v.rows("rows", p.rows);
+    FUSIBLE_FIELDS(v, p.columns, p.block, p.x, p.dy, p.y, p.dx, numbers, dnumbers, vectors, dcolumns, matrices,
+                   dmatrices, p.sizes.groups);
+    visit_sizes(v, p.sizes), v.field("constants", call.constants);
   }
   void complete() {
     put(numbers, call.params.numbers), put(dnumbers, call.params.dnumbers);
@@ -403,8 +381,7 @@ struct ZeroTailLaunch : OnStream {
 
   void fields(Fields& v) {
     visit_stream(v, *this), v.field("data", rows.data), v.rows("tokens", rows.tokens);
-    v.field("row_bytes", rows.row_bytes), v.field("pitch_bytes", rows.pitch_bytes);
-    v.field("groups", sizes.groups), visit_sizes(v, sizes);
+    FUSIBLE_FIELDS(v, rows.row_bytes, rows.pitch_bytes, sizes.groups), visit_sizes(v, sizes);
   }
   void run() const {
     SplitSizes reporting = sizes;
@@ -415,16 +392,15 @@ struct ZeroTailLaunch : OnStream {
 
 inline void visit_rows(Fields& v, DenseRows& rows, SplitSizes& sizes) {
   v.field("rows", rows.data), v.field("type", rows.type), v.rows("tokens", rows.tokens);
-  v.field("columns", rows.columns), v.field("pitch", rows.pitch), v.field("groups", sizes.groups);
-  visit_sizes(v, sizes);
+  FUSIBLE_FIELDS(v, rows.columns, rows.pitch, sizes.groups), visit_sizes(v, sizes);
 }
 
 struct ColumnSumsLaunch : LaunchOf<ColumnSums, column_sums> {
   static constexpr const char* kName = "column_sums";
 
   void fields(Fields& v) {
-    visit_stream(v, *this), visit_rows(v, call.rows, call.sizes), v.field("scale", call.scale);
-    v.field("out", call.out), v.field("out_type", call.out_type), v.field("workspace", call.workspace);
+    visit_stream(v, *this), visit_rows(v, call.rows, call.sizes);
+    FUSIBLE_FIELDS(v, call.scale, call.out, call.out_type, call.workspace);
   }
 };
 
@@ -433,7 +409,7 @@ struct ColumnSumsWorkspace {
   int64_t tokens = 0, columns = 0;
   int groups = 0;
 
-  void fields(Fields& v) { v.rows("tokens", tokens), v.field("columns", columns), v.field("groups", groups); }
+  void fields(Fields& v) { v.rows("tokens", tokens), FUSIBLE_FIELDS(v, columns, groups); }
   int64_t bytes() const { return column_sums_workspace(tokens, columns, groups); }
 };
 
@@ -441,8 +417,8 @@ struct RowDotsLaunch : LaunchOf<RowDots, row_dots> {
   static constexpr const char* kName = "row_dots";
 
   void fields(Fields& v) {
-    visit_stream(v, *this), visit_rows(v, call.rows, call.sizes), v.field("vectors", call.vectors);
-    v.field("vectors_type", call.vectors_type), v.field("out", call.out);
+    visit_stream(v, *this), visit_rows(v, call.rows, call.sizes);
+    FUSIBLE_FIELDS(v, call.vectors, call.vectors_type, call.out);
   }
 };
 
@@ -450,11 +426,9 @@ struct LowRankPassLaunch : LaunchOf<LowRankPass, low_rank_pass> {
   static constexpr const char* kName = "low_rank_pass";
 
   void fields(Fields& v) {
-    visit_stream(v, *this), visit_rows(v, call.rows, call.sizes), v.field("rank", call.rank);
-    v.field("by_columns", call.by_columns), v.field("slot_of_row", call.slot_of_row), v.field("top_k", call.top_k);
-    v.field("gathered", call.gathered), v.field("factor", call.factor), v.field("product", call.product);
-    v.field("low", call.low), v.field("gradient", call.gradient), v.field("gradient_type", call.gradient_type);
-    v.field("workspace", call.workspace);
+    visit_stream(v, *this), visit_rows(v, call.rows, call.sizes);
+    FUSIBLE_FIELDS(v, call.rank, call.by_columns, call.slot_of_row, call.top_k, call.gathered, call.factor,
+                   call.product, call.low, call.gradient, call.gradient_type, call.workspace);
   }
 };
 
@@ -464,28 +438,22 @@ struct LowRankWorkspace {
   bool gradient = false;
   int device = 0;
 
-  void fields(Fields& v) {
-    v.rows("tokens", tokens), v.field("columns", columns), v.field("rank", rank), v.field("gradient", gradient);
-    v.field("device", device);
-  }
+  void fields(Fields& v) { v.rows("tokens", tokens), FUSIBLE_FIELDS(v, columns, rank, gradient, device); }
   int64_t bytes() const { return low_rank_workspace(tokens, columns, rank, gradient, device); }
 };
 
 inline void visit_choice(Fields& v, ChoiceRule& rule) {
-  v.field("logits", rule.logits), v.field("type", rule.type), v.rows("tokens", rule.tokens);
-  v.field("experts", rule.experts), v.field("top_k", rule.top_k), v.field("scores", rule.scores);
-  v.field("normalize", rule.normalize), v.field("scale", rule.scale);
+  FUSIBLE_FIELDS(v, rule.logits, rule.type), v.rows("tokens", rule.tokens);
+  FUSIBLE_FIELDS(v, rule.experts, rule.top_k, rule.scores, rule.normalize, rule.scale);
 }
 
 struct ChooseLaunch : LaunchOf<Choice, choose> {
   static constexpr const char* kName = "choose";
 
   void fields(Fields& v) {
-    visit_stream(v, *this), visit_choice(v, call.rule), v.field("groups", call.groups), v.field("keep", call.keep);
-    v.field("best", call.best), v.field("bias", call.bias), v.field("valid", call.valid), v.field("given", call.given);
-    v.field("ids", call.ids), v.field("weights", call.weights), v.field("counts", call.counts);
-    v.field("slots", call.slots), v.field("sums", call.sums), v.field("squares", call.squares);
-    v.field("workspace", call.workspace);
+    visit_stream(v, *this), visit_choice(v, call.rule);
+    FUSIBLE_FIELDS(v, call.groups, call.keep, call.best, call.bias, call.valid, call.given, call.ids, call.weights,
+                   call.counts, call.slots, call.sums, call.squares, call.workspace);
   }
 };
 
@@ -495,7 +463,7 @@ struct ChoiceWorkspace {
   int experts = 0;
   bool tallied = false;
 
-  void fields(Fields& v) { v.rows("tokens", tokens), v.field("experts", experts), v.field("tallied", tallied); }
+  void fields(Fields& v) { v.rows("tokens", tokens), FUSIBLE_FIELDS(v, experts, tallied); }
   int64_t bytes() const { return choice_workspace(tokens, experts, tallied); }
 };
 
@@ -503,9 +471,8 @@ struct ChooseBackwardLaunch : LaunchOf<ChoiceBackward, choose_backward> {
   static constexpr const char* kName = "choose_backward";
 
   void fields(Fields& v) {
-    visit_stream(v, *this), visit_choice(v, call.rule), v.field("ids", call.ids);
-    v.field("d_weights", call.d_weights), v.field("d_sums", call.d_sums), v.field("d_squares", call.d_squares);
-    v.field("d_logits", call.d_logits);
+    visit_stream(v, *this), visit_choice(v, call.rule);
+    FUSIBLE_FIELDS(v, call.ids, call.d_weights, call.d_sums, call.d_squares, call.d_logits);
   }
 };
 
@@ -513,10 +480,8 @@ struct RouteLaunch : LaunchOf<Route, route> {
   static constexpr const char* kName = "route";
 
   void fields(Fields& v) {
-    visit_stream(v, *this), v.field("ids", call.ids), v.field("int64_ids", call.int64_ids);
-    v.rows("slots", call.slots), v.field("groups", call.groups), v.field("tokens_per_expert", call.tokens_per_expert);
-    v.field("slot_of_row", call.slot_of_row), v.field("row_of_slot", call.row_of_slot);
-    v.field("workspace", call.workspace);
+    visit_stream(v, *this), FUSIBLE_FIELDS(v, call.ids, call.int64_ids), v.rows("slots", call.slots);
+    FUSIBLE_FIELDS(v, call.groups, call.tokens_per_expert, call.slot_of_row, call.row_of_slot, call.workspace);
     v.optional();
     v.field("weights", call.weights.data), v.field("weights_type", call.weights.type), v.field("scales", call.scales);
   }
@@ -532,10 +497,9 @@ struct RouteWorkspace {
 };
 
 inline void visit_routed(Fields& v, RoutedRows& call) {
-  v.field("type", call.type), v.rows("tokens", call.tokens), v.field("columns", call.columns);
-  v.field("top_k", call.top_k), v.field("row_of_slot", call.row_of_slot), v.field("num_rows", call.num_rows);
-  v.field("source", call.source), v.field("source_pitch", call.source_pitch);
-  v.field("out", call.out), v.field("out_pitch", call.out_pitch);
+  v.field("type", call.type), v.rows("tokens", call.tokens);
+  FUSIBLE_FIELDS(v, call.columns, call.top_k, call.row_of_slot, call.num_rows, call.source, call.source_pitch, call.out,
+                 call.out_pitch);
 }
 
 struct PermuteLaunch : OnStream {
@@ -562,9 +526,8 @@ struct GatherSlotsLaunch : OnStream {
   DType type = DType::kFloat32;
 
   void fields(Fields& v) {
-    visit_stream(v, *this), v.field("values", values), v.field("row_of_slot", row_of_slot);
-    v.field("num_rows", num_rows);
-    v.rows("slots", slots), v.field("out", out), v.field("type", type);
+    visit_stream(v, *this), FUSIBLE_FIELDS(v, values, row_of_slot, num_rows), v.rows("slots", slots);
+    FUSIBLE_FIELDS(v, out, type);
   }
   void run() const { gather_slots(values, row_of_slot, num_rows, slots, out, type, device, stream); }
 };
@@ -575,18 +538,15 @@ struct RoutedMlpLaunch : OnStream {
   RoutedTokens call{};
 
   void fields(Fields& v) {
-    v.field("activation", mlp.activation), v.field("type", mlp.type), v.field("groups", mlp.groups);
-    v.field("features", mlp.features), v.field("columns", mlp.columns), v.field("transposed", mlp.transposed);
-    v.field("unfused", mlp.unfused);
+    FUSIBLE_FIELDS(v, mlp.activation, mlp.type, mlp.groups, mlp.features, mlp.columns, mlp.transposed, mlp.unfused);
     v.field("up", mlp.up.data), v.field("up_pitch", mlp.up.pitch), v.field("up_group", mlp.up.group_stride);
-    v.field("down", mlp.down.data), v.field("down_pitch", mlp.down.pitch), v.field("down_group", mlp.down.group_stride);
-    v.field("up_bias", mlp.up_bias.data), v.field("up_bias_pitch", mlp.up_bias.pitch);
-    v.field("down_bias", mlp.down_bias.data), v.field("down_bias_pitch", mlp.down_bias.pitch);
-    v.field("bias_type", mlp.up_bias.type), visit_stream(v, *this);
-    v.rows("tokens", call.tokens), v.field("top_k", call.top_k), v.field("x", call.x), v.field("pitch", call.pitch);
-    v.field("ids", call.ids), v.field("int64_ids", call.int64_ids);
+    v.field("down", mlp.down.data), v.field("down_pitch", mlp.down.pitch);
+    v.field("down_group", mlp.down.group_stride), v.field("up_bias", mlp.up_bias.data);
+    v.field("up_bias_pitch", mlp.up_bias.pitch), v.field("down_bias", mlp.down_bias.data);
+    v.field("down_bias_pitch", mlp.down_bias.pitch), v.field("bias_type", mlp.up_bias.type), visit_stream(v, *this);
+    v.rows("tokens", call.tokens), FUSIBLE_FIELDS(v, call.top_k, call.x, call.pitch, call.ids, call.int64_ids);
     v.field("weights", call.weights.data), v.field("weights_type", call.weights.type);
-    v.field("out", call.out), v.field("workspace", call.workspace);
+    FUSIBLE_FIELDS(v, call.out, call.workspace);
   }
   void complete() {
     mlp.up.type = mlp.down.type = mlp.type;
@@ -601,8 +561,7 @@ struct RoutedMlpWorkspace {
   int64_t slots = 0;
 
   void fields(Fields& v) {
-    v.field("gated", mlp.activation.gated), v.field("type", mlp.type), v.field("groups", mlp.groups);
-    v.field("features", mlp.features), v.field("columns", mlp.columns), v.field("unfused", mlp.unfused);
+    FUSIBLE_FIELDS(v, mlp.activation.gated, mlp.type, mlp.groups, mlp.features, mlp.columns, mlp.unfused);
     v.rows("slots", slots);
   }
   int64_t bytes() const { return routed_workspace_bytes(mlp, slots); }

@@ -18,8 +18,7 @@ struct LaneLaunch : LaunchOf<CallOf, kFunction> {
 
   void visit_lane(Fields& v) {
     LaneCall& call = this->call;
-    visit_stream(v, *this), v.field("rank", call.peers.rank), v.field("buffers", buffers);
-    v.field("state", call.state), v.field("report", call.report), v.field("exchange", call.exchange);
+    visit_stream(v, *this), FUSIBLE_FIELDS(v, call.peers.rank, buffers, call.state, call.report, call.exchange);
   }
   void complete() { set_buffers(this->call.peers, buffers); }
 };
@@ -28,13 +27,10 @@ struct PublishLaunch : LaneLaunch<Publish, publish> {
   static constexpr const char* kName = "publish";
 
   void fields(Fields& v) {
-    visit_lane(v), v.field("signals_at", call.signals_at), v.field("kind", call.kind);
-    v.field("timeout", call.timeout);
+    visit_lane(v), FUSIBLE_FIELDS(v, call.signals_at, call.kind, call.timeout);
     v.optional();
-    v.field("ids", call.ids), v.field("int64_ids", call.int64_ids), v.rows("slots", call.slots);
-    v.field("most_slots", call.most_slots), v.field("experts", call.experts), v.field("ids_at", call.ids_at);
-    v.field("numbers", call.numbers), v.field("number_bytes", call.number_bytes);
-    v.field("numbers_at", call.numbers_at);
+    FUSIBLE_FIELDS(v, call.ids, call.int64_ids), v.rows("slots", call.slots);
+    FUSIBLE_FIELDS(v, call.most_slots, call.experts, call.ids_at, call.numbers, call.number_bytes, call.numbers_at);
   }
 };
 
@@ -42,9 +38,8 @@ struct DivideRowsLaunch : LaneLaunch<DivideRows, divide_rows> {
   static constexpr const char* kName = "divide_rows";
 
   void fields(Fields& v) {
-    visit_lane(v), v.field("tokens_per_expert", call.tokens_per_expert), v.field("experts", call.experts);
-    v.field("capacity", call.capacity), v.field("fails", call.fails), v.field("firsts", call.firsts);
-    v.field("split_sizes", call.split_sizes);
+    visit_lane(v);
+    FUSIBLE_FIELDS(v, call.tokens_per_expert, call.experts, call.capacity, call.fails, call.firsts, call.split_sizes);
   }
 };
 
@@ -52,9 +47,8 @@ template <class CallOf, auto kFunction>
 struct PeerRowsLaunch : LaneLaunch<CallOf, kFunction> {
   void visit_peer_rows(Fields& v) {
     PeerRows& call = this->call;
-    this->visit_lane(v), v.field("type", call.type), v.rows("tokens", call.tokens), v.field("columns", call.columns);
-    v.field("top_k", call.top_k), v.field("row_of_slot", call.row_of_slot), v.field("firsts", call.firsts);
-    v.field("capacity", call.capacity), v.field("at", call.at), v.field("out", call.out);
+    this->visit_lane(v), v.field("type", call.type), v.rows("tokens", call.tokens);
+    FUSIBLE_FIELDS(v, call.columns, call.top_k, call.row_of_slot, call.firsts, call.capacity, call.at, call.out);
   }
 };
 
@@ -62,9 +56,9 @@ struct StageRowsLaunch : PeerRowsLaunch<StageRows, stage_rows> {
   static constexpr const char* kName = "stage_rows";
 
   void fields(Fields& v) {
-    visit_peer_rows(v), v.field("source", call.source), v.field("pitch", call.pitch);
+    visit_peer_rows(v), FUSIBLE_FIELDS(v, call.source, call.pitch);
     v.optional();
-    v.field("slot_of_row", call.slot_of_row), v.field("slots", call.slots);
+    FUSIBLE_FIELDS(v, call.slot_of_row, call.slots);
   }
 };
 
@@ -78,8 +72,7 @@ struct PullBlocksLaunch : PeerRowsLaunch<PullBlocks, pull_blocks> {
   static constexpr const char* kName = "pull_blocks";
 
   void fields(Fields& v) {
-    visit_peer_rows(v), v.field("slot_of_row", call.slot_of_row), v.field("arrived", call.arrived);
-    v.field("blocks", call.blocks), v.field("fill", call.fill);
+    visit_peer_rows(v), FUSIBLE_FIELDS(v, call.slot_of_row, call.arrived, call.blocks, call.fill);
   }
 };
 
@@ -96,9 +89,7 @@ struct PullSumLaunch : PeerRowsLaunch<PullSum, pull_sum> {
 struct PushSumsLaunch : PeerRowsLaunch<PushSums, push_sums> {
   static constexpr const char* kName = "push_sums";
 
-  void fields(Fields& v) {
-    visit_peer_rows(v), v.field("source", call.source), v.field("pitch", call.pitch), v.field("blocks", call.blocks);
-  }
+  void fields(Fields& v) { visit_peer_rows(v), FUSIBLE_FIELDS(v, call.source, call.pitch, call.blocks); }
 };
 
 struct SumPartsLaunch : PeerRowsLaunch<SumParts, sum_parts> {
@@ -112,8 +103,7 @@ struct PeerNumbersLaunch : LaneLaunch<PeerNumbers, kFunction> {
   void fields(Fields& v) {
     PeerNumbers& call = this->call;
     this->visit_lane(v), v.field("number_bytes", call.number_bytes), v.rows("slots", call.slots);
-    v.field("row_of_slot", call.row_of_slot), v.field("firsts", call.firsts), v.field("capacity", call.capacity);
-    v.field("at", call.at), v.field("out", call.out);
+    FUSIBLE_FIELDS(v, call.row_of_slot, call.firsts, call.capacity, call.at, call.out);
   }
 };
 
@@ -132,9 +122,8 @@ struct GemmToSlotsLaunch : GemmLaunch {
   Addresses buffers;
 
   void fields(Fields& v) {
-    visit_product(v), v.field("rank", slots.peers.rank), v.field("buffers", buffers), v.field("state", slots.state);
-    v.field("slot_of_row", slots.slot_of_row), v.field("firsts", slots.firsts), v.field("slots", slots.slots);
-    v.field("at", slots.at);
+    visit_product(v);
+    FUSIBLE_FIELDS(v, slots.peers.rank, buffers, slots.state, slots.slot_of_row, slots.firsts, slots.slots, slots.at);
     v.optional();
     visit_bias(v), v.field("row_scale", gemm.epilogue.row_scale), visit_schedule(v);
   }

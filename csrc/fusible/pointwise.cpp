@@ -23,14 +23,8 @@ void pointwise(const Pointwise& call, int device, cudaStream_t stream) {
   const KernelEntry kernel = entry_of(call.function, kPointwiseThreads);
   const int64_t blocks = std::min<int64_t>((params.rows + kWarps - 1) / kWarps,
                                            kBlocksPerMultiprocessor * device_properties(device).multiprocessors);
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(static_cast<unsigned>(blocks));
-  launch.blockDim = dim3(kernel.threads);
-  launch.dynamicSmemBytes = kernel.shared_bytes;
-  launch.stream = stream;
-  void* arguments[] = {&params};
-  FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), "pointwise function of ", params.rows,
-                     " rows of ", params.columns, " columns");
+  FUSIBLE_CUDA_CHECK(launch(kernel, blocks, stream, params), "pointwise function of ", params.rows, " rows of ",
+                     params.columns, " columns");
 }
 
 }  // namespace fusible

@@ -31,7 +31,7 @@ struct QuantizeRows {
   BlockedColumns columns;
   const int32_t* slot_of_row;  // [tokens]: row r belongs to token slot_of_row[r] / top_k; null: row r is x[r]
   int top_k;
-  int tiles;  // of 128 features that a block takes, one after the other; 0: as many as seem best
+  int tiles;  // of 128 features that a block takes, one after the other; the launch decides
   Scaling scaling;
   float* amax;          // largest_magnitudes() numbers, unless scales are per block: of groups, or of rows and columns
   const float* encode;  // [groups], factors of the groups' values; null: computed from their amax
@@ -55,16 +55,6 @@ struct QuantizeWeight {
   const float* encode;       // as in QuantizeRows
 };
 
-// out[b, r] = source[b, slot_of_row[r] / top_k] for the rows before *num_rows, of all blocks b of features: the scales
-// of QuantizedRows.
-struct PermuteScales {
-  int64_t tokens, features;
-  int top_k;
-  const int32_t *slot_of_row, *num_rows;
-  const float* source;
-  float* out;
-};
-
 // out[g, c, r] = source[g, r, c], whatever the sizes: a copy of weights for the gradient of rows.
 struct TransposeBytes {
   int64_t groups, rows, columns;
@@ -75,7 +65,6 @@ struct TransposeBytes {
 // All throw fusible::Error if the launch fails.
 void quantize_rows(const QuantizeRows& call, int device, cudaStream_t stream);
 void quantize_weight(const QuantizeWeight& call, int device, cudaStream_t stream);
-void permute_scales(const PermuteScales& call, int device, cudaStream_t stream);
 void transpose_bytes(const TransposeBytes& call, int device, cudaStream_t stream);
 // For a user's function, `vectors` are the numbers of columns that it reads, and `dvectors` the destination of the
 // gradient of each; empty if they are not wanted.

@@ -11,12 +11,12 @@ namespace fusible {
 
 inline void visit_groups(Fields& v, SplitSizes& sizes) { v.field("groups", sizes.groups), visit_sizes(v, sizes); }
 inline void visit_copies(Fields& v, QuantizedRows& rows, BlockedColumns& columns) {
-  v.field("rows", rows.data), v.field("row_scales", rows.scales);
-  v.field("columns", columns.data), v.field("column_scales", columns.scales);
+  v.field("rows", rows.data), v.field("row_scales", rows.scales), v.field("columns", columns.data);
+  v.field("column_scales", columns.scales);
 }
 
 inline void visit_scaling(Fields& v, Scaling& scaling, float*& amax, const float*& encode) {
-  v.field("scaling", scaling), v.field("amax", amax), v.field("encode", encode);
+  FUSIBLE_FIELDS(v, scaling, amax, encode);
 }
 
 struct QuantizeRowsLaunch : LaunchOf<QuantizeRows, quantize_rows> {
@@ -24,11 +24,10 @@ struct QuantizeRowsLaunch : LaunchOf<QuantizeRows, quantize_rows> {
 
   void fields(Fields& v) {
     visit_stream(v, *this), v.field("type", call.type), v.rows("tokens", call.tokens);
-    v.field("features", call.features), v.field("x", call.x), v.field("pitch", call.pitch), visit_groups(v, call.sizes);
+    FUSIBLE_FIELDS(v, call.features, call.x, call.pitch), visit_groups(v, call.sizes);
     v.field("power_of_two", call.power_of_two), visit_copies(v, call.rows, call.columns);
     v.optional();
-    v.field("exponents", call.exponents);
-    v.field("slot_of_row", call.slot_of_row), v.field("top_k", call.top_k), v.field("tiles", call.tiles);
+    FUSIBLE_FIELDS(v, call.exponents, call.slot_of_row, call.top_k);
     visit_scaling(v, call.scaling, call.amax, call.encode);
   }
 };
@@ -38,34 +37,20 @@ struct QuantizeWeightLaunch : LaunchOf<QuantizeWeight, quantize_weight> {
   Addresses addresses;
 
   void fields(Fields& v) {
-    visit_stream(v, *this), v.field("type", call.type), v.field("groups", call.groups), v.field("n", call.n);
-    v.field("k", call.k), v.field("weight", call.weight), v.field("pitch", call.pitch);
-    v.field("group_stride", call.group_stride), v.field("addresses", addresses), v.field("halves", call.halves);
-    v.field("power_of_two", call.power_of_two), v.field("data", call.data), v.field("transposed", call.transposed);
-    v.field("scales", call.scales);
-    v.field("scales_transposed", call.scales_transposed);
+    visit_stream(v, *this);
+    FUSIBLE_FIELDS(v, call.type, call.groups, call.n, call.k, call.weight, call.pitch, call.group_stride, addresses,
+                   call.halves, call.power_of_two, call.data, call.transposed, call.scales, call.scales_transposed);
     v.optional();
     visit_scaling(v, call.scaling, call.amax, call.encode), v.field("transposed_scales", call.transposed_scales);
   }
   void complete() { call.addresses = addresses; }
 };
 
-struct PermuteScalesLaunch : LaunchOf<PermuteScales, permute_scales> {
-  static constexpr const char* kName = "permute_scales";
-
-  void fields(Fields& v) {
-    visit_stream(v, *this), v.rows("tokens", call.tokens), v.field("top_k", call.top_k);
-    v.field("features", call.features), v.field("slot_of_row", call.slot_of_row), v.field("num_rows", call.num_rows);
-    v.field("source", call.source), v.field("out", call.out);
-  }
-};
-
 struct TransposeBytesLaunch : LaunchOf<TransposeBytes, transpose_bytes> {
   static constexpr const char* kName = "transpose_bytes";
 
   void fields(Fields& v) {
-    visit_stream(v, *this), v.field("groups", call.groups), v.field("rows", call.rows);
-    v.field("columns", call.columns), v.field("source", call.source), v.field("out", call.out);
+    visit_stream(v, *this), FUSIBLE_FIELDS(v, call.groups, call.rows, call.columns, call.source, call.out);
   }
 };
 
@@ -73,12 +58,10 @@ struct DecodeWeightLaunch : LaunchOf<DecodeWeight, decode_weight> {
   static constexpr const char* kName = "decode_weight";
 
   void fields(Fields& v) {
-    visit_stream(v, *this), v.field("groups", call.groups), v.field("n", call.n), v.field("k", call.k);
-    v.field("codes", call.codes), v.field("data", call.data), v.field("stored_scale", call.stored_scale);
-    v.field("scales", call.scales), v.field("rows_of_scale", call.rows_of_scale);
-    v.field("columns_of_scale", call.columns_of_scale), v.field("decoders", call.decoders);
-    v.field("decoders_of_group", call.decoders_of_group), v.field("divides", call.divides);
-    v.field("type", call.type), v.field("out", call.out);
+    visit_stream(v, *this);
+    FUSIBLE_FIELDS(v, call.groups, call.n, call.k, call.codes, call.data, call.stored_scale, call.scales,
+                   call.rows_of_scale, call.columns_of_scale, call.decoders, call.decoders_of_group, call.divides,
+                   call.type, call.out);
   }
 };
 
@@ -89,11 +72,10 @@ struct QuantizeActivationLaunch : OnStream {
 
   void fields(Fields& v) {
     v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
-    v.rows("tokens", call.tokens), v.field("features", call.features), v.field("preact", call.preact);
-    visit_groups(v, call.sizes), v.field("power_of_two", call.power_of_two);
-    visit_copies(v, call.rows, call.columns);
+    v.rows("tokens", call.tokens), FUSIBLE_FIELDS(v, call.features, call.preact), visit_groups(v, call.sizes);
+    v.field("power_of_two", call.power_of_two), visit_copies(v, call.rows, call.columns);
     v.optional();
-    visit_scales(v, call.scales), v.field("tiles", call.tiles), v.field("vectors", vectors);
+    visit_scales(v, call.scales), v.field("vectors", vectors);
   }
   void run() const { quantize_activation(call, column_vectors(vectors), device, stream); }
 };
@@ -106,13 +88,11 @@ struct QuantizeActivationBackwardLaunch : OnStream {
 
   void fields(Fields& v) {
     v.field("activation", call.activation), visit_stream(v, *this), v.field("type", call.type);
-    v.rows("tokens", call.tokens), v.field("features", call.features), v.field("dpostact", call.dpostact);
-    v.field("preact", call.preact), visit_groups(v, call.sizes), v.field("power_of_two", call.power_of_two);
-    visit_copies(v, call.rows, call.columns);
+    v.rows("tokens", call.tokens), FUSIBLE_FIELDS(v, call.features, call.dpostact, call.preact);
+    visit_groups(v, call.sizes), v.field("power_of_two", call.power_of_two), visit_copies(v, call.rows, call.columns);
     v.optional();
     v.field("postact_columns", call.postact_columns.data), v.field("postact_scales", call.postact_columns.scales);
-    visit_scales(v, call.scales), v.field("dscales", call.dscales), v.field("workspace", call.workspace);
-    v.field("tiles", call.tiles), v.field("vectors", vectors), dvectors.visit(v);
+    visit_scales(v, call.scales), FUSIBLE_FIELDS(v, call.dscales, call.workspace, vectors), dvectors.visit(v);
   }
   void run() const { quantize_activation_backward(call, column_vectors(vectors), dvectors.all(), device, stream); }
 };
@@ -123,9 +103,7 @@ struct QuantizeWorkspace {
   Scaling scaling = Scaling::kBlocks;
   int64_t rows = 0, groups = 0, features = 0;
 
-  void fields(Fields& v) {
-    v.field("scaling", scaling), v.rows("rows", rows), v.field("groups", groups), v.field("features", features);
-  }
+  void fields(Fields& v) { v.field("scaling", scaling), v.rows("rows", rows), FUSIBLE_FIELDS(v, groups, features); }
   int64_t bytes() const {
     return largest_magnitudes(scaling, rows, groups, features) * static_cast<int64_t>(sizeof(float));
   }
@@ -135,13 +113,11 @@ struct PackedGemmLaunch : LaunchOf<PackedGemm, packed_gemm> {
   static constexpr const char* kName = "packed_gemm";
 
   void fields(Fields& v) {
-    visit_stream(v, *this), v.field("format", call.format), v.rows("tokens", call.tokens), v.field("n", call.n);
-    v.field("k", call.k), v.field("a", call.a), v.field("a_pitch", call.a_pitch), v.field("b", call.b);
-    v.field("b_scales", call.b_scales), visit_groups(v, call.sizes), v.field("output", call.output);
-    v.field("out", call.out), v.field("out_pitch", call.out_pitch);
+    visit_stream(v, *this), v.field("format", call.format), v.rows("tokens", call.tokens);
+    FUSIBLE_FIELDS(v, call.n, call.k, call.a, call.a_pitch, call.b, call.b_scales), visit_groups(v, call.sizes);
+    FUSIBLE_FIELDS(v, call.output, call.out, call.out_pitch);
     v.optional();
-    v.field("bias", call.bias), v.field("bias_type", call.bias_type), v.field("bias_scale", call.bias_scale);
-    v.field("row_scale", call.row_scale), v.field("alphas", call.alphas), v.field("zero_tail", call.zero_tail);
+    FUSIBLE_FIELDS(v, call.bias, call.bias_type, call.bias_scale, call.row_scale, call.alphas, call.zero_tail);
   }
 };
 
@@ -152,7 +128,7 @@ struct QuantizeBackwardWorkspace {
   void fields(Fields& v) {
     v.rows("tokens", tokens), v.field("features", features);
     v.optional();
-    v.field("groups", groups), v.field("dvectors", dvectors);
+    FUSIBLE_FIELDS(v, groups, dvectors);
   }
   int64_t bytes() const { return quantize_backward_workspace(tokens, features, groups, dvectors); }
 };

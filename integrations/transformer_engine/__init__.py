@@ -113,8 +113,11 @@ def _rows_marked(x: Tensor) -> Iterator[None]:
 class GroupedLinear(grouped_linear.GroupedLinear):
     """Our grouped linear with TransformerEngine's defaults: one parameter per group.
 
+    Megatron asks the signature for the newer arguments.
+
     Args:
         rng_state_tracker_function: ignored: it seeds the initial values, which Megatron replaces.
+        options: further ones of :class:`fusible.GroupedLinear`.
 
     Raises:
         NotImplementedError: tokens or gradients would arrive as MXFP8 data in the memory of another tensor.
@@ -128,27 +131,16 @@ class GroupedLinear(grouped_linear.GroupedLinear):
         in_features: int,
         out_features: int,
         *,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
         rng_state_tracker_function: object = None,
-        accumulate_into_main_grad: bool = False,
         single_grouped_weight: bool = False,
         single_grouped_bias: bool = False,
         delay_wgrad_compute: bool = False,
         scale_bias: bool = False,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            *(num_groups, in_features, out_features),
-            bias=bias,
-            device=device,
-            dtype=dtype,
-            accumulate_into_main_grad=accumulate_into_main_grad,
-            single_grouped_weight=single_grouped_weight,
-            single_grouped_bias=single_grouped_bias,
-            delay_wgrad_compute=delay_wgrad_compute,
-            scale_bias=scale_bias,
-        )
+        single = {"single_grouped_weight": single_grouped_weight, "single_grouped_bias": single_grouped_bias}
+        options |= {**single, "delay_wgrad_compute": delay_wgrad_compute, "scale_bias": scale_bias}
+        super().__init__(num_groups, in_features, out_features, **options)
 
     @property
     def ep_mxfp8_carrier_input(self) -> bool:

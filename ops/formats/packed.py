@@ -27,15 +27,8 @@ def unpacks(format: PackedFormat, decoding: Decoding) -> Callable[[Unpack], Unpa
     return declared
 
 
-def unpacked(data: Tensor, scales: Tensor, format: PackedFormat) -> Tensor:
-    """bfloat16 [E, N, K], but for the factors of groups."""
-    out = new_unpacked(data, format)
-    unpack_into(out, data, scales, format)
-    return out
-
-
 def new_unpacked(data: Tensor, format: PackedFormat) -> Tensor:
-    """Memory for :func:`unpacked`."""
+    """Memory for the values, bfloat16 [E, N, K], but for the factors of groups."""
     groups, rows, columns = data.shape
     return data.new_empty((groups, rows, columns * values_in_byte(format)), dtype=torch.bfloat16)
 
@@ -45,6 +38,6 @@ def values_in_byte(format: PackedFormat) -> int:
 
 
 def unpack_into(out: Tensor, data: Tensor, scales: Tensor, format: PackedFormat) -> None:
-    """Writes :func:`unpacked`, a run of groups at a time."""
+    """Writes the values, a run of groups at a time."""
     unpack = _UNPACKED[format]
     decode_in_runs(lambda run: unpack(data[run], scales[run]), out)

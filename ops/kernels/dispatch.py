@@ -7,7 +7,7 @@ in order. Kernels that run under any name are a fallback for every backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from ...fuser import RefusedError
 from ...fuser.contract import tracing as trace
@@ -88,7 +88,9 @@ class _Pools(dict[tuple[AnyKind, str, str], Pool]):
 
 
 _pools = _Pools()
-_kinds: dict[type, AnyKind] = {problem: kind for kind in KINDS for problem in kind.types}
+_kinds: dict[type, AnyKind] = {
+    problem: kind for kind in KINDS for problem in get_args(kind.problems) or (kind.problems,)
+}
 
 
 def register(kernels: Implementations) -> None:

@@ -99,11 +99,6 @@ def program_of(curve: Curve, is_gated: bool, limit: float | None, linear_offset:
     return scaled(trace(value, ("x", "u") if is_gated else ("x",)))
 
 
-def program_of_curve(curve: str) -> Program:
-    """The program of one of :data:`CURVES`; ``c0`` is alpha."""
-    return trace(CURVES[curve], ("x",), (1.25,))
-
-
 def value_of(
     curve: str, gate: Tensor, up: Tensor | None = None, *, alpha: Number, limit: Number | None, linear_offset: Number
 ) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ _TENSORS = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class QuantizedGroupedTensor:
     """Tokens [T, K], sorted by group, or weights [E, N, K], as bytes and scales.
 
@@ -47,26 +48,22 @@ class QuantizedGroupedTensor:
         ValueError: a copy has another shape or dtype than the recipe gives, or both copies are missing.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        first_dims: Tensor | None = None,
-        halves: int = 1,
-        is_gradient: bool = False,
-        *,
-        rowwise: Tensor | None = None,
-        rowwise_scales: Tensor | None = None,
-        rowwise_amax: Tensor | None = None,
-        columnwise: Tensor | None = None,
-        columnwise_scales: Tensor | None = None,
-        columnwise_amax: Tensor | None = None,
-    ) -> None:
-        self.recipe, self.shape, self.dtype = recipe, torch.Size(shape), dtype
-        self.first_dims, self.halves, self.is_gradient = first_dims, halves, is_gradient
-        self.rowwise, self.rowwise_scales, self.rowwise_amax = rowwise, rowwise_scales, rowwise_amax
-        self.columnwise, self.columnwise_scales, self.columnwise_amax = columnwise, columnwise_scales, columnwise_amax
+    recipe: Recipe
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    first_dims: Tensor | None = None
+    halves: int = 1
+    is_gradient: bool = False
+    _: KW_ONLY
+    rowwise: Tensor | None = None
+    rowwise_scales: Tensor | None = None
+    rowwise_amax: Tensor | None = None
+    columnwise: Tensor | None = None
+    columnwise_scales: Tensor | None = None
+    columnwise_amax: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.shape = torch.Size(self.shape)
         _check(self)
 
     @classmethod

@@ -6,12 +6,12 @@ import pytest
 import torch
 from checks import decoding as checks
 from checks.decoding import Stored
+from checks.packed import unpacked
 from emulation import build
 
 from fusible import MXFP4, NF4, Float8Weight, Int4, NVFP4Weight, config
 from fusible.fuser.contract import tracing
 from fusible.ops.formats.copies import PackedFormat, Weight
-from fusible.ops.formats.packed import unpacked
 from fusible.ops.formats.weight_only import WeightOnly
 from fusible.ops.kernels.doors.decoding import decode_packed, decode_weight
 from fusible.ops.kernels.hopper import decode

@@ -16,11 +16,10 @@ from emulation import build
 
 from fusible import Bias, Pointwise, SwiGLU, interleaved
 from fusible.ops.fused.activation_role import vectors_of
-from fusible.ops.kernels.jit import epilogue, nvcc, nvrtc, quantized
+from fusible.ops.kernels.jit import epilogue, nvrtc, quantized
 from fusible.ops.kernels.jit.cache import kernel_cache
 from fusible.ops.kernels.jit.compilation import compiled, compiler
-from fusible.ops.kernels.jit.compiler import CompileError, SpillError
-from fusible.ops.kernels.jit.nvrtc import Nvrtc
+from fusible.ops.kernels.jit.nvrtc import CompileError, Nvrtc, SpillError
 from fusible.ops.kernels.jit.operands import is_concat, is_narrow
 from fusible.ops.kernels.problems.gemm import Layout
 
@@ -201,31 +200,7 @@ def test_what_spills_anyway_is_refused_with_what_ptxas_says(monkeypatch: pytest.
     assert reason == f"has no kernel of {form.program.name}: ptxas: 12 bytes spill"
 
 
-def test_a_source_that_is_wrong_is_a_compile_error_with_its_log() -> None:
-    with pytest.raises(CompileError, match=r"identifier .x. is undefined"):
-        compiler().compile("int nonsense = x;", {}, "sm_90a")
-
-
-@pytest.fixture
-def without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a machine with a toolkit, but without its NVRTC."""
-    if nvcc.find() is None:
-        pytest.skip("nvcc is not installed")
-    monkeypatch.setattr(nvrtc, "find", lambda: None)
-
-
-@pytest.mark.usefixtures("without_nvrtc")
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_nvcc_compiles_the_same_sources(backward: bool) -> None:
-    form = form_of(FUNCTIONS["telu"], backward)
-    texts = epilogue.sources(form, epilogue.variants(form)[0])
-
-    assert compiler().version[0] == "nvcc"
-    assert compiled(texts, "sm_90a").startswith(b"\x7fELF")
-
-
-@pytest.mark.usefixtures("without_nvrtc")
-def test_nvcc_says_what_is_wrong_and_what_spills() -> None:
+def test_a_compiler_says_what_is_wrong_and_what_spills() -> None:
     spilling = """extern "C" __global__ void __launch_bounds__(1024, 2) kernel(float* p) {
       float x[64];
       for (int i = 0; i < 64; ++i) x[i] = p[i * 7];
@@ -239,7 +214,6 @@ def test_nvcc_says_what_is_wrong_and_what_spills() -> None:
 
 
 def test_without_any_compiler_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (nvrtc, nvcc):
-        monkeypatch.setattr(kind, "find", lambda: None)
+    monkeypatch.setattr(nvrtc, "find", lambda: None)
     with pytest.raises(CompileError, match="pip install nvidia-cuda-nvrtc"):
         compiler()

@@ -20,7 +20,7 @@ from fusible import GroupedLinear, check_device_errors
 from fusible.ops.formats import mxfp4, mxfp8, nvfp4
 from fusible.ops.formats.copies import PackedFormat
 from fusible.ops.formats.formats import pack
-from fusible.ops.formats.packed import unpacked
+from fusible.ops.formats.packed import new_unpacked, unpack_into
 from fusible.ops.formats.recipe import Recipe
 from fusible.ops.kernels.hopper import packed_gemm as hopper
 from fusible.ops.kernels.problems.kinds import PACKED
@@ -53,6 +53,13 @@ class Case:
     bias: torch.dtype | None = None
     factors: bool = False  # of rows, of the bias in each row, and of groups
     index: torch.dtype = torch.int32
+
+
+def unpacked(data: Tensor, scales: Tensor, format: PackedFormat) -> Tensor:
+    """bfloat16 [E, N, K], but for the factors of groups."""
+    out = new_unpacked(data, format)
+    unpack_into(out, data, scales, format)
+    return out
 
 
 def check(device: str, case: Case) -> None:

@@ -17,7 +17,6 @@ from fusible.ops.formats.quantized_tokens import decoded
 from fusible.ops.kernels.hopper import quantize, rows
 from fusible.ops.kernels.problems.gemm import ActivationGrads, Operands
 from fusible.ops.kernels.problems.quantized import (
-    PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
     QuantizedWeight,
@@ -430,14 +429,3 @@ def check_gathered_rows(device: str, tokens: int, top_k: int, features: int, dty
     gathered = r.x.cpu()[r.slot_of_row.cpu() // top_k]
     assert_rows(by_row, gathered, int(sizes.sum()), True)
     assert_columns(by_column, gathered, sizes.cpu(), True)
-
-
-def check_permuted_rows(device: str, tokens: int, top_k: int, features: int) -> None:
-    """Tokens that are quantised before they go to their experts are those that are quantised after."""
-    r = routed(tokens, top_k, 5, features, torch.bfloat16, device)
-    source = Rows(*(t.to(device) for t in reference.quantize_rows(r.x.cpu(), False)[:2]))
-    out = rows_copy(tokens * top_k, features, device)
-    problem = PermuteQuantizedRows(source, r.slot_of_row, r.row_of_slot, r.tokens_per_expert, out)
-    assert quantize.refusal(problem) is None, quantize.refusal(problem)
-    quantize.run(problem)
-    assert_rows(out, r.x.cpu()[r.slot_of_row.cpu() // top_k], int(r.tokens_per_expert[-1]), False)

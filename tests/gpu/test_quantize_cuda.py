@@ -85,11 +85,6 @@ def test_gathered_rows(dtype, want):
     checks.check_gathered_rows("cuda", 700, 3, 2880, dtype, want)
 
 
-def test_permuted_rows():
-    checks.check_permuted_rows("cuda", 700, 3, 2880)
-    checks.check_permuted_rows("cuda", 3, 8, 1168)
-
-
 of_whole = pytest.mark.parametrize("scaling", whole.WHOLE, ids=lambda scaling: scaling.value)
 
 

@@ -44,7 +44,7 @@ from fusible import (
     interleaved,
 )
 from fusible.ops.kernels.jit import epilogue
-from fusible.ops.kernels.jit.compiler import SpillError
+from fusible.ops.kernels.jit.nvrtc import SpillError
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),

@@ -13,7 +13,7 @@ from test_replay import Runs, runs
 
 import fusible
 from fusible.ops.kernels.jit import epilogue, quantized
-from fusible.ops.kernels.jit.compiler import SpillError
+from fusible.ops.kernels.jit.nvrtc import SpillError
 
 pytestmark = [
     pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}"),

@@ -37,7 +37,7 @@ LARGEST = {  # what must not grow unnoticed
     "arrows with a way back in fuser": 0,
     "arrows with a way back in ops": 0,
     "arrows with a way back in ops.kernels": 0,
-    "functions with 10 parameters or more": 9,
+    "functions with 10 parameters or more": 7,
     "`Any`": 600,
 }
 

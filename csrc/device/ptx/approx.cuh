@@ -5,41 +5,21 @@
 
 namespace fusible::ptx {
 
-DEVICE float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float reciprocal_approx(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float log2_approx(float x) {
-  float y;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float rsqrt_approx(float x) {
-  float y;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float sqrt_approx(float x) {
-  float y;
-  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float sin_approx(float x) {
-  float y;
-  asm("sin.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-DEVICE float cos_approx(float x) {
-  float y;
-  asm("cos.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
+#define FUSIBLE_APPROX(name, instruction)                          \
+  DEVICE float name(float x) {                                     \
+    float y;                                                       \
+    asm(instruction ".approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); \
+    return y;                                                      \
+  }
+FUSIBLE_APPROX(exp2_approx, "ex2")
+FUSIBLE_APPROX(reciprocal_approx, "rcp")
+FUSIBLE_APPROX(log2_approx, "lg2")
+FUSIBLE_APPROX(rsqrt_approx, "rsqrt")
+FUSIBLE_APPROX(sqrt_approx, "sqrt")
+FUSIBLE_APPROX(sin_approx, "sin")
+FUSIBLE_APPROX(cos_approx, "cos")
+#undef FUSIBLE_APPROX
+
 // Right to 2 units in the last place, whatever the sizes of x and y.
 DEVICE float divide_full(float x, float y) {
   float z;

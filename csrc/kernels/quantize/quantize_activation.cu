@@ -63,7 +63,7 @@ void launch_backward(const QuantizeActivationBackward& c, const TokenTiles& tile
 template <class Call>
 TokenTiles complete(Call& call, int blocks_per_multiprocessor, int device) {
   const TokenTiles tiles =
-      token_tiles(call.tokens, call.sizes.groups, call.features, blocks_per_multiprocessor, call.tiles, device);
+      token_tiles(call.tokens, call.sizes.groups, call.features, blocks_per_multiprocessor, device);
   call.tiles = tiles.of_block, call.rows.scales_pitch = row_scales_pitch(call.tokens);
   return tiles;
 }
@@ -76,14 +76,8 @@ void launch_function(const Call& call, const ColumnVectors& vectors, float* dvec
   std::ranges::copy(vectors.data, params.vectors);
   const KernelEntry kernel = entry_of(call.activation.kernels[0], kQuantizeThreads, shared_bytes);
   if (shared_bytes) allow_shared_memory(kernel.function);
-  cudaLaunchConfig_t launch{};
-  launch.gridDim = dim3(tiles.blocks);
-  launch.blockDim = dim3(kernel.threads);
-  launch.dynamicSmemBytes = kernel.shared_bytes;
-  launch.stream = stream;
-  void* arguments[] = {&params};
-  FUSIBLE_CUDA_CHECK(cudaLaunchKernelExC(&launch, kernel.function, arguments), "a function of ", call.tokens,
-                     " rows of ", call.features, " features, quantised");
+  FUSIBLE_CUDA_CHECK(launch(kernel, tiles.blocks, stream, params), "a function of ", call.tokens, " rows of ",
+                     call.features, " features, quantised");
 }
 
 constexpr int64_t kPartialsAlignment = 16;  // bytes; there is room for it, so that the size is linear in the rows

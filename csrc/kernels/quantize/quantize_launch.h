@@ -15,12 +15,11 @@ struct TokenTiles {
   unsigned blocks;  // all of them
 };
 
-// As many tiles for a block as leave the device several waves of blocks; or so many as are asked for.
-inline TokenTiles token_tiles(int64_t tokens, int groups, int64_t features, int blocks_per_multiprocessor, int asked,
-                              int device) {
+// As many tiles for a block as leave the device several waves of blocks.
+inline TokenTiles token_tiles(int64_t tokens, int groups, int64_t features, int blocks_per_multiprocessor, int device) {
   const int64_t blocks = token_blocks(tokens, groups), tiles = blocks_of(features, kScaleBlock),
                 waves = 4 * int64_t{blocks_per_multiprocessor} * device_properties(device).multiprocessors,
-                most = asked ? asked : std::clamp<int64_t>(blocks * tiles / waves, 1, 8);
+                most = std::clamp<int64_t>(blocks * tiles / waves, 1, 8);
   const int64_t chunks = blocks_of(tiles, most);
   return {static_cast<int>(blocks_of(tiles, chunks)), static_cast<int>(chunks), static_cast<unsigned>(blocks * chunks)};
 }

@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, RowReader<T, kGather>::kBloc
 // Completes a call, and returns its grid.
 template <class Reader>
 TokenTiles grid_of(QuantizeRows& c, int device) {
-  const TokenTiles tiles = token_tiles(c.tokens, c.sizes.groups, c.features, Reader::kBlocks, c.tiles, device);
+  const TokenTiles tiles = token_tiles(c.tokens, c.sizes.groups, c.features, Reader::kBlocks, device);
   c.tiles = tiles.of_block;
   c.rows.scales_pitch = row_scales_pitch(c.tokens);
   return tiles;

@@ -5,6 +5,8 @@ Each kind of pass is chosen separately, as its results decide which way is faste
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,15 @@ PASSES = ALL_PASSES - {"product", "gradient"}
 """The kinds for which one kernel is faster than a gather and products."""
 
 
+class WantedOfPass(NamedTuple):
+    """The operands of the wanted results of a pass, as :class:`LowRankPass` has them; None for unwanted ones."""
+
+    factor: Tensor | None
+    low: Tensor | None
+    gradient_dtype: torch.dtype | None
+    want_rows: bool
+
+
 def low_rank_pass(
     x: Tensor,
     layout: Layout,
@@ -57,68 +68,50 @@ def low_rank_pass(
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     slots, top_k = (None, 1) if routing is None else (routing.slot_of_row, routing.row_of_slot.shape[1])
+    wanted = WantedOfPass(factor, low, gradient_dtype, want_rows)
     if factor is not None or low is not None:
-        wanted = factor, low, gradient_dtype or x.dtype, want_rows
         p = LowRankPass(layout, x, split_sizes, slots, top_k, *wanted, out=_NOTHING)
         if p.kind in PASSES and not dispatch.choose(p, trace.active()).is_fallback:
-            return one_pass(x, layout, split_sizes, slots, top_k, *wanted)
+            return one_pass(x, layout, split_sizes, slots, top_k, wanted)
     rows = x if routing is None else permute(x, routing, fill=False)
-    return _by_products(rows, layout, split_sizes, factor, low, gradient_dtype, want_rows)
+    return _by_products(rows, layout, split_sizes, wanted)
 
 
 _NOTHING = LowRank(None, None, None)
 
 
 def _new_low_rank(
-    x: Tensor,
-    layout: Layout,
-    split_sizes: Tensor,
-    slot_of_row: Tensor | None,
-    factor: Tensor | None,
-    low: Tensor | None,
-    gradient_dtype: torch.dtype | None,
-    want_rows: bool,
+    x: Tensor, layout: Layout, split_sizes: Tensor, slot_of_row: Tensor | None, wanted: WantedOfPass
 ) -> LowRank:
-    rows, columns = (x if slot_of_row is None else slot_of_row).shape[0], x.shape[1]
-    gathered = x.new_empty(rows, columns) if want_rows else None
-    product = None if factor is None else x.new_empty(rows, rank_of(layout, factor))
+    (rows, columns), low = ((x if slot_of_row is None else slot_of_row).shape[0], x.shape[1]), wanted.low
+    gathered = x.new_empty(rows, columns) if wanted.want_rows else None
+    product = None if wanted.factor is None else x.new_empty(rows, rank_of(layout, wanted.factor))
     if low is None:
         return LowRank(gathered, product, None)
     shape = (low.shape[1], columns) if layout is Layout.NT else (columns, low.shape[1])
-    return LowRank(gathered, product, x.new_empty(split_sizes.shape[0], *shape, dtype=gradient_dtype or x.dtype))
+    return LowRank(gathered, product, x.new_empty(split_sizes.shape[0], *shape, dtype=wanted.gradient_dtype))
 
 
-@kernel(_new_low_rank, name="low_rank_pass", obeys_switches=False)
+@kernel(_new_low_rank, name="low_rank_pass", obeys_switches=False, spread={"wanted": WantedOfPass._fields})
 def one_pass(
     x: Tensor,
     layout: Layout,
     split_sizes: Tensor,
     slot_of_row: Tensor | None,
     top_k: int,
-    factor: Tensor | None,
-    low: Tensor | None,
-    gradient_dtype: torch.dtype | None,
-    want_rows: bool,
+    wanted: WantedOfPass,
 ) -> LowRank:
     """:func:`low_rank_pass` by our own kernel, with the indices of a routing that our own kernels made."""
-    out = _new_low_rank(x, layout, split_sizes, slot_of_row, factor, low, gradient_dtype, want_rows)
-    wanted = factor, low, gradient_dtype or x.dtype, want_rows
+    out = _new_low_rank(x, layout, split_sizes, slot_of_row, wanted)
     p = LowRankPass(layout, x, split_sizes, slot_of_row, top_k, *wanted, out)
     if dispatch.is_solved(p):
         return out
     # on another device than it was traced on, or under other switches
-    return _by_products(p.gathered(), layout, split_sizes, factor, low, gradient_dtype, want_rows)
+    return _by_products(p.gathered(), layout, split_sizes, wanted)
 
 
-def _by_products(
-    rows: Tensor,
-    layout: Layout,
-    split_sizes: Tensor,
-    factor: Tensor | None,
-    low: Tensor | None,
-    gradient_dtype: torch.dtype | None,
-    want_rows: bool,
-) -> LowRank:
+def _by_products(rows: Tensor, layout: Layout, split_sizes: Tensor, wanted: WantedOfPass) -> LowRank:
+    factor, low, gradient_dtype, want_rows = wanted
     product = gradient = None
     if factor is not None:
         product = kernels.grouped_gemm(layout, rows, factor, split_sizes, terms=Terms(tail_unspecified=True))

@@ -29,7 +29,6 @@ from ..problems.quantized import (
     QuantizedWeight,
     QuantizeRows,
     QuantizeWeight,
-    Quantizing,
     ScaledGemm,
     ScaledWgrad,
 )
@@ -199,7 +198,7 @@ def quantize_rows(
     """
     copies = new_copies(x, split_sizes, want_rows, want_columns, slot_of_row)
     operands = copies.rows, copies.columns
-    quantize(QuantizeRows(x, split_sizes, power_of_two, *operands, slot_of_row, top_k, exponents=exponents))
+    run(QuantizeRows(x, split_sizes, power_of_two, *operands, slot_of_row, top_k, exponents=exponents))
     return copies
 
 
@@ -207,7 +206,7 @@ def quantize_rows(
 def quantize_weight(weight: Matrices, *, power_of_two: bool, halves: int = 1, both: bool = False) -> QuantizedWeight:
     """The bytes and scales of a weight [E, N, K]; ``both``: also the transposed bytes."""
     copies = new_weight(weight, halves, both)
-    quantize(QuantizeWeight(weight, halves, power_of_two, copies))
+    run(QuantizeWeight(weight, halves, power_of_two, copies))
     return copies
 
 
@@ -233,7 +232,7 @@ def quantize_activation(
         *(preact, split_sizes, activation, scales, power_of_two, copies.rows, copies.columns, vectors)
     )
     if _quantises_as_it_computes(problem):
-        quantize(problem)
+        run(problem)
         return copies
     postact = activate(preact, activation, scales, *_of_groups(vectors, split_sizes))
     return quantize_rows(
@@ -268,7 +267,7 @@ def quantize_activation_backward(
         *(copies.rows, copies.columns, out.postact, out.dscales, vectors, out.dvectors),
     )
     if _quantises_as_it_computes(problem):
-        quantize(problem)
+        run(problem)
         if not preact.shape[0]:
             _zero(out.dvectors)
         return out
@@ -293,9 +292,9 @@ def _differentiated_and_quantised(
         want_vectors=want_vectors,
     )
     if copies.rows is not None or copies.columns is not None:
-        quantize(QuantizeRows(grads.preact, p.split_sizes, p.power_of_two, copies.rows, copies.columns))
+        run(QuantizeRows(grads.preact, p.split_sizes, p.power_of_two, copies.rows, copies.columns))
     if grads.postact is not None:
-        quantize(QuantizeRows(grads.postact, p.split_sizes, p.power_of_two, None, out.postact))
+        run(QuantizeRows(grads.postact, p.split_sizes, p.power_of_two, None, out.postact))
     if grads.scales is not None:
         zero_tail(grads.scales.unsqueeze(-1), p.split_sizes)
     return out._replace(dscales=grads.scales, dvectors=grads.vectors)
@@ -407,11 +406,6 @@ def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
         out.masked_fill_((rows >= split_sizes.clamp(min=0).sum()).unsqueeze(-1), 0)
     elif not trace.active() and not out.is_meta and out.shape[0]:
         products.zero_tail(out, split_sizes)
-
-
-def quantize(problem: Quantizing) -> None:
-    """Runs a quantiser, or records it in a trace."""
-    run(problem)
 
 
 def _multiply(problem: Multiplying) -> None:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from ...formats.copies import Scaling
+from ..dispatch import run
 from ..operators.custom_ops import kernel
 from ..problems.gemm import Matrices, first
 from ..problems.quantized import QuantizeRows, QuantizeWeight, RowWeight
-from .quantized import E4M3, RowCopies, new_copies, quantize
+from .quantized import E4M3, RowCopies, new_copies
 
 new_whole_rows = partial(new_copies, has_whole_rows=True)
 
@@ -52,7 +53,7 @@ def quantize_whole_rows(
     """
     copies = new_whole_rows(x, split_sizes, want_rows, want_columns, slot_of_row)
     options = slot_of_row, top_k, scaling, encode
-    quantize(QuantizeRows(x, split_sizes, power_of_two, copies.rows, copies.columns, *options))
+    run(QuantizeRows(x, split_sizes, power_of_two, copies.rows, copies.columns, *options))
     return copies
 
 
@@ -62,5 +63,5 @@ def quantize_whole_weight(
 ) -> RowWeight:
     """The bytes and scales of a weight [E, N, K]; ``both``: also of its transpose, which rows scale otherwise."""
     copies = new_whole_weight(weight, both)
-    quantize(QuantizeWeight(weight, 1, power_of_two, copies, scaling, encode))
+    run(QuantizeWeight(weight, 1, power_of_two, copies, scaling, encode))
     return copies

@@ -7,13 +7,11 @@ from operator import attrgetter
 from typing import TypeVar
 
 from ..problems import kinds
-from ..problems.choice import Choosing, ChoosingBackward
 from ..problems.function import function_by
 from ..problems.gemm import GroupedGemm
 from ..problems.interface import GemmImplementation, Implementation, Implementations, solving
 from ..problems.quantized import PackedGemm
-from ..problems.routing import Permuting
-from ..problems.rows import Activating, FunctionOfRows, PointwisePass, RowPass
+from ..problems.rows import FunctionOfRows, PointwisePass, RowPass
 from . import (
     choice,
     decode,
@@ -44,10 +42,6 @@ def _name_of(problem: GroupedGemm) -> str:
     return NAME if problem.epilogue is None else epilogue.name_of(problem.epilogue.spec)
 
 
-def _activation_refusal(p: Activating) -> str | None:
-    return rows.activation_refusal(p.preact, p.scales, *p.beside)
-
-
 def _groups_refusal(p: RowPass) -> str | None:
     return rows.groups_refusal(p.rows, p.split_sizes, p.out)
 
@@ -56,22 +50,9 @@ def _pointwise_refusal(p: PointwisePass) -> str | None:
     return pointwise.refusal(p.program, p.columns, p.rows)
 
 
-def _permutation_refusal(p: Permuting) -> str | None:
-    return permute.refusal(p.ids, p.num_experts, p.dtype)
-
-
 def _function_refusal(p: FunctionOfRows) -> str | None:
     assert p.activation.spec.program is not None
     return pointwise.refusal(p.activation.spec.program, p.activation.preact, p.rows)
-
-
-def _choose(p: Choosing | ChoosingBackward) -> None:
-    if isinstance(p, Choosing):
-        assert p.out is not None
-        choice.forward(p, p.out)
-    else:
-        assert p.out is not None
-        choice.backward(p, p.out)
 
 
 def _packed_refusal(p: PackedGemm) -> str | None:
@@ -104,14 +85,14 @@ _GEMM = GemmImplementation(
 KERNELS: Implementations = (
     (kinds.GEMM, _GEMM),
     (kinds.RAGGED, _of(NAME, ragged.run, ragged.refusal)),
-    (kinds.ACTIVATION, _of("activation", solving(rows), _activation_refusal)),
+    (kinds.ACTIVATION, _of("activation", solving(rows), rows.activation_refusal)),
     (kinds.FUNCTION, _of(NAME, function_by(pointwise), _function_refusal)),
     (kinds.POINTWISE, _of(f"{NAME} (pointwise)", solving(pointwise), _pointwise_refusal)),
     (kinds.ROW_PASS, _of(lambda p: f"{NAME} ({p.PASS})", solving(rows), _groups_refusal)),
     (kinds.TRANSPOSITION, _of(f"{NAME} (transpose)", transpose.run, transpose.refusal)),
     (kinds.DECODING, _of(lambda p: f"{NAME} (decode {p.name})", decode.run, decode.refusal)),
-    (kinds.PERMUTATION, _of(lambda p: f"{permute.NAME} ({p.PASS})", solving(permute), _permutation_refusal, KEY)),
-    (kinds.CHOICE, _of(lambda p: f"{choice.NAME} ({p.PASS})", _choose, choice.refusal)),
+    (kinds.PERMUTATION, _of(lambda p: f"{permute.NAME} ({p.PASS})", solving(permute), permute.refusal, KEY)),
+    (kinds.CHOICE, _of(lambda p: f"{choice.NAME} ({p.PASS})", choice.run, choice.refusal)),
     (kinds.GATE, _of(f"{NAME} (gate)", gate.run, gate.refusal)),
     (kinds.LOW_RANK, _of(low_rank.NAME, low_rank.run, low_rank.refusal)),
     (kinds.QUANTIZER, _of(f"{NAME} (quantise)", quantize.run, quantize.refusal)),

@@ -32,6 +32,15 @@ def refusal(p: Choosing | ChoosingBackward) -> str | None:
     return None
 
 
+def run(p: Choosing | ChoosingBackward) -> None:
+    """Fills ``out`` of a problem that is not refused."""
+    assert p.out is not None
+    if isinstance(p, Choosing):
+        forward(p, p.out)
+    else:
+        backward(p, p.out)
+
+
 def forward(p: Choosing, out: Chosen) -> None:
     """Fills ``out``."""
     logits, read = p.logits.contiguous(), (p.bias, p.valid, p.fixed_ids)

@@ -11,7 +11,6 @@ from ...formats.decoding import Codes, Decoding
 from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from ..problems.decoding import WeightDecoding
 
-NAME = "hopper"
 _VALUES = 8
 """The values that a thread takes at a time."""
 _CODES = {Codes.E2M1: 0, Codes.NF4: 1, Codes.INTEGER: 2, Codes.E4M3: 3}

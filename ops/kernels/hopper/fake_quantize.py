@@ -1,21 +1,18 @@
 """Our own CUDA kernels that quantise and dequantise in one pass, in registers.
 
-They write memory that the door has just allocated and no one else has seen, so its version stays. Rows past the last
-group are neither read nor written.
+They write memory that the door has just allocated and no one else has seen, so its version stays, and its form needs no
+check. Rows past the last group are neither read nor written.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...formats.copies import PackedFormat
-from ...formats.nvfp4 import NV_BLOCK
 from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from ..problems.fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
 from ..problems.gemm import addresses, first
 from .quantize import (
-    dense_refusal,
     features_refusal,
     group_arguments,
     indices_refusal,
@@ -24,7 +21,6 @@ from .quantize import (
     tokens_refusal,
 )
 
-NAME = "hopper"
 _FORMAT_CODES = {PackedFormat.MXFP8: 0, PackedFormat.NVFP4: 1}
 
 
@@ -46,32 +42,15 @@ def run(problem: FakeQuantizing) -> None:
 
 
 def _rows_refusal(problem: FakeQuantizeRows) -> str | None:
-    x, (groups,), tokens = problem.x, problem.split_sizes.shape, problem.tokens
-    by_column = tokens if problem.format is PackedFormat.MXFP8 else (tokens // NV_BLOCK + groups) * NV_BLOCK
-    return (
-        rows_refusal(x)
-        or tokens_refusal(tokens, problem.split_sizes)
-        or features_refusal(x.shape[1])
-        or indices_refusal(problem.slot_of_row)
-        or _values_refusal(problem.rows, tokens, x.shape[1])
-        or _values_refusal(problem.columns, by_column, x.shape[1])
-    )
-
-
-def _values_refusal(values: Tensor | None, *shape: int) -> str | None:
-    return None if values is None else dense_refusal("values", values, torch.bfloat16, *shape)
+    x = problem.x
+    why = rows_refusal(x) or tokens_refusal(problem.tokens, problem.split_sizes)
+    return why or features_refusal(x.shape[1]) or indices_refusal(problem.slot_of_row)
 
 
 def _weight_refusal(problem: FakeQuantizeWeight) -> str | None:
     weight, one = problem.weight, first(problem.weight)
-    groups, (n, k) = weight.shape[0] if isinstance(weight, Tensor) else len(weight), one.shape[-2:]
-    matrices = [weight] if isinstance(weight, Tensor) else list(weight)
-    return (
-        matrices_refusal(matrices, one.stride(0) if isinstance(weight, Tensor) else 0)
-        or features_refusal(k)
-        or _values_refusal(problem.rows, groups, n, k)
-        or _values_refusal(problem.columns, groups, n, k)
-    )
+    matrices, distance = ([weight], one.stride(0)) if isinstance(weight, Tensor) else (list(weight), 0)
+    return matrices_refusal(matrices, distance) or features_refusal(one.shape[-1])
 
 
 def _run_rows(problem: FakeQuantizeRows) -> None:

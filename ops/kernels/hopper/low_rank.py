@@ -35,7 +35,7 @@ def _dtype_refusal(p: LowRankPass) -> str | None:
     for tensor in (p.factor, p.low):
         if tensor is not None and tensor.dtype != p.x.dtype:
             return f"needs operands of one dtype, got {p.x.dtype} and {tensor.dtype}"
-    if p.low is not None and p.gradient_dtype not in (p.x.dtype, torch.float32):
+    if p.low is not None and p.gradient_dtype not in (None, p.x.dtype, torch.float32):
         return f"gives gradients of {p.x.dtype} or float32, not {p.gradient_dtype}"
     return None
 
@@ -77,6 +77,6 @@ def run(p: LowRankPass) -> None:
         product=address(p.out.product),
         low=address(p.low),
         gradient=address(p.out.gradient),
-        gradient_type=TYPE_CODES[p.gradient_dtype],
+        gradient_type=TYPE_CODES[p.gradient_dtype or p.x.dtype],
         workspace=workspace.data_ptr(),
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
-from ..problems.routing import SlotOrder
+from ..problems.routing import Permuting, SlotOrder
 from .gemm import MAX_GROUPS
 from .rows import scale_arguments
 
@@ -16,8 +16,9 @@ NAME = "fusible"
 MAX_SLOTS = 2**30 - 1
 
 
-def refusal(ids: Tensor, num_experts: int, dtype: torch.dtype) -> str | None:
-    """Why the kernels do not take these ids and rows of this dtype; None: they do."""
+def refusal(p: Permuting) -> str | None:
+    """Why the kernels do not take the ids and the rows of a problem; None: they do."""
+    ids, num_experts, dtype = p.ids, p.num_experts, p.dtype
     if (why := hardware_refusal(ids)) is not None:
         return why
     if ids.dtype not in (torch.int32, torch.int64):
@@ -76,7 +77,7 @@ def of_slots(numbers: Tensor, row_of_slot: Tensor, tokens_per_expert: Tensor, ou
         stream=stream(device),
         values=numbers.data_ptr(),
         row_of_slot=row_of_slot.data_ptr(),
-        num_rows=last_address(tokens_per_expert),
+        num_rows=_last_address(tokens_per_expert),
         slots=row_of_slot.numel(),
         out=out.data_ptr(),
         type=TYPE_CODES[out.dtype],
@@ -88,7 +89,7 @@ def _workspace(slots: int, num_experts: int) -> int:
     return int(compiled().route_workspace_bytes(slots=slots, groups=num_experts)) // 4
 
 
-def last_address(tokens_per_expert: Tensor) -> int:
+def _last_address(tokens_per_expert: Tensor) -> int:
     """The address of the last of 32-bit numbers."""
     return tokens_per_expert.data_ptr() + 4 * (tokens_per_expert.shape[0] - 1)
 
@@ -103,7 +104,7 @@ def _rows(source: Tensor, out: Tensor, row_of_slot: Tensor, tokens_per_expert: T
         "columns": source.shape[1],
         "top_k": top_k,
         "row_of_slot": row_of_slot.data_ptr(),
-        "num_rows": last_address(tokens_per_expert),
+        "num_rows": _last_address(tokens_per_expert),
         "source": source.data_ptr(),
         "source_pitch": source.stride(0),
         "out": out.data_ptr(),

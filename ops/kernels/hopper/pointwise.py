@@ -17,14 +17,13 @@ from ..architecture import Capability, assumed, capability_of
 from ..extension import address, is_built, library, stream
 from ..jit import pointwise_driver
 from ..jit.compilation import ELEMENTS, compiled, compiler
-from ..jit.compiler import CompileError
 from ..jit.driver import LoadedKernel
+from ..jit.nvrtc import CompileError
 from ..jit.operands import Input, column_types, inputs_of, matrix_types
 from ..jit.pointwise_driver import MOST_CONSTANTS, MOST_OPERANDS, PARAMS_BYTES, THREADS
 from ..problems.gemm import Operands, PointwiseGrads, PointwiseRows
 from . import rows as hopper_rows
 
-NAME = "hopper"  # chosen and refused as our other kernels are
 _OLDEST = Capability(8, 0)  # whose instructions convert bfloat16
 
 

@@ -1,8 +1,8 @@
 """Our own CUDA kernels that quantise: each reads its tensor once, or twice for scales of whole rows or groups, and
 writes both operands.
 
-They write memory that the door has just allocated and no one else has seen, so its version stays. Rows past the last
-group are neither read nor written.
+They write memory that the door has just allocated and no one else has seen, so its version stays, and its form needs no
+check. Rows past the last group are neither read nor written.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ...formats.copies import BLOCK, Columns, Rows, Scaling, ceil_blocks
 from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from ..problems.gemm import Matrices, addresses, first
 from ..problems.quantized import (
-    PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
     QuantizedWeight,
@@ -28,10 +27,8 @@ from ..problems.quantized import (
 )
 from . import quantized_functions
 from .gemm import MAX_GROUPS
-from .permute import last_address, permute
 from .rows import scale_arguments
 
-NAME = "hopper"
 _VECTOR = 16  # bytes that are moved at once: a number of features and an address are multiples of it
 _MANY = 2**30  # rows: those of a group are numbers of 32 bits
 _SCALING_CODES = {Scaling.BLOCKS: 0, Scaling.ROWS: 1, Scaling.GROUPS: 2}
@@ -62,8 +59,6 @@ def _rows_refusal(problem: QuantizeRows) -> str | None:
         or tokens_refusal(tokens, problem.split_sizes)
         or features_refusal(x.shape[1])
         or indices_refusal(problem.slot_of_row)
-        or _rows_copy_refusal(problem.rows, tokens, x.shape[1], problem.scaling)
-        or _columns_copy_refusal(problem.columns, tokens, x.shape[1], problem.split_sizes.shape[0])
         or _encode_refusal(problem.encode, problem.scaling, problem.split_sizes.shape[0])
     )
 
@@ -120,34 +115,6 @@ def tokens_refusal(tokens: int, split_sizes: Tensor) -> str | None:
 def features_refusal(features: int) -> str | None:
     """Why the kernels do not take these columns, or None."""
     return None if features % _VECTOR == 0 else f"needs features that are multiples of 16, got {features}"
-
-
-def dense_refusal(name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> str | None:
-    """The reason against the memory of an operand, whose first dimension may be larger than required, or None."""
-    if tensor is None:
-        return f"needs {name} {list(shape)} of {dtype}, got none"
-    fits = tensor.shape[1:] == shape[1:] and tensor.shape[0] >= shape[0]
-    if tensor.dtype == dtype and fits and tensor.is_contiguous() and addresses(tensor)[0] % _VECTOR == 0:
-        return None
-    return f"needs {name} {list(shape)} of {dtype}, dense, got {list(tensor.shape)} of {tensor.dtype}"
-
-
-def _rows_copy_refusal(rows: Rows | None, tokens: int, features: int, scaling: Scaling = Scaling.BLOCKS) -> str | None:
-    if rows is None:
-        return None
-    scales = (ceil_blocks(features), -(-tokens // 4) * 4) if scaling is Scaling.BLOCKS else (tokens,)
-    return dense_refusal("bytes", rows.data, torch.float8_e4m3fn, tokens, features) or dense_refusal(
-        "scales", rows.scales, torch.float32, *scales
-    )
-
-
-def _columns_copy_refusal(columns: Columns | None, tokens: int, features: int, groups: int) -> str | None:
-    if columns is None:
-        return None
-    blocks = tokens // BLOCK + groups
-    return dense_refusal(
-        "transposed bytes", columns.data, torch.float8_e4m3fn, blocks, features, BLOCK
-    ) or dense_refusal("scales of columns", columns.scales, torch.float32, blocks, features)
 
 
 @run.register
@@ -247,36 +214,12 @@ def _stored(weight: Matrices, out: QuantizedWeight | RowWeight) -> _Stored:
 
 @_refusal.register
 def _weight_refusal(problem: QuantizeWeight) -> str | None:
-    one, out, halves = first(problem.weight), problem.out, problem.halves
-    stored = _stored(problem.weight, out)
-    (n, k), half_rows = one.shape[-2:], one.shape[-2] // halves
+    one, halves = first(problem.weight), problem.halves
+    stored, k, half_rows = _stored(problem.weight, problem.out), one.shape[-1], one.shape[-2] // halves
     why = matrices_refusal(stored.matrices, stored.group_stride) or features_refusal(k) or features_refusal(half_rows)
     if why is None and stored.is_transposed and halves == 2 and half_rows % BLOCK:
         why = f"needs halves that are multiples of 128 of a weight that is stored transposed, got {half_rows}"
-    return (
-        why
-        or dense_refusal("bytes", out.data, torch.float8_e4m3fn, stored.groups, n, k)
-        or _transposed_refusal(out.transposed, stored.groups, k, n)
-        or _weight_scales_refusal(problem, stored.groups, n, k)
-        or _encode_refusal(problem.encode, problem.scaling, stored.groups)
-    )
-
-
-def _weight_scales_refusal(problem: QuantizeWeight, groups: int, n: int, k: int) -> str | None:
-    out, halves = problem.out, problem.halves
-    if isinstance(out, QuantizedWeight):
-        grid = (groups, halves * ceil_blocks(n // halves), ceil_blocks(k))
-        return dense_refusal("scales", out.scales, torch.float32, *grid)
-    why = dense_refusal("scales", out.scales, torch.float32, groups, n)
-    if why is None and out.transposed_scales is not None:
-        why = dense_refusal("scales of the transposed bytes", out.transposed_scales, torch.float32, groups, k)
-    return why
-
-
-def _transposed_refusal(transposed: Tensor | None, groups: int, k: int, n: int) -> str | None:
-    if transposed is None:
-        return None
-    return dense_refusal("transposed bytes", transposed, torch.float8_e4m3fn, groups, k, n)
+    return why or _encode_refusal(problem.encode, problem.scaling, stored.groups)
 
 
 def matrices_refusal(matrices: list[Tensor], group_stride: int) -> str | None:
@@ -327,14 +270,15 @@ def _quantize_weight(problem: QuantizeWeight) -> None:
 
 @_refusal.register
 def _activation_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
-    return (
-        _activation_operands_refusal(problem)
-        or _activation_copies_refusal(problem)
-        or quantized_functions.refusal(problem)
-    )
+    why = _operands_refusal(problem)
+    if why is None and isinstance(problem, QuantizeActivationBackward):
+        dy = problem.dpostact
+        if not _is_dense(dy, problem.preact.dtype):
+            why = f"needs dense rows of one dtype, got {dy.dtype} with strides {list(dy.stride())}"
+    return why or quantized_functions.refusal(problem)
 
 
-def _activation_operands_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
+def _operands_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
     """The reason against the operands that both directions read, or None."""
     preact, spec, scales = problem.preact, problem.activation, problem.scales
     features = spec.out_features(preact.shape[1])
@@ -353,30 +297,6 @@ def _activation_operands_refusal(problem: QuantizeActivation | QuantizeActivatio
 
 def _is_dense(tensor: Tensor, dtype: torch.dtype) -> bool:
     return tensor.dtype == dtype and tensor.is_contiguous() and addresses(tensor)[0] % _VECTOR == 0
-
-
-def _activation_copies_refusal(problem: QuantizeActivation | QuantizeActivationBackward) -> str | None:
-    """The reason against the operands and results of one direction, or None."""
-    (tokens, wide), groups = problem.preact.shape, problem.split_sizes.shape[0]
-    features = problem.activation.out_features(wide)
-    if isinstance(problem, QuantizeActivation):
-        why = _rows_copy_refusal(problem.rows, tokens, features)
-        return why or _columns_copy_refusal(problem.columns, tokens, features, groups)
-    return (
-        _gradients_refusal(problem)
-        or _rows_copy_refusal(problem.rows, tokens, wide)
-        or _columns_copy_refusal(problem.columns, tokens, wide, groups)
-        or _columns_copy_refusal(problem.postact_columns, tokens, features, groups)
-    )
-
-
-def _gradients_refusal(problem: QuantizeActivationBackward) -> str | None:
-    dpostact, scales, dscales = problem.dpostact, problem.scales, problem.dscales
-    if not _is_dense(dpostact, problem.preact.dtype):
-        return f"needs dense rows of one dtype, got {dpostact.dtype} with strides {list(dpostact.stride())}"
-    if dscales is None or (scales is not None and dscales.dtype == scales.dtype and dscales.is_contiguous()):
-        return None
-    return "needs a dense gradient of the scales, in their dtype"
 
 
 @run.register
@@ -431,35 +351,3 @@ def _workspace(problem: QuantizeActivationBackward, dvectors: int) -> Tensor | N
     of_columns = {"groups": problem.split_sizes.shape[0], "dvectors": dvectors} if dvectors else {}
     size = compiled().quantize_backward_workspace(tokens=tokens, features=features, **of_columns)
     return problem.dpostact.new_empty(size, dtype=torch.uint8)
-
-
-@_refusal.register
-def _permute_refusal(problem: PermuteQuantizedRows) -> str | None:
-    (tokens, features), source = problem.source.data.shape, problem.source
-    rows = problem.slot_of_row.shape[0]
-    return (
-        tokens_refusal(rows, problem.tokens_per_expert)
-        or features_refusal(features)
-        or indices_refusal(problem.slot_of_row, problem.row_of_slot, problem.tokens_per_expert)
-        or _rows_copy_refusal(source, tokens, features)
-        or _rows_copy_refusal(problem.out, rows, features)
-    )
-
-
-@run.register
-def _permute(problem: PermuteQuantizedRows) -> None:
-    """Bytes go in pairs, by the kernel that permutes rows of 16 bits."""
-    pairs = [copy.data.view(torch.float16) for copy in (problem.source, problem.out)]
-    permute(pairs[0], problem.row_of_slot, problem.tokens_per_expert, pairs[1], fill=False)
-    device, (tokens, top_k) = problem.source.data.get_device(), problem.row_of_slot.shape
-    compiled().permute_scales(
-        device=device,
-        stream=stream(device),
-        tokens=tokens,
-        top_k=top_k,
-        features=problem.source.data.shape[1],
-        slot_of_row=problem.slot_of_row.data_ptr(),
-        num_rows=last_address(problem.tokens_per_expert),
-        source=address(problem.source.scales),
-        out=address(problem.out.scales),
-    )

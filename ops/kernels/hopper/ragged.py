@@ -10,11 +10,8 @@ from torch import Tensor
 from ...values.grouped_tensor import GroupedTensor
 from ..extension import TYPE_CODES, address, compiled, stream
 from ..problems.ragged import RaggedGemm
-from . import gemm as hopper
 from .gemm import operands_refusal
 from .operands import LAYOUTS, one_or_each
-
-NAME = hopper.NAME
 
 
 def refusal(problem: RaggedGemm) -> str | None:

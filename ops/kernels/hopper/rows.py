@@ -17,19 +17,19 @@ from ...programs.activations import CURVES
 from ...values.activation_spec import ActivationSpec
 from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from ..problems.gemm import ActivationGrads, Matrices, stacked
+from ..problems.rows import Activating
 
-NAME = "activation"
 _CURVES = {name: code for code, name in enumerate(CURVES)}
 
 
-def activation_refusal(preact: Tensor, scales: Tensor | None, *rows: Tensor | None) -> str | None:
-    """Why the kernels do not compute the activation of ``preact`` with ``rows`` beside it; None: they do."""
+def activation_refusal(p: Activating) -> str | None:
+    """Why the kernels do not compute the activation, or its backward; None: they do."""
+    preact, scales, dtype = p.preact, p.scales, p.preact.dtype
     if (why := hardware_refusal(preact)) is not None:
         return why
-    dtype = preact.dtype
     if dtype not in TYPE_CODES or not preact.is_contiguous():
         return f"needs dense rows of 16 or 32 bits, got {dtype} with strides {list(preact.stride())}"
-    for tensor in rows:
+    for tensor in p.beside:
         if tensor is not None and not (tensor.dtype == dtype and tensor.is_contiguous()):
             return f"needs dense rows of one dtype, got {dtype} and {tensor.dtype} with strides {list(tensor.stride())}"
     if scales is None or (scales.dtype in TYPE_CODES and scales.is_contiguous()):

@@ -14,8 +14,6 @@ from ..problems.quantized import Multiplying, ScaledGemm, ScaledWgrad
 from .gemm import MAX_GROUPS, MAX_ROWS, layout_refusal, vectors_refusal
 from .operands import addressing, as_float32, bias_fields
 
-NAME = "hopper"
-
 
 def refusal(problem: Multiplying) -> str | None:
     """Why the problem cannot be run here; None: it can."""

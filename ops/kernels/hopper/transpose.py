@@ -8,8 +8,6 @@ from __future__ import annotations
 from ..extension import compiled, hardware_refusal, stream
 from ..problems.transposition import ByteTransposition
 
-NAME = "hopper"
-
 
 def refusal(p: ByteTransposition) -> str | None:
     """Why the kernel does not transpose matrices [E, N, K]; None: it does, whatever their sizes."""

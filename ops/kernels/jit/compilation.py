@@ -11,9 +11,9 @@ from importlib.resources.abc import Traversable
 
 import torch
 
-from . import nvcc, nvrtc
+from . import nvrtc
 from .cache import kernel_cache, key_of
-from .compiler import CompileError, Compiler, SpillError
+from .nvrtc import CompileError, Nvrtc, SpillError
 
 ELEMENTS = {torch.float32: "float", torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 """The types of elements in C++."""
@@ -24,7 +24,7 @@ def compiled(texts: Sequence[str], architecture: str) -> bytes:
     """The cubin of the first of the sources that does not spill registers, kept under all of them.
 
     Raises:
-        CompileError: see :func:`compiler`, :meth:`Compiler.compile`.
+        CompileError: see :func:`compiler`, :meth:`Nvrtc.compile`.
     """
 
     def compile_first() -> bytes:
@@ -37,15 +37,15 @@ def compiled(texts: Sequence[str], architecture: str) -> bytes:
 
 
 @cache
-def compiler() -> Compiler:
-    """The first NVRTC found as a Python package or in a CUDA toolkit; nvcc if there is none.
+def compiler() -> Nvrtc:
+    """The first NVRTC found as a Python package or in a CUDA toolkit.
 
     Raises:
-        CompileError: there is neither.
+        CompileError: there is none.
     """
-    available = nvrtc.find() or nvcc.find()
+    available = nvrtc.find()
     if available is None:
-        raise CompileError("neither NVRTC nor nvcc is installed; pip install nvidia-cuda-nvrtc")
+        raise CompileError("NVRTC is not installed; pip install nvidia-cuda-nvrtc")
     return available
 
 

@@ -16,8 +16,8 @@ from ...programs.program import Program
 from ..extension import library
 from ..problems.gemm import Layout
 from .compilation import ELEMENTS, compiled
-from .compiler import CompileError, SpillError
 from .driver import LoadedKernel
+from .nvrtc import CompileError, SpillError
 from .operands import is_concat, is_narrow, one_function
 
 ARCHITECTURE = "sm_90a"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,9 +13,9 @@ from typing import Any
 
 import torch
 
-from .compiler import CompileError, raise_for
 from .shims import SHIMS
 
+_FORBIDDEN = re.compile(r"[1-9]\d* bytes spill|\bC7[56]\d\d\b.*")
 _OPTIONS = (
     "--std=c++20",
     "-default-device",
@@ -26,8 +27,20 @@ _OPTIONS = (
 _SHIMS_DIGEST = sha256(repr(sorted(SHIMS.items())).encode()).hexdigest()
 
 
+class CompileError(RuntimeError):
+    """A source does not compile, ptxas would make it slow, or there is no compiler."""
+
+
+class SpillError(CompileError):
+    """The code needs more registers than a thread has."""
+
+
 class Nvrtc:
-    """NVRTC of one folder, as a :class:`Compiler`. It reads no header from disk."""
+    """NVRTC of one folder. It reads no header from disk.
+
+    Attributes:
+        version: name, release and options: what compiled code depends on besides its source.
+    """
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -36,7 +49,15 @@ class Nvrtc:
         self.version: tuple[str, ...] = "NVRTC", f"{major.value}.{minor.value}", *_OPTIONS, _SHIMS_DIGEST
 
     def compile(self, source: str, headers: Mapping[str, str], architecture: str) -> bytes:
-        """See :meth:`Compiler.compile`."""
+        """The cubin of a source whose includes are CUDA's, or among the headers.
+
+        Args:
+            headers: their texts by the names under which they are included.
+            architecture: such as ``"sm_90a"``.
+
+        Raises:
+            CompileError: with the compiler's log; also for code that spills registers.
+        """
         headers, options = {**SHIMS, **headers}, (f"--gpu-architecture={architecture}", *_OPTIONS)
         program = ctypes.c_void_p()
         texts, names = _strings([*headers.values()]), _strings([*headers])
@@ -45,7 +66,7 @@ class Nvrtc:
         try:
             failed = self._library.nvrtcCompileProgram(program, len(options), _strings(options))
             log = self._read(program, "ProgramLog").rstrip(b"\0").decode()
-            raise_for(bool(failed), log)
+            _raise_for(bool(failed), log)
             return self._read(program, "CUBIN")
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -61,6 +82,16 @@ class Nvrtc:
         if status:
             self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
             raise CompileError(f"NVRTC: {self._library.nvrtcGetErrorString(status).decode()}")
+
+
+def _raise_for(failed: bool, log: str) -> None:
+    """Raises the error that a log shows; wgmma that ptxas has serialised is one."""
+    forbidden = _FORBIDDEN.search(log)
+    if forbidden:
+        error = SpillError if "spill" in forbidden[0] else CompileError
+        raise error(f"ptxas: {forbidden[0]}")
+    if failed:
+        raise CompileError(log)
 
 
 def find() -> Nvrtc | None:

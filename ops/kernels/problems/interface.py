@@ -91,7 +91,7 @@ class Kind(Generic[P]):
 
     Attributes:
         subject: the name of a problem in errors.
-        types: the types of the problems.
+        problems: the type of the problems, or the union of their types.
         reads: a tensor that a problem reads; its device decides which kernels may run.
         is_empty: whether there is nothing to solve.
         flops: the floating-point operations of a problem.
@@ -102,8 +102,8 @@ class Kind(Generic[P]):
     """
 
     subject: str
+    problems: Any
     reads: Callable[[P], Tensor]
-    types: tuple[type, ...] = ()
     is_empty: Callable[[P], bool] | None = None
     flops: Callable[[P], int] | None = None
     configuration: Callable[[P], str] | None = None

@@ -6,39 +6,15 @@ from operator import attrgetter
 
 from .choice import Choosing, ChoosingBackward
 from .decoding import WeightDecoding
-from .fake_quantized import FakeQuantizeRows, FakeQuantizeWeight, FakeQuantizing
+from .fake_quantized import FakeQuantizing
 from .gate import GateProduct
 from .gemm import GroupedGemm
 from .interface import Kind, Measured
 from .low_rank import LowRankPass
-from .quantized import (
-    ActivatedScaledGemm,
-    Multiplying,
-    PackedGemm,
-    PermuteQuantizedRows,
-    QuantizeActivation,
-    QuantizeActivationBackward,
-    QuantizeRows,
-    QuantizeWeight,
-    Quantizing,
-    ScaledGemm,
-    ScaledWgrad,
-)
+from .quantized import ActivatedScaledGemm, Multiplying, PackedGemm, Quantizing
 from .ragged import RaggedGemm
-from .routing import GatherSlots, OrderSlots, Permuting, SpreadRows, SumRows
-from .rows import (
-    ActivateRows,
-    ActivateRowsBackward,
-    Activating,
-    ColumnSums,
-    FunctionOfRows,
-    PointwiseBackward,
-    PointwiseForward,
-    PointwisePass,
-    RowDots,
-    RowPass,
-    ZeroTail,
-)
+from .routing import Permuting
+from .rows import Activating, FunctionOfRows, PointwisePass, RowPass
 from .transposition import ByteTransposition
 
 
@@ -49,65 +25,61 @@ def _size(problem: Measured) -> str:
 
 FLOPS = attrgetter("flops")
 
-GEMM: Kind[GroupedGemm] = Kind("grouped GEMM", attrgetter("a"), types=(GroupedGemm,), flops=FLOPS)
-RAGGED: Kind[RaggedGemm] = Kind("ragged GEMM", attrgetter("a.data"), types=(RaggedGemm,))
-ACTIVATION: Kind[Activating] = Kind("activation", attrgetter("preact"), types=(ActivateRows, ActivateRowsBackward))
-FUNCTION: Kind[FunctionOfRows] = Kind("pointwise function", attrgetter("activation.preact"), types=(FunctionOfRows,))
-POINTWISE: Kind[PointwisePass] = Kind(
-    "pointwise function", attrgetter("columns"), types=(PointwiseForward, PointwiseBackward)
-)
-ROW_PASS: Kind[RowPass] = Kind("pass over rows", attrgetter("rows"), types=(ColumnSums, RowDots, ZeroTail))
+GEMM: Kind[GroupedGemm] = Kind("grouped GEMM", GroupedGemm, attrgetter("a"), flops=FLOPS)
+RAGGED: Kind[RaggedGemm] = Kind("ragged GEMM", RaggedGemm, attrgetter("a.data"))
+ACTIVATION: Kind[Activating] = Kind("activation", Activating, attrgetter("preact"))
+FUNCTION: Kind[FunctionOfRows] = Kind("pointwise function", FunctionOfRows, attrgetter("activation.preact"))
+POINTWISE: Kind[PointwisePass] = Kind("pointwise function", PointwisePass, attrgetter("columns"))
+ROW_PASS: Kind[RowPass] = Kind("pass over rows", RowPass, attrgetter("rows"))
 TRANSPOSITION: Kind[ByteTransposition] = Kind(
     "transposition of bytes",
+    ByteTransposition,
     attrgetter("data"),
-    types=(ByteTransposition,),
     is_empty=lambda p: not p.out.numel(),
     configuration=_size,
 )
 DECODING: Kind[WeightDecoding] = Kind(
     "decoding of a weight",
+    WeightDecoding,
     attrgetter("data"),
-    types=(WeightDecoding,),
     is_empty=lambda p: not p.out.numel(),
     configuration=_size,
 )
-PERMUTATION: Kind[Permuting] = Kind(
-    "permutation of rows", attrgetter("ids"), types=(OrderSlots, SpreadRows, SumRows, GatherSlots), by_door=True
-)
+PERMUTATION: Kind[Permuting] = Kind("permutation of rows", Permuting, attrgetter("ids"), by_door=True)
 CHOICE: Kind[Choosing | ChoosingBackward] = Kind(
-    "choice of experts", attrgetter("logits"), types=(Choosing, ChoosingBackward), by_door=True
+    "choice of experts", Choosing | ChoosingBackward, attrgetter("logits"), by_door=True
 )
 GATE: Kind[GateProduct] = Kind(
-    "product of a router", attrgetter("a"), types=(GateProduct,), flops=FLOPS, optional=True, by_door=True
+    "product of a router", GateProduct, attrgetter("a"), flops=FLOPS, optional=True, by_door=True
 )
 LOW_RANK: Kind[LowRankPass] = Kind(
-    "pass of low rank", attrgetter("x"), types=(LowRankPass,), flops=FLOPS, optional=True, by_door=True
+    "pass of low rank", LowRankPass, attrgetter("x"), flops=FLOPS, optional=True, by_door=True
 )
 QUANTIZER: Kind[Quantizing] = Kind(
     "quantiser",
+    Quantizing,
     attrgetter("tensor"),
-    types=(QuantizeRows, QuantizeWeight, QuantizeActivation, QuantizeActivationBackward, PermuteQuantizedRows),
     is_empty=lambda p: not p.tensor.numel(),
     configuration=_size,
 )
 FAKE_QUANTIZER: Kind[FakeQuantizing] = Kind(
     "quantiser",
+    FakeQuantizing,
     attrgetter("tensor"),
-    types=(FakeQuantizeRows, FakeQuantizeWeight),
     is_empty=lambda p: not p.tensor.numel(),
     configuration=_size,
 )
 SCALED_PRODUCT: Kind[Multiplying] = Kind(
     "product of quantised operands",
+    Multiplying,
     attrgetter("a.data"),
-    types=(ScaledGemm, ScaledWgrad),
     flops=FLOPS,
     configuration=_size,
 )
 ACTIVATED_PRODUCT: Kind[ActivatedScaledGemm] = Kind(
     "epilogue of a product of quantised operands",
+    ActivatedScaledGemm,
     attrgetter("product.a.data"),
-    types=(ActivatedScaledGemm,),
     is_empty=lambda p: not p.product.rows,
     flops=attrgetter("product.flops"),
     optional=True,
@@ -116,8 +88,8 @@ ACTIVATED_PRODUCT: Kind[ActivatedScaledGemm] = Kind(
 )
 PACKED: Kind[PackedGemm] = Kind(
     "product of packed weights",
+    PackedGemm,
     attrgetter("a"),
-    types=(PackedGemm,),
     is_empty=lambda p: not p.rows,
     flops=FLOPS,
     optional=True,

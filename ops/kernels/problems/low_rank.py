@@ -42,7 +42,7 @@ class LowRankPass(SourceRows, Counted):
         slot_of_row: [T]: row t is row ``slot_of_row[t] // top_k`` of ``x``; None: row t.
         factor: the factor of ``out.product``.
         low: [T, R], the rows of ``out.gradient``'s other operand.
-        gradient_dtype: the dtype of ``out.gradient``.
+        gradient_dtype: the dtype of ``out.gradient``; None: that of ``x``.
         want_rows: whether ``out.rows`` are wanted.
     """
 
@@ -53,7 +53,7 @@ class LowRankPass(SourceRows, Counted):
     top_k: int
     factor: Tensor | None
     low: Tensor | None
-    gradient_dtype: torch.dtype
+    gradient_dtype: torch.dtype | None
     want_rows: bool
     out: LowRank
 

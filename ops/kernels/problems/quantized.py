@@ -193,32 +193,6 @@ class QuantizeActivationBackward(Counted):
         return f"activation backward {'+'.join(names + (['hidden columns'] if self.postact_columns else []))}"
 
 
-@dataclass(slots=True)
-class PermuteQuantizedRows(Counted):
-    """Copies quantised rows of tokens, bytes and scales, to their rows of the experts.
-
-    Attributes:
-        source: of T tokens.
-        slot_of_row: int32 [T k]: the slot, token * k + j, of each row; ``row_of_slot``: int32 [T, k], the inverse.
-        tokens_per_expert: int32 [E + 1]: the rows of each expert, and of all together.
-        out: of T k rows. Rows of no expert are arbitrary.
-    """
-
-    source: Rows
-    slot_of_row: Tensor
-    row_of_slot: Tensor
-    tokens_per_expert: Tensor
-    out: Rows
-
-    @property
-    def tensor(self) -> Tensor:
-        """One that it reads, to ask for dtype and device."""
-        return self.source.data
-
-    def __str__(self) -> str:
-        return f"permute {' x '.join(map(str, self.row_of_slot.shape))} slots"
-
-
 class _GroupedProduct:
     """Values that follow from the sizes of a product, whatever its operands."""
 
@@ -398,7 +372,7 @@ class PackedGemm(_GroupedProduct, Counted):
         return f"NT {' x '.join(map(str, self.mnk))}, {self.format.value}, {self.bytes / 1e6:.1f} MB"
 
 
-Quantizing = QuantizeRows | QuantizeWeight | QuantizeActivation | QuantizeActivationBackward | PermuteQuantizedRows
+Quantizing = QuantizeRows | QuantizeWeight | QuantizeActivation | QuantizeActivationBackward
 """The problems of ``quantize.py`` of a backend."""
 Multiplying = ScaledGemm | ScaledWgrad
 """The problems of ``scaled_gemm.py`` of a backend."""

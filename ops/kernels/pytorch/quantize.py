@@ -14,7 +14,6 @@ from ...formats.quantized_tokens import decoded
 from ...formats.recipe import Recipe
 from ..problems.gemm import ActivationGrads, stacked
 from ..problems.quantized import (
-    PermuteQuantizedRows,
     QuantizeActivation,
     QuantizeActivationBackward,
     QuantizeRows,
@@ -61,16 +60,6 @@ def _copy(copy: Rows | Columns | Weight, data: Tensor | None, scales: Tensor | N
 def _recipe(problem: QuantizeRows | QuantizeWeight) -> Recipe:
     """The one that defines the problem."""
     return definition(problem.scaling, problem.power_of_two).with_scales(problem.encode)
-
-
-@run.register
-def _permute(problem: PermuteQuantizedRows) -> None:
-    source, out = problem.source, problem.out
-    token = problem.slot_of_row // problem.row_of_slot.shape[1]
-    out.data.copy_(source.data.view(torch.uint8).index_select(0, token).view(source.data.dtype))
-    assert source.scales is not None
-    assert out.scales is not None
-    out.scales[:, : len(token)] = source.scales.index_select(1, token)
 
 
 def _fill(x: Tensor, split_sizes: Tensor, is_power_of_two: bool, rows: Rows | None, columns: Columns | None) -> None:
