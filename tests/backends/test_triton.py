@@ -38,7 +38,10 @@ def interpreter() -> Iterator[Any]:
         yield launch
 
 
-@pytest.fixture(params=[TILE, TILE._replace(tma=True)], ids=["pointers", "bulk copies"])
+@pytest.fixture(
+    params=[TILE, TILE._replace(tma=True, part=8, ahead=2), TILE._replace(apart=True)],
+    ids=["pointers", "bulk copies", "apart"],
+)
 def tile(request: pytest.FixtureRequest, interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "tile_of", lambda problem: request.param)
 

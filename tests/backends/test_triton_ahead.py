@@ -48,6 +48,18 @@ def test_compiles(architecture: str, arguments: tuple[str, ...], tmp_path: Path)
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("architecture", EXPECTED)
+def test_compiles_an_epilogue_that_is_a_kernel_of_its_own(architecture: str, dtype: str, tmp_path: Path) -> None:
+    of_product, of_epilogue = compiled(tmp_path, architecture, "--apart", "--products", "dgrad2", "--dtype", dtype)
+
+    assert not any(instruction in of_epilogue for instruction in EXPECTED.values())
+    for line in (of_product, of_epilogue):
+        assert " fits " in line
+        assert spilled(line) == 0, line
+
+
+@needs_triton
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx950"])
 def test_float32_that_may_be_rounded(architecture: str, tmp_path: Path) -> None:
     """TF32 is a format of NVIDIA's."""
