@@ -201,14 +201,17 @@ def forms(tokens: int) -> list[str]:
 
 
 def report(architecture: str, problem: GroupedGemm, apart: bool = False) -> Iterator[str]:
-    """A line on each kernel of a problem; it starts with ``over`` where the card has less shared memory."""
+    """A line on each kernel of a problem, which says ``over`` where the card has less shared memory.
+
+    That of an epilogue without a product starts with ``alone``.
+    """
     with compiled_for(architecture) as compiled:
         tile = launch.tile_of(problem)
         tile = tile._replace(apart=True) if apart else tile
         launch.run(problem, tile)
     for kernel in [each for each in compiled if each.name in WITH_EPILOGUE]:
         over = "over" if kernel.metadata.shared > tiles.SHARED[tiles.nearest(architecture)] * 1024 else "fits"
-        yield f"{over} {short(tile):28} {summary(kernel)}"
+        yield f"{'alone ' * (kernel.name not in PRODUCTS)}{over} {short(tile):28} {summary(kernel)}"
 
 
 def summary(kernel: Any) -> str:

@@ -36,7 +36,7 @@ TABLE: dict[str, dict[str, ProgramTile]] = {
         "nt": _PERSISTENT,
         "nn": _PERSISTENT,
         "activate": _PERSISTENT,
-        "activate_backward": _PERSISTENT._replace(stages=3, part=16),
+        "activate_backward": _PERSISTENT._replace(part=16, apart=True),
         "tn": _PERSISTENT._replace(stages=3, strip=4),
     },
     "sm_100": {  # tcgen05 with tensor memory, TMA
@@ -61,8 +61,8 @@ EPILOGUE = ProgramTile(8, 256, 16, 4, 1, part=256)
 """The tile of an activation's backward that is a kernel of its own: 16 elements a thread."""
 BY_ROWS: dict[str, dict[str, tuple[tuple[int, ProgramTile], ...]]] = {
     "sm_90": {
-        "nt": ((768, _TWO_A_MULTIPROCESSOR),),
-        "activate_backward": ((768, _TWO_A_MULTIPROCESSOR._replace(part=16)),),
+        "activate": ((180, _TWO_A_MULTIPROCESSOR),),
+        "tn": ((768, _PERSISTENT._replace(k=32, stages=6, strip=4)),),
     }
 }
 """The faster choices for groups of up to so many rows, where measured; the first that holds."""
