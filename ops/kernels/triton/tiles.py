@@ -34,8 +34,8 @@ TABLE: dict[str, dict[str, ProgramTile]] = {
     },
     "sm_90": {  # wgmma, TMA
         "nt": _PERSISTENT,
-        "nn": _PERSISTENT,
-        "activate": _PERSISTENT,
+        "nn": _PERSISTENT._replace(flatten=False),
+        "activate": _PERSISTENT._replace(stages=3),
         "activate_backward": _PERSISTENT._replace(part=16, apart=True),
         "tn": _PERSISTENT._replace(stages=3, strip=4),
     },
@@ -61,6 +61,7 @@ EPILOGUE = ProgramTile(8, 256, 16, 4, 1, part=256)
 """The tile of an activation's backward that is a kernel of its own: 16 elements a thread."""
 BY_ROWS: dict[str, dict[str, tuple[tuple[int, ProgramTile], ...]]] = {
     "sm_90": {
+        "nn": ((768, _PERSISTENT),),
         "activate": ((180, _TWO_A_MULTIPROCESSOR),),
         "tn": ((768, _PERSISTENT._replace(k=32, stages=6, strip=4)),),
     }
