@@ -6,14 +6,16 @@ import gc
 import os
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import other_backend
 import pytest
 import torch
 from emulation import build, harness
 
 from fusible.fuser import registry
+from fusible.ops.values.switches import active_switches
 
 pytest.register_assert_rewrite("checks")
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -213,6 +215,17 @@ def sample(items: list[pytest.Item], part: int) -> tuple[list[pytest.Item], list
             runs = number % QUARTERS == part % QUARTERS and in_quarter
         (kept if runs else left_out).append(item)
     return kept, left_out
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """Under ``FUSIBLE_BACKEND`` skips what cannot hold there."""
+    try:
+        return (yield)
+    except (Exception, pytest.fail.Exception) as error:
+        if (why := other_backend.reason(error, active_switches().backend)) is not None:
+            pytest.skip(why)
+        raise
 
 
 def pytest_collection_finish() -> None:

@@ -12,10 +12,10 @@ import triton_interpreter
 from checks import fused, gemm
 from checks.functions import ACTS_OF_COLUMNS, ACTS_OF_MATRICES, PUBLISHED, op_of
 
-from fusible import config
+from fusible import Pointwise, config
 from fusible.fuser import RefusedError
 from fusible.ops import kernels
-from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
+from fusible.ops.kernels.problems.gemm import Activate, GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import wrong_sizes
 from fusible.ops.kernels.triton import gemm as triton
 from fusible.ops.kernels.triton import row_kernels
@@ -38,7 +38,10 @@ def interpreter() -> Iterator[Any]:
         yield launch
 
 
-@pytest.fixture(params=[TILE, TILE._replace(tma=True)], ids=["pointers", "bulk copies"])
+@pytest.fixture(
+    params=[TILE, TILE._replace(tma=True, part=8, ahead=2), TILE._replace(apart=True)],
+    ids=["pointers", "bulk copies", "apart"],
+)
 def tile(request: pytest.FixtureRequest, interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "tile_of", lambda problem: request.param)
 
@@ -172,6 +175,21 @@ def of_functions() -> dict[str, Any]:
 
 def test_every_operation_has_an_expression() -> None:
     assert CODE.keys() == OPERATIONS.keys()
+
+
+def test_tanh_is_off_by_a_few_units_in_the_last_place(interpreter: Any) -> None:
+    some = torch.logspace(-20, 5, 255, base=2)
+    x = torch.cat([-some, some, torch.tensor([torch.inf, torch.nan])])
+    sizes, y, link = torch.tensor([len(x)]), torch.empty(len(x), 1), Pointwise(torch.tanh).link
+    assert link is not None
+    assert link.forward_spec is not None
+    epilogue = Activate(link.forward_spec, None, None)
+    interpreter.run(GroupedGemm(Layout.NT, x.unsqueeze(1), torch.ones(1, 1, 1), sizes, y, epilogue=epilogue), TILE)
+
+    exact = x.double().tanh()
+    step = torch.nextafter(exact.float().abs(), torch.tensor(2.0)).double() - exact.float().abs().double()
+    assert ((y.squeeze(1) - exact).abs() <= 3 * step)[:-1].all()
+    assert y[-1].isnan()
 
 
 def test_passes_over_rows(interpreter: Any) -> None:

@@ -38,6 +38,7 @@ from fusible.ops.values.activation_spec import ActivationSpec, gated
 SWIGLU = gated("silu", None, 1.0, 0.0, "concat")
 ROWS = {"long": 65536, "middle": 128 * 40, "short": 1024}
 PRODUCTS = ("rows_kernel", "weights_kernel")
+WITH_EPILOGUE = (*PRODUCTS, "epilogue_kernel")
 
 
 class Recorder:
@@ -199,14 +200,18 @@ def forms(tokens: int) -> list[str]:
     return compiled
 
 
-def report(architecture: str, problem: GroupedGemm, tile: ProgramTile | None = None) -> str:
-    """A line on the kernel of a problem; it starts with ``over`` where the card has less shared memory."""
+def report(architecture: str, problem: GroupedGemm, apart: bool = False) -> Iterator[str]:
+    """A line on each kernel of a problem, which says ``over`` where the card has less shared memory.
+
+    That of an epilogue without a product starts with ``alone``.
+    """
     with compiled_for(architecture) as compiled:
-        tile = tile or launch.tile_of(problem)
+        tile = launch.tile_of(problem)
+        tile = tile._replace(apart=True) if apart else tile
         launch.run(problem, tile)
-    (kernel,) = products_of(compiled)
-    over = "over" if kernel.metadata.shared > tiles.SHARED[tiles.nearest(architecture)] * 1024 else "fits"
-    return f"{over} {short(tile):28} {summary(kernel)}"
+    for kernel in [each for each in compiled if each.name in WITH_EPILOGUE]:
+        over = "over" if kernel.metadata.shared > tiles.SHARED[tiles.nearest(architecture)] * 1024 else "fits"
+        yield f"{'alone ' * (kernel.name not in PRODUCTS)}{over} {short(tile):28} {summary(kernel)}"
 
 
 def summary(kernel: Any) -> str:
@@ -254,6 +259,7 @@ if __name__ == "__main__":
     parser.add_argument("--sizes", nargs=2, type=int, default=(2048, 768), help="hidden and inner features")
     parser.add_argument("--products", nargs="*", default=["fc1", "fc2", "dgrad2", "dgrad1", "wgrad1"])
     parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--apart", action="store_true", help="epilogues are kernels of their own")
     parser.add_argument("--tf32", action="store_true", help="float32 may be rounded")
     parser.add_argument("--instead", choices=OTHERS, help="other kernels than those of an MLP")
     parser.add_argument("--forms", nargs="*", help="what kernels are compiled for, of so many tokens, instead")
@@ -272,4 +278,5 @@ if __name__ == "__main__":
         for rows in arguments.rows:
             of_mlp = problems(128, *arguments.sizes, ROWS[rows], getattr(torch, arguments.dtype), arguments.wide)
             for name in arguments.products:
-                print(f"{architecture:7} {rows:6} {name:7} {report(architecture, of_mlp[name])}", flush=True)
+                for line in report(architecture, of_mlp[name], arguments.apart):
+                    print(f"{architecture:7} {rows:6} {name:7} {line}", flush=True)

@@ -89,9 +89,9 @@ def in_layout(p: GroupedGemm, layout: Layout) -> GroupedGemm:
 
 
 def tiles_of(architecture: str, kind: str, dtype: torch.dtype, out: torch.dtype) -> list[ProgramTile]:
-    """The table's tile; for 16 bits into 32, of the others that may be measured the one that takes most, too."""
+    """The table's tile, with its epilogue; for 16 bits into 32 also that which takes most of the candidates."""
     strict = dtype == torch.float32 and not architecture.startswith("sm_")
-    chosen = tiles.choose(architecture, kind, ROWS / GROUPS, dtype.itemsize, strict)
+    chosen = tiles.choose(architecture, kind, ROWS / GROUPS, dtype.itemsize, strict)._replace(apart=False)
     if out == dtype:
         return [chosen]
     _, *others = tiles.candidates(architecture, kind)

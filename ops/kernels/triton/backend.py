@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from operator import attrgetter
 
+import torch
+
 from ..problems import kinds
+from ..problems.gemm import GroupedGemm
 from ..problems.interface import GemmImplementation, Implementation, Implementations, solving
 from ..problems.rows import RowPass
 from . import gemm, permutation, row_kernels
@@ -15,8 +19,13 @@ def _rows_refusal(p: RowPass) -> str | None:
     return row_kernels.refusal(p.rows, p.split_sizes, p.out)
 
 
+def _gemm_key(p: GroupedGemm) -> Hashable | None:
+    """Products of float32 are taken by their numbers of rows, too."""
+    return None if p.a.dtype == torch.float32 else p.cache_key
+
+
 _GEMM = GemmImplementation(
-    *(NAME, gemm.name_of, gemm.run, gemm.refusal),
+    *(NAME, gemm.name_of, gemm.run, gemm.refusal, _gemm_key),
     device="cuda",
     interpreted=True,
     has_epilogues=True,

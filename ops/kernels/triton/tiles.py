@@ -34,9 +34,9 @@ TABLE: dict[str, dict[str, ProgramTile]] = {
     },
     "sm_90": {  # wgmma, TMA
         "nt": _PERSISTENT,
-        "nn": _PERSISTENT,
-        "activate": _PERSISTENT,
-        "activate_backward": _PERSISTENT._replace(stages=3, part=16),
+        "nn": _PERSISTENT._replace(flatten=False),
+        "activate": _PERSISTENT._replace(stages=3),
+        "activate_backward": _PERSISTENT._replace(part=16, apart=True),
         "tn": _PERSISTENT._replace(stages=3, strip=4),
     },
     "sm_100": {  # tcgen05 with tensor memory, TMA
@@ -57,10 +57,16 @@ TABLE: dict[str, dict[str, ProgramTile]] = {
 ODD = ProgramTile(64, 128, 32, 8, 3)
 """Products of rows that are no multiples of 16 bytes: each number has its own address, and larger tiles spill those."""
 _TWO_A_MULTIPROCESSOR = ProgramTile(128, 128, 64, 8, 3, per_sm=2, tma=True, registers=128)
-FEW: dict[str, dict[str, ProgramTile]] = {
-    "sm_90": {"nt": _TWO_A_MULTIPROCESSOR, "activate_backward": _TWO_A_MULTIPROCESSOR._replace(part=16)}
+EPILOGUE = ProgramTile(8, 256, 16, 4, 1, part=256)
+"""The tile of an activation's backward that is a kernel of its own: 16 elements a thread."""
+BY_ROWS: dict[str, dict[str, tuple[tuple[int, ProgramTile], ...]]] = {
+    "sm_90": {
+        "nn": ((768, _PERSISTENT),),
+        "activate": ((180, _TWO_A_MULTIPROCESSOR),),
+        "tn": ((768, _PERSISTENT._replace(k=32, stages=6, strip=4)),),
+    }
 }
-"""The faster choices for groups of up to ``FEW_ROWS`` rows, where measured."""
+"""The faster choices for groups of up to so many rows, where measured; the first that holds."""
 FEW_ROWS, _SHORT_ROWS = 768, 64
 TABLE |= {"sm_86": TABLE["sm_89"], "sm_120": TABLE["sm_89"], "sm_103": TABLE["sm_100"], "gfx950": TABLE["gfx942"]}
 SHARED = {
@@ -116,8 +122,9 @@ def choose(
         m = 32 if rows_per_group <= 32 else 64
         warps = tile.warps if odd else 4
         tile = ProgramTile(m, min(tile.n, 128), tile.k, warps, tile.stages, tile.strip, tma=tile.tma)
-    elif rows_per_group <= FEW_ROWS and itemsize == 2 and not odd:
-        tile = FEW.get(architecture, {}).get(kind, tile)
+    elif itemsize == 2 and not odd:
+        by_rows = BY_ROWS.get(architecture, {}).get(kind, ())
+        tile = next((of_few for most, of_few in by_rows if rows_per_group <= most), tile)
     if itemsize == 4:
         tile = tile._replace(k=max(16, tile.k // 2), n=min(tile.n, 128))
     return _fitted(tile, architecture, itemsize)
@@ -128,9 +135,13 @@ def candidates(architecture: str, kind: str) -> Iterator[ProgramTile]:
     architecture = nearest(architecture)
     first = choose(architecture, kind, FEW_ROWS + 1, 2)
     yield first
-    for (m, n), k, stages in product(_SIDES, (64, 32), (3, 4, 2)):
-        tile = first._replace(m=m, n=n, k=k, stages=stages, warps=8 if m * n > _OF_FOUR_WARPS else 4)
-        if tile == _fitted(tile, architecture, 2) != first:
+    forms = [first]
+    if kind == "activate_backward":
+        forms += [first._replace(apart=not first.apart)]
+        yield forms[1]
+    for (m, n), k, stages, form in product(_SIDES, (64, 32), (3, 4, 2), forms):
+        tile = form._replace(m=m, n=n, k=k, stages=stages, warps=8 if m * n > _OF_FOUR_WARPS else 4)
+        if tile == _fitted(tile, architecture, 2) and tile not in forms:
             yield tile
 
 

@@ -48,9 +48,10 @@ def run(device: torch.device, sizes: tuple[int, int, int], seconds: float) -> tu
 def line(product: tune.TunedTile) -> str:
     """The tile of a product as a line of text."""
     p, rows = product, "few rows" if product.few else "many rows"
+    apart = ", epilogue apart" if p.tile.apart else ""
     return (
         f"{p.kind:18}{rows:10} {p.tile.m} x {p.tile.n} x {p.tile.k}, {p.tile.warps} warps, "
-        f"{p.tile.stages} stages: {p.of_table / p.seconds:.2f} x the table's, of {p.tried}"
+        f"{p.tile.stages} stages{apart}: {p.of_table / p.seconds:.2f} x the table's, of {p.tried}"
     )
 
 

@@ -106,32 +106,38 @@ def activate_backward(acc, at, operands, SHAPE: tl.constexpr, TILE: tl.constexpr
     COLUMN_TILES: tl.constexpr = (N + TILE_N - 1) // TILE_N
     parts = parts_of(acc, TILE.part)
     WIDTH: tl.constexpr = TILE_N // len(parts)
+    scales = (numbers_of_rows(operands[5], row, tl.arange(0, TILE_M) < end - row),)
+    AHEAD: tl.constexpr = TILE.ahead if TILE.ahead < len(parts) else len(parts)
+    preact, first = operands[2], j * TILE_N
+    hidden = ()
+    for i in tl.static_range(AHEAD):
+        hidden = hidden + (load_gate_up(preact, (row, end, first + i * WIDTH), N, SHAPE.block, TILE_M, WIDTH),)
     dot = tl.zeros([TILE_M], tl.float32)
     for i in tl.static_range(len(parts)):
-        dot += backward_of_part(parts[i], j * TILE_N + i * WIDTH, at, operands, SHAPE, FUNCTION)
+        if i + AHEAD < len(parts):  # loads that follow a store wait for it
+            later = row, end, first + (i + AHEAD) * WIDTH
+            hidden = hidden + (load_gate_up(preact, later, N, SHAPE.block, TILE_M, WIDTH),)
+        dot += backward_of_part(parts[i], hidden[i], scales, first + i * WIDTH, at, operands, SHAPE, FUNCTION)
     if dots is not None:
         m = tl.arange(0, TILE.m)
         tl.store(dots + (row + m).to(tl.int64) * COLUMN_TILES + j, dot, mask=m < end - row)
 
 
 @triton.jit
-def backward_of_part(dy, first, at, operands, SHAPE: tl.constexpr, FUNCTION: tl.constexpr):
+def backward_of_part(dy, hidden, scales, first, at, operands, SHAPE: tl.constexpr, FUNCTION: tl.constexpr):
     """The features from ``first`` on; gives the sums of the gradients of the rows' scales over them.
 
     ``sums`` [row tiles, numbers of columns, N] get those of the gradients of numbers of columns over the tile's rows.
     """
     group, row, end, t, _ = at
-    dpreact, postact, preact, _, sums, scales, vectors = operands
+    dpreact, postact, _, _, sums, _, vectors = operands
     N: tl.constexpr = SHAPE.n
     BLOCK: tl.constexpr = SHAPE.block
-    x, u = load_gate_up(preact, (row, end, first), N, BLOCK, dy.shape[0], dy.shape[1])
+    x, u = hidden
     f = first + tl.arange(0, dy.shape[1])
     is_row, is_column = tl.arange(0, dy.shape[0]) < end - row, f < N
-    rows, of_columns = (
-        (numbers_of_rows(scales, row, is_row),),
-        numbers_of_columns(vectors, group, f, SHAPE.columns, N, BLOCK),
-    )
-    values = FUNCTION(x.to(tl.float32), u.to(tl.float32), rounded(dy, dpreact), rows, of_columns, ())
+    of_columns = numbers_of_columns(vectors, group, f, SHAPE.columns, N, BLOCK)
+    values = FUNCTION(x.to(tl.float32), u.to(tl.float32), rounded(dy, dpreact), scales, of_columns, ())
     store_gate_up(dpreact, values[1], values[2], (row, end, first), N, BLOCK)
     if postact is not None:
         store_tokens(postact, values[0], (row, end, first), N, N)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, reduce
 from operator import or_
 from typing import cast
@@ -16,7 +17,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ....programs.columns import tensors_of
 from ....programs.program import Program
 from ....values.activation_spec import ActivationSpec
-from ...problems.gemm import Activate, ActivateBackward, GroupedGemm, Layout, Matrices, Operands, first, stacked
+from ...problems.gemm import (
+    Activate,
+    ActivateBackward,
+    ActivationGrads,
+    GroupedGemm,
+    Layout,
+    Matrices,
+    Operands,
+    first,
+    stacked,
+)
 from ...pytorch.float32 import allows_tf32
 from .. import tiles, tuned
 from ..shape import ProgramTile, RowsShape, WeightShape
@@ -25,7 +36,7 @@ from .epilogues import activate, activate_backward, store_product
 from .function import function
 from .passes import column_sums, sum_dots, sum_tiles
 from .plan import TilePlan, plan_of
-from .rows import rows_kernel
+from .rows import epilogue_kernel, rows_kernel
 from .weights import weights_kernel
 
 _KINDS = {Activate: "activate", ActivateBackward: "activate_backward"}
@@ -93,19 +104,35 @@ def _run_activate(p: GroupedGemm, epilogue: Activate, tile: ProgramTile, plan: T
 
 def _run_backward(p: GroupedGemm, epilogue: ActivateBackward, tile: ProgramTile, plan: TilePlan) -> None:
     n, spec, grads, program = p.mnk[1], epilogue.spec, epilogue.grads, epilogue.spec.function
+    product = None
+    if tile.apart and grads.vectors is None:  # else small tiles would leave many sums of columns
+        product, tile = _product_apart(p, grads, tile, plan), tiles.EPILOGUE
+        plan = plan_of(p.split_sizes, p.rows, tile.m)
     dots = None if grads.scales is None else p.a.new_empty((p.rows, -(-n // tile.n)), dtype=torch.float32)
     columns = () if grads.vectors is None else program.columns
     sums = p.a.new_empty((plan.most, len(columns), n), dtype=torch.float32) if columns else None
     vectors = _numbers(program.column_operands, epilogue.vectors, n, _block(spec, n))
     operands = grads.preact, grads.postact, epilogue.preact, dots, sums, epilogue.scales, vectors
-    outputs = "y", "dx", "du", "dr0", *(f"d{name}" for name in columns)
-    _launch_rows(p, tile, plan, _block(spec, n), operands, activate_backward, function(program, outputs))
+    called = function(program, ("y", "dx", "du", "dr0", *(f"d{name}" for name in columns)))
+    if product is None:
+        _launch_rows(p, tile, plan, _block(spec, n), operands, activate_backward, called)
+    else:
+        _launch_backward(p, product, plan, _block(spec, n), operands, called)
     if dots is not None and grads.scales is not None:
         sum_dots(dots, p.split_sizes, grads.scales)
     if grads.bias is not None:
         column_sums(grads.preact, p.split_sizes, grads.bias, None)
     if sums is not None:
         _sum_columns(sums, plan, program, grads.vectors, spec)
+
+
+def _product_apart(p: GroupedGemm, grads: ActivationGrads, tile: ProgramTile, plan: TilePlan) -> Tensor:
+    """The product without its epilogue: where the activation will be, if it is wanted, which needs no more memory."""
+    out, dtype = grads.postact, grads.preact.dtype
+    if out is None or out.dtype != dtype:
+        out = p.a.new_empty((p.rows, p.mnk[1]), dtype=dtype)
+    _run_product(replace(p, out=out, epilogue=None), tile, plan)
+    return out
 
 
 def _sum_columns(sums: Tensor, plan: TilePlan, program: Program, out: Operands, spec: ActivationSpec) -> None:
@@ -163,6 +190,26 @@ def _launch_rows(
         FUNCTION=called,
         # else a product and a sum may be rounded once or twice by whether the pre-activation is stored
         enable_fp_fusion=epilogue is not activate,
+        **tile.options,
+    )
+
+
+def _launch_backward(
+    p: GroupedGemm, product: Tensor, plan: TilePlan, block: int, operands: tuple[object, ...], called: object
+) -> None:
+    """One launch of an activation's backward that follows its product; as :func:`_launch_rows`."""
+    (_, n, k), tile = p.mnk, tiles.EPILOGUE
+    shape = RowsShape(n, k, block, False, True, False, 1, 1, "ieee", False, 0, *_counts(p))
+    call(
+        epilogue_kernel,
+        (plan.most * -(-n // tile.n),),
+        product,
+        plan.tiles,
+        operands,
+        SHAPE=shape,
+        TILE=tile,
+        EPILOGUE=activate_backward,
+        FUNCTION=called,
         **tile.options,
     )
 

@@ -37,12 +37,12 @@ def row_dots(rows: Tensor, vectors: Tensor, split_sizes: Tensor, out: Tensor) ->
 
 
 def zero_tail(out: Tensor, split_sizes: Tensor) -> None:
-    """Zeros the rows past the last group."""
+    """Zeros the rows past the last group. Most buffers have none, for which few programs look."""
     (rows, columns), groups = out.shape, split_sizes.shape[0]
     width, sizes = min(1024, triton.next_power_of_2(columns)), triton.next_power_of_2(groups)
     call(
         zero_tail_kernel,
-        (triton.cdiv(rows, 16), triton.cdiv(columns, width)),
+        (min(triton.cdiv(rows, 16), 512),),
         out,
         split_sizes,
         rows,
@@ -127,12 +127,13 @@ def zero_tail_kernel(
     out, split_sizes, rows, groups, pitch, N: tl.constexpr, GROUPS: tl.constexpr, TILE_N: tl.constexpr
 ):
     _, end, _, _ = row_range(split_sizes, groups - 1, rows, groups, GROUPS)
-    first = tl.program_id(0) * 16
-    if first + 16 > end:
-        m, n = first + tl.arange(0, 16), tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
-        is_tail = ((m >= end) & (m < rows))[:, None] & (n < N)[None, :]
-        zeros = tl.zeros([16, TILE_N], out.dtype.element_ty)
-        tl.store(out + m[:, None].to(tl.int64) * pitch + n[None, :], zeros, mask=is_tail)
+    zeros = tl.zeros([16, TILE_N], out.dtype.element_ty)
+    for first in range(end + tl.program_id(0) * 16, rows, tl.num_programs(0) * 16):
+        m = first + tl.arange(0, 16)
+        for column in range(0, N, TILE_N):
+            n = column + tl.arange(0, TILE_N)
+            is_tail = (m < rows)[:, None] & (n < N)[None, :]
+            tl.store(out + m[:, None].to(tl.int64) * pitch + n[None, :], zeros, mask=is_tail)
 
 
 @triton.jit(do_not_specialize=["rows", "groups"])

@@ -1,4 +1,4 @@
-"""The kernel of products whose rows are grouped: NT and NN, with any epilogue."""
+"""The kernel of products whose rows are grouped: NT and NN, with any epilogue; and that of an epilogue alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .plan import position, row_tile
-from .rows_io import gate_column, matrix_of
+from .rows_io import gate_column, load_tokens, matrix_of
 
 
 @triton.jit
@@ -59,6 +59,29 @@ def rows_kernel(
         t, j = position(stored, row_tiles, COLUMN_TILES, STRIP)
         group, row, end = row_tile(tiles, t)
         stored += tl.num_programs(0)
+        EPILOGUE(acc, (group, row, end, t, j), operands, SHAPE, TILE, FUNCTION)
+
+
+@triton.jit
+def epilogue_kernel(
+    product,
+    tiles,
+    operands,
+    SHAPE: tl.constexpr,
+    TILE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    FUNCTION: tl.constexpr,
+):
+    """``EPILOGUE(product)``: the operations of :func:`rows_kernel` on a product [T, N] in memory, a program a tile.
+
+    An operand may be where the product is: a program reads its tile before it writes it.
+    """
+    N: tl.constexpr = SHAPE.n
+    COLUMN_TILES: tl.constexpr = (N + TILE.n - 1) // TILE.n
+    t, j = tl.program_id(0) // COLUMN_TILES, tl.program_id(0) % COLUMN_TILES
+    if t < tl.load(tiles):
+        group, row, end = row_tile(tiles, t)
+        acc = load_tokens(product, (row, end, j * TILE.n), N, N, TILE.m, TILE.n, False).to(tl.float32)
         EPILOGUE(acc, (group, row, end, t, j), operands, SHAPE, TILE, FUNCTION)
 
 
