@@ -91,7 +91,7 @@ def loss_in_parts(model: Any, ids: Tensor) -> Tensor:
     def part(rows: Tensor, of_rows: Tensor) -> Tensor:
         return F.cross_entropy(causal.lm_head(rows).float(), of_rows, reduction="sum")
 
-    parts = zip(hidden.split(LOSS_TOKENS), labels.split(LOSS_TOKENS), strict=True)
+    parts = zip(torch.split(hidden, LOSS_TOKENS), torch.split(labels, LOSS_TOKENS), strict=True)
     losses = [checkpoint(part, *each, use_reentrant=False) for each in parts]
     return torch.stack(losses).sum() / len(labels)
 
