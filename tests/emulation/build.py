@@ -16,6 +16,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
@@ -164,12 +165,12 @@ def build_function(text: str, module: Path, csrc: Path = ROOT / "csrc") -> Path:
     target = BUILD / f"function_{digest([module], text)}.so"
     if target.exists():
         return target
-    source = target.with_suffix(".cpp")
-    source.write_text(rewrite(text))
-    unfinished = target.with_suffix(".new")
-    line = ["g++", *FLAGS, "-Og", "-shared", *_includes(_copy(csrc)).folders, "-include", HEADERS.name, str(source)]
-    subprocess.run([*line, str(module), f"-Wl,-rpath,{BUILD}", "-o", str(unfinished)], check=True)
-    unfinished.rename(target)
+    with TemporaryDirectory(dir=BUILD) as own:  # another process may be compiling the same source
+        source, unfinished = Path(own, "function.cpp"), Path(own, target.name)
+        source.write_text(rewrite(text))
+        line = ["g++", *FLAGS, "-Og", "-shared", *_includes(_copy(csrc)).folders, "-include", HEADERS.name, str(source)]
+        subprocess.run([*line, str(module), f"-Wl,-rpath,{BUILD}", "-o", str(unfinished)], check=True)
+        unfinished.rename(target)
     return target
 
 
