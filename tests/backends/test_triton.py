@@ -39,7 +39,7 @@ def interpreter() -> Iterator[Any]:
 
 
 @pytest.fixture(
-    params=[TILE, TILE._replace(tma=True, part=8, ahead=2), TILE._replace(apart=True)],
+    params=[TILE, TILE._replace(tma=True, part=8), TILE._replace(apart=True)],
     ids=["pointers", "bulk copies", "apart"],
 )
 def tile(request: pytest.FixtureRequest, interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ class ProgramTile(NamedTuple):
         flatten: the loop over tiles and that over the depth are one, so that loads go on during an epilogue.
         part: columns of gate, or of up, that an epilogue computes at a time: registers do not suffice for the whole.
         registers: at most so many a thread.
-        ahead: so many parts of the pre-activation are loaded before the first is stored.
         apart: the backward of an activation is a kernel of its own, after the product; but for sums of columns.
     """
 
@@ -32,7 +31,6 @@ class ProgramTile(NamedTuple):
     flatten: bool = False
     part: int = 32
     registers: int | None = None
-    ahead: int = 0
     apart: bool = False
 
     @property

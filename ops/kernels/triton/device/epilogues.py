@@ -107,17 +107,11 @@ def activate_backward(acc, at, operands, SHAPE: tl.constexpr, TILE: tl.constexpr
     parts = parts_of(acc, TILE.part)
     WIDTH: tl.constexpr = TILE_N // len(parts)
     scales = (numbers_of_rows(operands[5], row, tl.arange(0, TILE_M) < end - row),)
-    AHEAD: tl.constexpr = TILE.ahead if TILE.ahead < len(parts) else len(parts)
-    preact, first = operands[2], j * TILE_N
-    hidden = ()
-    for i in tl.static_range(AHEAD):
-        hidden = hidden + (load_gate_up(preact, (row, end, first + i * WIDTH), N, SHAPE.block, TILE_M, WIDTH),)
     dot = tl.zeros([TILE_M], tl.float32)
     for i in tl.static_range(len(parts)):
-        if i + AHEAD < len(parts):  # loads that follow a store wait for it
-            later = row, end, first + (i + AHEAD) * WIDTH
-            hidden = hidden + (load_gate_up(preact, later, N, SHAPE.block, TILE_M, WIDTH),)
-        dot += backward_of_part(parts[i], hidden[i], scales, first + i * WIDTH, at, operands, SHAPE, FUNCTION)
+        first = j * TILE_N + i * WIDTH
+        hidden = load_gate_up(operands[2], (row, end, first), N, SHAPE.block, TILE_M, WIDTH)
+        dot += backward_of_part(parts[i], hidden, scales, first, at, operands, SHAPE, FUNCTION)
     if dots is not None:
         m = tl.arange(0, TILE.m)
         tl.store(dots + (row + m).to(tl.int64) * COLUMN_TILES + j, dot, mask=m < end - row)
