@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,18 @@ def export_merged(model: Any, folder: str | Path) -> None:
 
 
 def _is_unknown(base: nn.Module, name: str, parameter: Tensor) -> bool:
-    """Whether a parameter is bytes of something else than experts and FP8 linears."""
+    """Whether a parameter is codes of something else than experts, FP8 linears and linears of bitsandbytes."""
     path, _, last = name.rpartition(".")
     module = base.get_submodule(path)
-    is_part = any(each and last.startswith(each) for each in _stored_names(module))
-    return parameter.element_size() == 1 and not is_part and getattr(module, f"{last}{_SCALES}", None) is None
+    if any(each and last.startswith(each) for each in _stored_names(module)) or _state_of(parameter) is not None:
+        return False
+    are_codes = parameter.element_size() == 1 or not parameter.is_floating_point()
+    return are_codes and getattr(module, f"{last}{_SCALES}", None) is None
+
+
+def _state_of(parameter: Tensor) -> Any:
+    """What bitsandbytes decodes a parameter with; None: it has not quantised it."""
+    return getattr(parameter, "quant_state", None)
 
 
 def _stored_names(module: Any) -> tuple[str, ...]:
@@ -110,6 +118,8 @@ def _tensors(module: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
             yield name, of.recipe.weight_values(of.weight(module)).to(of.dtype)
         elif tensor is None or (_is_decoder(name) and _has_bytes(module, name)):
             continue
+        elif (state := _state_of(tensor)) is not None:
+            yield name, import_module("bitsandbytes.functional").dequantize_4bit(tensor.data, state).to(dtype)
         elif tensor.element_size() == 1 and tensor.is_floating_point():
             parts = Weight(tensor.detach().unsqueeze(0), getattr(module, f"{name}{_SCALES}").detach().unsqueeze(0))
             yield name, Float8Weight().decoded(parts, dtype)[0]

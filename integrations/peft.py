@@ -9,6 +9,7 @@ saving, loading and merging of adapters remain PEFT's.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -105,21 +106,31 @@ def check_adaptable(module: Any, name: str) -> None:
     """Checks that PEFT can adapt a parameter, whichever implementation runs the module.
 
     Raises:
-        ValueError: the parameter is stored as bytes which ``"fusible"`` does not read, or which something else runs.
+        ValueError: the parameter is what decodes a weight, or bytes which ``"fusible"`` does not read or something else
+            runs.
         PEFT would add adapters to the bytes, which get no gradient in transformers: nothing is trained, and the output
             hardly changes.
     """
     parameter = getattr(module, name, None)
     if not isinstance(parameter, Tensor):
         return
+    weight = re.sub(r"_(scale|factor)(_inv)?$", "", name)
+    if weight != name and isinstance(getattr(module, weight, None), Tensor):
+        raise ValueError(
+            f"{type(module).__name__}.{name}: PEFT cannot adapt what decodes {weight}: nothing would be trained. Leave "
+            f"{name!r} out of target_parameters"
+        )
     if parameter.dtype.itemsize != 1:
         _tell_of_16_bits(module, name, parameter)
         return
     stored = stored_of(module, name)
     if stored is not None and _runs_here(module):
         return
-    cure = "Load the model in 16 bits, as from_pretrained(..., quantization_config=FineGrainedFP8Config("
-    cure += f"dequantize=True)) does, or leave {name!r} out of target_parameters"
+    otherwise = f"leave {name!r} out of target_parameters"
+    cure = f"Load a checkpoint of the model in 16 bits, or {otherwise}"
+    if parameter.is_floating_point():
+        how = "from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True))"
+        cure = f"Load the model in 16 bits, as {how} does, or {otherwise}"
     if stored is not None:
         cure = 'Load the model with experts_implementation="fusible", which trains adapters beside bytes'
     raise ValueError(

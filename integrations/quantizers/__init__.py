@@ -115,8 +115,11 @@ class KeepsBytes(base.HfQuantizer):  # type: ignore[misc]
         warnings.warn(f"fusible: {why}: the experts become 16 bits, {size:.3g} GB a layer", stacklevel=2)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        for experts in experts_of_planned(model):
-            settle(experts, model.dtype)
+        for path, experts in planned_of(model):
+            try:
+                settle(experts, model.dtype)
+            except ValueError as error:
+                raise ValueError(f"{path}.{error}") from None
         return super()._process_model_after_weight_loading(model, **kwargs)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
@@ -139,9 +142,9 @@ class Same(ConversionOps):  # type: ignore[misc]
         return input_dict
 
 
-def experts_of_planned(model: nn.Module) -> list[Any]:
-    """The experts modules whose weights :func:`plan` has replaced."""
-    return [each for each in model.modules() if PLANNED in each.__dict__]
+def planned_of(model: nn.Module) -> list[tuple[str, Any]]:
+    """The experts modules whose weights :func:`plan` has replaced, with their paths."""
+    return [(path, each) for path, each in model.named_modules() if PLANNED in each.__dict__]
 
 
 def _mxfp4(parent: Any) -> Any:

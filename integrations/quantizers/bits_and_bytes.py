@@ -23,6 +23,7 @@ from . import PLANNED, KeepsBytes, Same, Tensors, alone, runs_here
 
 _OF_EXPERTS = re.compile(r"experts\.(\d+\..*\.quant_state\.bitsandbytes__|\w+_proj_scale$)")
 _OF_A_STACK = re.compile(r"experts\.[a-z_]+\.quant_state\.bitsandbytes__")
+_UNDER_OTHER_NAMES = re.compile(r"\.experts\.(?!\d+\.).*\.quant_state\.bitsandbytes__")
 _CURE = (
     "Load the 16-bit checkpoint of the model with quantization_config=BitsAndBytesConfig(load_in_4bit=True, "
     'bnb_4bit_quant_type="nf4"): its experts become NF4 while they are loaded, and save_pretrained writes them so'
@@ -89,7 +90,8 @@ def _layers_in_4_bits(files: Sequence[str] | None) -> set[str] | None:
     """The layers whose experts a checkpoint has in 4 bits; None: unknown, and loading reports missing tensors.
 
     Raises:
-        ValueError: the checkpoint has a stack of experts that was quantised as one matrix.
+        ValueError: the checkpoint has a stack of experts that was quantised as one matrix, or experts under names that
+            transformers does not load.
     """
     if files is None or not all([str(file).endswith(".safetensors") for file in files]):
         return None
@@ -98,6 +100,12 @@ def _layers_in_4_bits(files: Sequence[str] | None) -> set[str] | None:
         raise ValueError(
             f"fusible: {stack}: the checkpoint has a stack of experts that bitsandbytes has quantised as one matrix, "
             f"which transformers does not load either. {_CURE}"
+        )
+    if (other := next(filter(_UNDER_OTHER_NAMES.search, keys), None)) is not None:
+        name = other.partition(".quant_state.")[0]
+        raise ValueError(
+            f"fusible: {name}: the checkpoint has experts in 4 bits under a name that transformers does not load, so "
+            f"they would be random numbers. It loads experts.0.gate_proj.weight and the like. {_CURE}"
         )
     return set(map(_layer_of, filter(_OF_EXPERTS.search, keys)))
 

@@ -51,7 +51,9 @@ class NVFP4Weight(WeightOnly):
     def stored_refusal(self, weight: Weight) -> str | None:
         assert weight.amax is not None
         wrong = weight.amax[~(weight.amax.isfinite() & (weight.amax > 0))]
-        return f"the factor of a group is {float(wrong[0])}: the weights would be nothing" if wrong.numel() else None
+        if wrong.numel():
+            return f"the factor of a group is {float(wrong[0])}: the weights would be nothing"
+        return super().stored_refusal(weight)
 
     @property
     def decoding(self) -> Decoding:

@@ -54,7 +54,9 @@ class WeightOnly(Recipe):
 
     def stored_refusal(self, weight: Weight) -> str | None:
         """Why parts of the right shapes and dtypes are not a valid weight; None: they are. Reads values."""
-        return None
+        numbers = [part.float() for part in weight.decoders if part.is_floating_point()]
+        wrong = sum(int((~part.isfinite()).sum()) for part in numbers)
+        return f"scales must be finite, and {wrong} are not" if wrong else None
 
     def decoded(self, weight: Weight, dtype: torch.dtype) -> Tensor:
         """[E, N, K]: :meth:`values` rounded to a dtype."""

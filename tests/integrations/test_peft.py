@@ -348,6 +348,17 @@ def test_adapters_on_bytes_are_refused_where_they_are_made(target: str, implemen
         peft.get_peft_model(model, config)
 
 
+def test_adapters_on_what_decodes_bytes_are_refused() -> None:
+    model = in_bytes("mixtral")
+    run_through(model, "fusible")
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["experts.down_proj_scale_inv"])
+
+    with pytest.raises(
+        ValueError, match="down_proj_scale_inv: PEFT cannot adapt what decodes down_proj: nothing would"
+    ):
+        peft.get_peft_model(model, config)
+
+
 def test_adapters_on_bytes_that_are_read_here_are_made() -> None:
     model = in_bytes("mixtral")
     run_through(model, "fusible")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
+import re
 import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -427,7 +429,7 @@ def test_explain_names_the_format_in_every_layer(folder_of: Callable[[str], Path
     assert text.count("torch (decode MXFP4)") >= 4
 
 
-@pytest.mark.parametrize("kind", ["gpt-oss", "int4", "modelopt", "fp8-deepseek"])
+@pytest.mark.parametrize("kind", ["gpt-oss", "int4", *NF4, "modelopt", "fp8-deepseek"])
 def test_merged_weights_are_written_in_16_bits(kind: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     dtype = torch.bfloat16 if kind == "fp8-deepseek" else torch.float32
     model, theirs = adapted(load(folder_of(kind), dtype=dtype)), adapted(decoded(folder_of(kind), kind))
@@ -439,10 +441,13 @@ def test_merged_weights_are_written_in_16_bits(kind: str, folder_of: Callable[[s
     assert far(written(IDS).logits, theirs.merge_and_unload()(IDS).logits) < (0.02 if kind == "fp8-deepseek" else 1e-5)
 
 
-def test_weights_that_nothing_decodes_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])  # as linears of compressed-tensors are before a call
+def test_weights_that_nothing_decodes_are_refused_before_anything_is_written(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     model = checkpoints.qwen3()
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.uint8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"export_merged: lm_head.weight is torch.uint8, which nothing here decodes"):
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(dtype), requires_grad=False)
+    with pytest.raises(ValueError, match=rf"export_merged: lm_head.weight is {dtype}, which nothing here decodes"):
         export_merged(model, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
@@ -462,7 +467,22 @@ def test_a_malformed_file_names_the_tensor(
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)  # it reports shapes in its log
     with pytest.raises((ValueError, RuntimeError)) as raised, caplog.at_level(logging.WARNING, "transformers"):
         load(folder)
-    assert "down_proj" in f"{raised.value} {caplog.text}"
+    named = "model.layers.1.mlp.experts.down_proj"
+    assert named in str(raised.value) if spoil == "nan" else named in f"{raised.value} {caplog.text}"
+
+
+@pytest.mark.parametrize("kind", ["int4", "nvfp4", "fp8-channel", "modelopt"])
+def test_scales_that_are_no_numbers_are_refused(kind: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folder_of(kind), tmp_path / "spoilt")
+    state = load_file(folder / "model.safetensors")
+    name = next(name for name in state if re.search(r"layers\.1\..*experts.*down_proj.*weight_scale$", name))
+    spoilt = state[name].float()
+    spoilt.view(-1)[0] = math.nan
+    save_file(state | {name: spoilt.to(state[name].dtype)}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"^model\.layers\.1\.mlp\.experts\.down_proj: scales must be finite, and 1 are not"
+    ):
+        load(folder)
 
 
 SPOILT: dict[str, tuple[str, Callable[[Tensor], Tensor | None]]] = {
@@ -513,6 +533,14 @@ def test_what_bitsandbytes_stores_otherwise_is_refused(folder_of: Callable[[str]
     model.save_pretrained(tmp_path / "stack")
     with pytest.raises(ValueError, match=r"experts\.\w+\.quant_state.*quantised as one matrix.* Load the 16-bit check"):
         load(labelled(tmp_path / "stack", tmp_path / "labelled", in_nf4()))
+    renamed = shutil.copytree(folder_of("nf4"), tmp_path / "renamed")
+    state = load_file(renamed / "model.safetensors")
+    state = {re.sub(r"experts\.(\d+)\.(\w+)_proj", r"experts.\2_projs.\1", name): t for name, t in state.items()}
+    save_file(state, renamed / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"experts\.\w+_projs\.\d\.weight: .* would be random numbers.* Load the 16-bit check"
+    ):
+        load(renamed)
     for name, options in {"fp4": in_nf4(type="fp4"), "stored in 16 bits": in_nf4()}.items():
         if name != "fp4":
             options.bnb_4bit_quant_storage = torch.bfloat16
