@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -61,6 +63,25 @@ def test_many_experts(experts: int, top_k: int) -> None:
     """On both sides of a kernel's form; with and without the bias, in each of the scores."""
     for i, scores in enumerate(SCORES):
         choice.check("cpu", Case(experts, top_k, 5, scores, normalize=top_k % 4 > 0, biased=i < 2, pads=i > 0))
+
+
+def _before_a_guard(x: Tensor) -> Tensor:
+    """A copy whose end is that of its last page, behind which nothing may be read: a read ends the process."""
+    page, size = mmap.PAGESIZE, -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + page)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin + size), ctypes.c_size_t(page), 0) == 0
+    return torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=size - x.nbytes).copy_(x)
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("experts", [5, 511, 512])
+def test_gradients_read_nothing_behind_the_last_expert(experts: int, scores: str) -> None:
+    p = choice.problem("cpu", Case(experts, 2, 5, scores))
+    out, d_sums = choice.chosen(p), torch.randn(experts)
+    d = torch.ones_like(out.weights), d_sums, torch.ones(1)
+    guarded = choice.gradient(p, out.ids, d[0], _before_a_guard(d_sums), d[2])
+    assert torch.equal(guarded, choice.gradient(p, out.ids, *d))
 
 
 @st.composite

@@ -62,11 +62,12 @@ DEVICE DenseTerms dense_terms(float (&x)[kCount], const ChoiceBackward& c, const
 template <Scores kScores>
 DEVICE float dense_gradient(float x, int expert, const DenseTerms& d, const ChoiceBackward& c) {
   const float p = probability<kScores>(x, d);
+  if (p == 0.f) return 0.f;  // nor does a place behind the last expert read d_sums
   if (kScores == Scores::kSoftmax) {
     float of_probability = -d.of_weights;
     if (d.sums) of_probability += c.d_sums[expert] - d.pull;
     if (d.squares) of_probability += 2.f * *c.d_squares * d.lse;
-    return p == 0.f || of_probability == 0.f ? 0.f : p * of_probability;  // be the probabilities NaN
+    return of_probability == 0.f ? 0.f : p * of_probability;  // be the probabilities NaN
   }
   if (x == -kInfinity) return 0.f;
   float gradient = 0.f;
