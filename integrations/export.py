@@ -66,7 +66,7 @@ def _is_unknown(base: nn.Module, name: str, parameter: Tensor) -> bool:
 
 
 def _state_of(parameter: Tensor) -> Any:
-    """What bitsandbytes decodes a parameter with; None: it has not quantised it."""
+    """The quantisation state of a parameter of bitsandbytes; None: another parameter."""
     return getattr(parameter, "quant_state", None)
 
 

@@ -129,8 +129,8 @@ def check_adaptable(module: Any, name: str) -> None:
     otherwise = f"leave {name!r} out of target_parameters"
     cure = f"Load a checkpoint of the model in 16 bits, or {otherwise}"
     if parameter.is_floating_point():
-        how = "from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True))"
-        cure = f"Load the model in 16 bits, as {how} does, or {otherwise}"
+        call = "from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True))"
+        cure = f"Load the model in 16 bits, as {call} does, or {otherwise}"
     if stored is not None:
         cure = 'Load the model with experts_implementation="fusible", which trains adapters beside bytes'
     raise ValueError(
