@@ -149,9 +149,10 @@ class ExpertGroup:
 
     def _whole_of(self, form: _Form, stand_ins: bool, addresses: list[int] | bytes | None = None) -> Tensor:
         stream, kept = stream_of(self.tensors[0]), self._whole
-        of_call = kept is not None and kept.form is form and kept.stream == stream and kept.stand_ins == stand_ins
-        if kept is not None and of_call and self._represents(kept, addresses or addresses_of(self.tensors)):
-            return kept.tensor
+        if kept is not None and kept.form is form and kept.stream == stream and kept.stand_ins == stand_ins:
+            addresses = addresses or addresses_of(self.tensors)
+            if addresses == kept.addresses or self._represents(kept, addresses):
+                return kept.tensor
         self._whole = kept = None  # before the next is made, which would share its nodes
         with torch.enable_grad():  # a call that records may come after one that does not
             whole: Tensor = _StandIns.apply(*self.tensors) if stand_ins else _stacked(self.tensors)  # type: ignore[no-untyped-call]
@@ -163,9 +164,7 @@ class ExpertGroup:
         return whole
 
     def _represents(self, whole: _Whole, addresses: list[int] | bytes) -> bool:
-        """Whether gradients still reach the tensors, which now have these addresses."""
-        if addresses == whole.addresses:
-            return True
+        """Whether gradients still reach the tensors, which now have these addresses instead of others."""
         reached = whole.implementations == list(map(implementation_of, self.tensors))
         if reached:
             self._whole = whole._replace(addresses=addresses)

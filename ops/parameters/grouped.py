@@ -190,8 +190,8 @@ class ExpertParameters(Op):
         for name, split in self.per_group.items():
             group = self._group(name) if split else None
             p = self.one_parameter(name) if group is None else group.tensors[0]
-            forms += (type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape)
-            forms.append(group is None or group.is_uniform())
+            is_uniform = group is None or group.is_uniform()
+            forms += (type(p), p.dtype, p.device, p.layout, p.requires_grad, p.shape, is_uniform)
         for name in (SCALES, AMAX) if self.is_quantized else ():
             buffer = self._buffers.get(name)
             forms += (None,) if buffer is None else (buffer.dtype, buffer.device, buffer.shape)
