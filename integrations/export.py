@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..ops.formats.copies import Weight
 from ..ops.formats.float8_weight import Float8Weight
-from .hugging_face.stored_experts import stored_of
+from .hugging_face.stored_experts import stored_of, weight_decoded_by
 
 _WRAPPED = ("base_layer",)
 _SCALES = "_scale_inv"
@@ -116,7 +116,7 @@ def _tensors(module: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
             of = stored_of(module, name)
             assert of is not None
             yield name, of.recipe.weight_values(of.weight(module)).to(of.dtype)
-        elif tensor is None or (_is_decoder(name) and _has_bytes(module, name)):
+        elif tensor is None or _decodes_bytes(module, name):
             continue
         elif (state := _state_of(tensor)) is not None:
             yield name, import_module("bitsandbytes.functional").dequantize_4bit(tensor.data, state).to(dtype)
@@ -127,13 +127,9 @@ def _tensors(module: Any, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor.detach()
 
 
-def _is_decoder(name: str) -> bool:
-    """Whether a name is one of what decodes a weight."""
-    return re.search(r"_(scale|factor|shape)(_inv)?$", name) is not None
-
-
-def _has_bytes(module: Any, name: str) -> bool:
-    weight = getattr(module, re.sub(r"_(scale|factor|shape)(_inv)?$", "", name), None)
+def _decodes_bytes(module: Any, name: str) -> bool:
+    """Whether a tensor of the module decodes a weight that is bytes."""
+    weight = getattr(module, weight_decoded_by(name) or "", None)
     return isinstance(weight, Tensor) and weight.element_size() == 1
 
 

@@ -9,7 +9,6 @@ saving, loading and merging of adapters remain PEFT's.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from .hugging_face import lora
 from .hugging_face.gates import ModelExperts
 from .hugging_face.lora import Adapter
-from .hugging_face.stored_experts import Stored, stored_of
+from .hugging_face.stored_experts import Stored, stored_of, weight_decoded_by
 
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import ParamWrapper
@@ -114,8 +113,8 @@ def check_adaptable(module: Any, name: str) -> None:
     parameter = getattr(module, name, None)
     if not isinstance(parameter, Tensor):
         return
-    weight = re.sub(r"_(scale|factor)(_inv)?$", "", name)
-    if weight != name and isinstance(getattr(module, weight, None), Tensor):
+    weight = weight_decoded_by(name)
+    if weight is not None and isinstance(getattr(module, weight, None), Tensor):
         raise ValueError(
             f"{type(module).__name__}.{name}: PEFT cannot adapt what decodes {weight}: nothing would be trained. Leave "
             f"{name!r} out of target_parameters"

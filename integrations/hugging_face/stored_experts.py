@@ -6,6 +6,7 @@ some formats, ``NAME_factor``. All are frozen. State dicts have the names and sh
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +79,12 @@ def _of_float8_blocks(experts: Any, name: str, weight: Tensor, scales: Tensor) -
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
     stored = Stored(recipe, shape, (name, f"{name}_scale_inv"), dtype)
     return stored if misfit(recipe, shape, widened(recipe, shape, Weight(weight, scales))) is None else None
+
+
+def weight_decoded_by(name: str) -> str | None:
+    """The name of the weight whose codes a tensor of this name decodes; None: it is none of the names for that."""
+    match = re.fullmatch(r"(.+)_(scale|factor|shape)(_inv)?", name)
+    return match[1] if match else None
 
 
 def is_stored(experts: Any) -> bool:
