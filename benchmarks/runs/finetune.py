@@ -5,7 +5,7 @@
 
 The lines are those of a user: ``from_pretrained`` of a checkpoint in OpenAI's format (random bytes), PEFT's LoRA on
 all linears and experts, activation checkpointing, AdamW in float32 for the adapters, and the loss in parts of 1024
-tokens: the logits of 8192 and their gradients take 20 GB. The last row extends the first two to all layers: each layer
+tokens: the logits of 8192 and their gradients take 17 GB. The last row extends the first two to all layers: each layer
 adds the same.
 """
 

@@ -27,7 +27,7 @@ DEVICE float probability(float x, const DenseTerms& d) {
   return x == -kInfinity ? 0.f : expf(log_score<kScores>(x) - d.top) * d.share;
 }
 
-// For softmax, the logits become the probabilities, which all of its terms are multiples of.
+// Softmax's logits become its probabilities: every term of its gradient is a multiple of them.
 template <Scores kScores, int kCount, int kParts>
 DEVICE DenseTerms dense_terms(float (&x)[kCount], const ChoiceBackward& c, const Team<kParts>& team) {
   DenseTerms d;
@@ -62,12 +62,12 @@ DEVICE DenseTerms dense_terms(float (&x)[kCount], const ChoiceBackward& c, const
 template <Scores kScores>
 DEVICE float dense_gradient(float x, int expert, const DenseTerms& d, const ChoiceBackward& c) {
   const float p = probability<kScores>(x, d);
-  if (p == 0.f) return 0.f;  // nor does a place behind the last expert read d_sums
+  if (p == 0.f) return 0.f;  // places behind the last expert, too: d_sums has none for them
   if (kScores == Scores::kSoftmax) {
     float of_probability = -d.of_weights;
     if (d.sums) of_probability += c.d_sums[expert] - d.pull;
     if (d.squares) of_probability += 2.f * *c.d_squares * d.lse;
-    return of_probability == 0.f ? 0.f : p * of_probability;  // be the probabilities NaN
+    return of_probability == 0.f ? 0.f : p * of_probability;  // even if probabilities are NaN
   }
   if (x == -kInfinity) return 0.f;
   float gradient = 0.f;
