@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // A token's logits in the registers of its team, and what all experts make together.
 #pragma once
+#include "device/ptx/approx.cuh"
 #include "device/ptx/element.cuh"
 #include "device/ptx/vector.cuh"
 #include "device/rows/team.cuh"
@@ -37,6 +38,10 @@ DEVICE void load_logits(float (&x)[kCount], const ChoiceRule& c, int64_t token, 
   }
 }
 
+// The floats of a row of numbers in shared memory, which are moved in fours; and four of them.
+__host__ __device__ inline int shared_row(int experts) { return (experts + 3) / 4 * 4; }
+DEVICE Vector<float, 4>& four_of(float* row, int expert) { return reinterpret_cast<Vector<float, 4>&>(row[expert]); }
+
 // The first `count` of four numbers, or all at once where rows are moved in vectors.
 template <class T>
 DEVICE void store_four(T* to, const float (&from)[4], int count, bool vectors) {
@@ -62,20 +67,25 @@ DEVICE void store_four(void* to, DType type, int64_t i, const float (&from)[4], 
 // The highest logit of a token; NaN if one is.
 template <int kCount, int kParts>
 DEVICE float highest_of(const float (&x)[kCount], const Team<kParts>& team) {
-  uint32_t most = 0;
+  float most = x[0];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) most = max(most, key_of(x[i]));
-  return number_of(team.highest(most));
+  for (int i = 1; i < kCount; ++i) most = ptx::max_nan(most, x[i]);
+  return number_of(team.highest(key_of(most)));
 }
 
-// The sum of the scores, divided by the highest score.
+// The scores, divided by the highest score; `scores` may be `x`. Returns their sum.
 template <Scores kScores, int kCount, int kParts>
-DEVICE float total_of(const float (&x)[kCount], float highest, const Team<kParts>& team) {
+DEVICE float scores_of(float (&scores)[kCount], const float (&x)[kCount], float highest, const Team<kParts>& team) {
   const float top = log_score<kScores>(highest);
   float total = 0.f;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) total += x[i] == -kInfinity ? 0.f : expf(log_score<kScores>(x[i]) - top);
+  for (int i = 0; i < kCount; ++i) total += scores[i] = x[i] == -kInfinity ? 0.f : expf(log_score<kScores>(x[i]) - top);
   return team.sum(total);
+}
+template <Scores kScores, int kCount, int kParts>
+DEVICE float total_of(const float (&x)[kCount], float highest, const Team<kParts>& team) {
+  float scores[kCount];
+  return scores_of<kScores>(scores, x, highest, team);
 }
 
 // The weight of the slot of this lane, without the scale, from the logarithm of its score; lanes without an expert have

@@ -22,15 +22,15 @@ struct BlockSums {
 // After the exchange: counters; of each team a row of keys, if experts are in groups, and one of sums, if wanted.
 struct ChoiceShared {
   static constexpr int kExchange = 8;  // floats of warps, or 64-bit numbers of parts
-  int experts, teams, counters;
+  int row, teams, counters;
   bool grouped, tallied;
   __host__ __device__ ChoiceShared(const Choice& c, int of_block)
-      : experts(c.rule.experts),
+      : row(shared_row(c.rule.experts)),
         teams(of_block),
-        counters(BlockSums{experts, c.slots != nullptr}.counters()),
+        counters(BlockSums{c.rule.experts, c.slots != nullptr}.counters()),
         grouped(c.groups > 1),
         tallied(c.slots != nullptr) {}
-  __host__ __device__ int keys(int team) const { return kExchange + counters + team * experts; }
+  __host__ __device__ int keys(int team) const { return kExchange + shared_row(counters) + team * row; }
   __host__ __device__ int sums(int team) const { return keys((grouped ? teams : 0) + team); }
   __host__ __device__ size_t bytes() const { return sizeof(float) * static_cast<size_t>(sums(tallied ? teams : 0)); }
 };
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 2)
   float *sums = shared + layout.sums(own), squares = 0.f;
   for (int i = threadIdx.x; i < layout.counters; i += kThreadsOfBlock<kParts>) counters[i] = 0;
   if (block.tallied)
-    for (int i = threadIdx.x; i < kTeams * r.experts; i += kThreadsOfBlock<kParts>) shared[layout.sums(0) + i] = 0.f;
+    for (int i = threadIdx.x; i < kTeams * layout.row; i += kThreadsOfBlock<kParts>) shared[layout.sums(0) + i] = 0.f;
   __syncthreads();
 
   const int64_t begin = blockIdx.x * stretch, end = min(r.tokens, begin + stretch);
@@ -166,13 +166,20 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 2)
     const bool regular = is_finite(highest), tallied = block.tallied && regular, by_scores = c.bias || c.groups > 1;
     float log_total = 0.f;  // the logarithm that softmax divides by
     if (tallied || (kScores == Scores::kSoftmax && (by_scores || !r.normalize))) {
-      const float top = log_score<kScores>(highest), total = total_of<kScores>(x, highest, team);
-      if (kScores == Scores::kSoftmax) log_total = top + logf(total);
+      float scores[kCount];
+      const float total = scores_of<kScores>(scores, x, highest, team);
+      if (kScores == Scores::kSoftmax) log_total = highest + logf(total);
       if (tallied) {
         const float share = 1.f / total;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i)
-          if (x[i] != -kInfinity) sums[expert_of<kCount>(i, team)] += expf(log_score<kScores>(x[i]) - top) * share;
+        for (int i = 0; i < kCount; i += 4) {
+          const int expert = expert_of<kCount>(i, team);
+          if (expert >= r.experts) continue;
+          Vector<float, 4> four = four_of(sums, expert);
+#pragma unroll
+          for (int j = 0; j < 4; ++j) four.values[j] += scores[i + j] * share;
+          four_of(sums, expert) = four;
+        }
         float lse = log_total;
         if (kScores != Scores::kSoftmax) lse = highest + logf(total_of<Scores::kSoftmax>(x, highest, team));
         squares += lse * lse;

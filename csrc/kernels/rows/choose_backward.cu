@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gradient of a token's logits by a team of warps, from the logits and the ids: weights and sums are computed
 // again. A row of zeros in shared memory gets the numbers of the chosen experts; dense terms are added if there are
-// any.
+// any. A block reads the gradients of sums once, into such a row.
 #include <cuda_runtime.h>
 
 #include "device/rows/logits.cuh"
@@ -17,6 +17,7 @@ struct DenseTerms {
   float top = 0.f, share = 1.f;  // the highest logarithm of a score, and what makes scores by it probabilities
   float lse = 0.f, pull = 0.f;   // the logsumexp of the logits; the mean of d_sums by the probabilities
   float of_weights = 0.f;        // the gradient that unnormalised softmax weights share
+  float of_squares = 0.f;        // that of a squared logsumexp, doubled
   bool sums = false, squares = false;
 };
 
@@ -29,18 +30,17 @@ DEVICE float probability(float x, const DenseTerms& d) {
 
 // Softmax's logits become its probabilities: every term of its gradient is a multiple of them.
 template <Scores kScores, int kCount, int kParts>
-DEVICE DenseTerms dense_terms(float (&x)[kCount], const ChoiceBackward& c, const Team<kParts>& team) {
+DEVICE DenseTerms dense_terms(float (&x)[kCount], float* d_sums, const ChoiceBackward& c, const Team<kParts>& team) {
   DenseTerms d;
   const float highest = highest_of(x, team);
   const bool regular = is_finite(highest);
   d.sums = c.d_sums && regular, d.squares = c.d_squares && regular;
   d.top = log_score<kScores>(highest);
+  if (d.squares) d.of_squares = 2.f * *c.d_squares;
   if (kScores != Scores::kSoftmax && d.squares) d.lse = highest + logf(total_of<Scores::kSoftmax>(x, highest, team));
   float total = 0.f;
   if constexpr (kScores == Scores::kSoftmax) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) total += x[i] = x[i] == -kInfinity ? 0.f : expf(x[i] - d.top);
-    total = team.sum(total);
+    total = scores_of<kScores>(x, x, highest, team);
     d.lse = d.log_total = d.top + logf(total);
   } else {
     total = total_of<kScores>(x, highest, team);
@@ -52,27 +52,31 @@ DEVICE DenseTerms dense_terms(float (&x)[kCount], const ChoiceBackward& c, const
   }
   if (!d.sums) return d;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    if (const int expert = expert_of<kCount>(i, team); expert < c.rule.experts)
-      d.pull += probability<kScores>(x[i], d) * c.d_sums[expert];
+  for (int i = 0; i < kCount; i += 4) {
+    const int expert = expert_of<kCount>(i, team);
+    if (expert >= c.rule.experts) continue;
+    const Vector<float, 4> four = four_of(d_sums, expert);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) d.pull += probability<kScores>(x[i + j], d) * four.values[j];
+  }
   d.pull = team.sum(d.pull);
   return d;
 }
 
 template <Scores kScores>
-DEVICE float dense_gradient(float x, int expert, const DenseTerms& d, const ChoiceBackward& c) {
+DEVICE float dense_gradient(float x, float d_sum, const DenseTerms& d) {
   const float p = probability<kScores>(x, d);
-  if (p == 0.f) return 0.f;  // places behind the last expert, too: d_sums has none for them
+  if (p == 0.f) return 0.f;  // places behind the last expert, too
   if (kScores == Scores::kSoftmax) {
     float of_probability = -d.of_weights;
-    if (d.sums) of_probability += c.d_sums[expert] - d.pull;
-    if (d.squares) of_probability += 2.f * *c.d_squares * d.lse;
+    if (d.sums) of_probability += d_sum - d.pull;
+    if (d.squares) of_probability += d.of_squares * d.lse;
     return of_probability == 0.f ? 0.f : p * of_probability;  // even if probabilities are NaN
   }
   if (x == -kInfinity) return 0.f;
   float gradient = 0.f;
-  if (d.sums) gradient += p * (c.d_sums[expert] - d.pull) * slope<kScores>(x);
-  if (d.squares) gradient += 2.f * *c.d_squares * d.lse * expf(x - d.lse);
+  if (d.sums) gradient += p * (d_sum - d.pull) * slope<kScores>(x);
+  if (d.squares) gradient += d.of_squares * d.lse * expf(x - d.lse);
   return gradient;
 }
 
@@ -85,8 +89,8 @@ DEVICE float scatter_chosen(float* row, const ChoiceBackward& c, int64_t token, 
   const Team<1> warp{team.lane, 0, nullptr};
   const bool exists = id >= 0;
   const float given = exists && c.d_weights ? c.d_weights[token * r.top_k + team.lane] : 0.f;
-  if (!__ballot_sync(~0u, given != 0.f)) return 0.f;  // be the logits NaN
   const float at = exists ? read_number(r.logits, r.type, token * r.experts + id) : -kInfinity;
+  if (!__ballot_sync(~0u, given != 0.f)) return 0.f;  // be the logits NaN
   const bool never = at == -kInfinity;
   const float weight = weight_of(never ? -kInfinity : log_score<kScores>(at), log_total, r.normalize);
   const float product = never ? 0.f : r.scale * given * weight, of_all = warp.sum(product);
@@ -103,28 +107,31 @@ DEVICE float scatter_chosen(float* row, const ChoiceBackward& c, int64_t token, 
 }
 
 template <Scores kScores, int kCount, int kParts>
-__global__ void __launch_bounds__(kThreadsOfBlock<kParts>, kCount > 16 ? 2 : 4)
+__global__ void __launch_bounds__(kThreadsOfBlock<kParts>, kCount > 16 ? 3 : 4)
     choose_experts_backward(const __grid_constant__ ChoiceBackward c, int64_t stretch, bool vectors) {
   extern __shared__ __align__(16) float shared[];
   constexpr int kTeams = kTeamsOfBlock<kParts>;
   const ChoiceRule& r = c.rule;
   const int warp = threadIdx.x / 32, own = warp / kParts;
   const Team<kParts> team{static_cast<int>(threadIdx.x % 32), warp % kParts, reinterpret_cast<uint64_t*>(shared)};
-  float* row = shared + 8 + own * r.experts;
+  const int stride = shared_row(r.experts);
+  float *d_sums = shared + 8, *row = d_sums + (own + 1) * stride;
   const int64_t begin = blockIdx.x * stretch, end = min(r.tokens, begin + stretch);
-  const bool spreads = kScores == Scores::kSoftmax && !r.normalize;
+  const bool spreads = kScores == Scores::kSoftmax && !r.normalize, reads = c.d_sums || c.d_squares || spreads;
+  if (c.d_sums) {
+    for (int e = threadIdx.x; e < stride; e += kThreadsOfBlock<kParts>) d_sums[e] = e < r.experts ? c.d_sums[e] : 0.f;
+    __syncthreads();
+  }
   for (int64_t token = begin + own; token < end; token += kTeams) {
     const int64_t id = team.lane < r.top_k ? c.ids[token * r.top_k + team.lane] : -1;
-    const bool valid = __ballot_sync(~0u, id != -1), dense = valid && (c.d_sums || c.d_squares || spreads);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      if (expert_of<kCount>(i, team) < r.experts) row[expert_of<kCount>(i, team)] = 0.f;
     float x[kCount];
+    if (reads) load_logits(x, r, token, vectors, team);  // before the ids have come
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4)
+      if (expert_of<kCount>(i, team) < r.experts) four_of(row, expert_of<kCount>(i, team)) = {};
+    const bool valid = __ballot_sync(~0u, id != -1), dense = valid && reads;
     DenseTerms terms;
-    if (dense) {
-      load_logits(x, r, token, vectors, team);
-      terms = dense_terms<kScores>(x, c, team);
-    }
+    if (dense) terms = dense_terms<kScores>(x, d_sums, c, team);
     team.meet();
     if (valid) {
       const int expert = id >= 0 && id < r.experts ? static_cast<int>(id) : -1;
@@ -137,10 +144,11 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, kCount > 16 ? 2 : 4)
       const int expert = expert_of<kCount>(i, team);
       if (expert >= r.experts) continue;
       float four[4];
+      convert(four, four_of(row, expert));
+      if (dense) {
+        const Vector<float, 4> of_sums = four_of(d_sums, expert);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        four[j] = expert + j < r.experts ? row[expert + j] : 0.f;
-        if (dense) four[j] += dense_gradient<kScores>(x[i + j], expert + j, terms, c);
+        for (int j = 0; j < 4; ++j) four[j] += dense_gradient<kScores>(x[i + j], of_sums.values[j], terms);
       }
       store_four(c.d_logits, r.type, token * r.experts + expert, four, r.experts - expert, vectors);
     }
@@ -160,7 +168,7 @@ void choose_backward(const ChoiceBackward& c, int device, cudaStream_t stream) {
   dispatch_choice(r, [&](auto scores, auto count, auto parts) {
     const auto kernel =
         choose_experts_backward<decltype(scores)::value, decltype(count)::value, decltype(parts)::value>;
-    const size_t bytes = sizeof(float) * (8 + static_cast<size_t>(kTeamsOfBlock<decltype(parts)::value>) * r.experts);
+    const size_t bytes = sizeof(float) * (8 + (kTeamsOfBlock<decltype(parts)::value> + 1) * shared_row(r.experts));
     FUSIBLE_CUDA_CHECK(
         cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "gradient of a choice of experts with ", bytes, " bytes of shared memory");
