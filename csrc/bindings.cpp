@@ -128,6 +128,7 @@ void def_capture(py::module_& module) {
       .def("launches", &Launches::of, "first"_a, "large"_a,
            "What is captured here, for its number of rows; for any number, if it fits another capture. Memory of "
            "`large` bytes is let go of between launches.");
+  module.def("is_capturing", [] { return Capture::active() != nullptr; }, "Whether launches of this thread are noted.");
   module.def(
       "refuse",
       [](const std::string& reason) {
@@ -152,6 +153,9 @@ PYBIND11_MODULE(_C, module) {
   module.def("cuda_version", &fusible::cuda_version, "Version of the CUDA runtime that is linked in, e.g. 13000.");
   module.def("raise_wrong_sizes", &fusible::raise_wrong_sizes, "device"_a,
              "Raises what kernels have reported of split sizes on the device since the last call, and forgets it.");
+  module.def(
+      "wrong_size_word", [](int device) { return reinterpret_cast<Address>(fusible::wrong_size_word(device)); },
+      "device"_a, "The address of the word in which kernels on the device report split sizes.");
   def_capture(module);
   module.def("has_objects", &fusible::python::has_objects, "values"_a, "names"_a, "objects"_a,
              "Whether a dictionary has these objects under these names.");
@@ -201,6 +205,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("TENSOR_MAP_ALIGNMENT") = alignof(CUtensorMap);
   def<fusible::PointwiseLaunch>(module,
                                 "A kernel of a pointwise function over rows; 0 for what is not there or wanted.");
+  def<fusible::ForeignLaunch>(module, "A kernel that another compiler has loaded; see fusible/foreign_kernel.h.");
   def<fusible::ZeroTailLaunch>(module, "Zeroes the rows past the last group.");
   def<fusible::ColumnSumsWorkspace>(module, "Bytes that column_sums needs.");
   def<fusible::ColumnSumsLaunch>(module, "Sums over the rows of each group, each row times its scale (0: one).");

@@ -96,6 +96,7 @@ SLOW = {
     "test_triton_ahead": "compiles with Triton",
     "test_triton_containers": "runs the kernels on the CPU",
     "test_triton_drawn": "runs the kernels on the CPU",
+    "test_triton_replay": "runs the kernels on the CPU, compiles csrc with g++",
     "test_triton_routing": "runs the kernels on the CPU",
     "test_without_jax": "starts processes",
 }

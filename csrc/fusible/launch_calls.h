@@ -5,6 +5,7 @@
 
 #include "fusible/activation.h"
 #include "fusible/choice.h"
+#include "fusible/foreign_kernel.h"
 #include "fusible/fused_gemm.h"
 #include "fusible/group_rows.h"
 #include "fusible/grouped_gemm.h"
@@ -371,6 +372,16 @@ struct PointwiseLaunch : LaunchOf<Pointwise, pointwise> {
     put(numbers, call.params.numbers), put(dnumbers, call.params.dnumbers);
     put(vectors, call.params.vectors), put(dcolumns, call.params.dcolumns);
     put(matrices, call.params.matrices), put(dmatrices, call.params.dmatrices);
+  }
+};
+
+// Parameters: see ForeignKernel.
+struct ForeignLaunch : LaunchOf<ForeignKernel, launch_foreign> {
+  static constexpr const char* kName = "launch_foreign";
+
+  void fields(Fields& v) {
+    visit_stream(v, *this), FUSIBLE_FIELDS(v, call.function, call.blocks_x, call.blocks_y, call.threads);
+    FUSIBLE_FIELDS(v, call.shared_bytes, call.parameters, call.numbers, call.maps, call.addresses);
   }
 };
 

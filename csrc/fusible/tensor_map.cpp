@@ -1,27 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "fusible/tensor_map.h"
 
-#include <cuda_runtime_api.h>
-
 #include <array>
 
+#include "fusible/driver_entry.h"
 #include "fusible/error.h"
 
 namespace fusible {
 namespace {
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-Encode look_up_encoder() {
-  void* entry = nullptr;
-  cudaDriverEntryPointQueryResult status{};
-  FUSIBLE_CUDA_CHECK(
-      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &status),
-      "looking for cuTensorMapEncodeTiled");
-  FUSIBLE_CHECK(status == cudaDriverEntryPointSuccess,
-                "this driver has no cuTensorMapEncodeTiled; CUDA 12 or newer is needed");
-  return reinterpret_cast<Encode>(entry);
-}
 
 CUtensorMapDataType map_type(DType type) {
   switch (type) {
@@ -37,15 +23,8 @@ template <size_t kRank>
 CUtensorMap encode(uintptr_t base, DType type, const std::array<uint64_t, kRank>& sizes,
                    const std::array<uint64_t, kRank - 1>& strides, const std::array<uint32_t, kRank>& box,
                    CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
-  static const Encode encoder = look_up_encoder();
-  constexpr uint32_t kOnes[5] = {1, 1, 1, 1, 1};
-  CUtensorMap map;
-  const CUresult result = encoder(&map, map_type(type), kRank, reinterpret_cast<void*>(base), sizes.data(),
-                                  strides.data(), box.data(), kOnes, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-                                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  FUSIBLE_CHECK(result == CUDA_SUCCESS, "tensor map refused with driver error ", static_cast<int>(result), ": base ",
-                base, ", sizes ", sizes[0], " x ", sizes[1], ", row pitch ", strides[0], " bytes");
-  return map;
+  return encode_map(base, {map_type(type), swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                           CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE, sizes, strides, box});
 }
 
 struct Bytes {
@@ -83,6 +62,19 @@ CUtensorMap matrices_map(const MatrixView& m, int64_t groups, int64_t rows, int6
 }
 
 }  // namespace
+
+CUtensorMap encode_map(uintptr_t base, const MapForm& form) {
+  static const auto encoder = driver_entry<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
+  constexpr uint32_t kOnes[5] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result =
+      encoder(&map, form.type, static_cast<uint32_t>(form.sizes.size()), reinterpret_cast<void*>(base),
+              form.sizes.data(), form.strides.data(), form.box.data(), kOnes, CU_TENSOR_MAP_INTERLEAVE_NONE,
+              form.swizzle, form.promotion, form.fill);
+  FUSIBLE_CHECK(result == CUDA_SUCCESS, "tensor map refused with driver error ", static_cast<int>(result), ": base ",
+                base, ", sizes ", form.sizes[0], " x ", form.sizes[1], ", row pitch ", form.strides[0], " bytes");
+  return map;
+}
 
 CUtensorMap token_rows_map(const MatrixView& a, int64_t tokens, int64_t k, int box) {
   const Bytes bytes(a);

@@ -12,6 +12,18 @@
 
 namespace fusible {
 
+// A tensor as a map has it, but for its address. Sizes and box in elements, innermost first; strides in bytes, of
+// dimensions 1 and up.
+struct MapForm {
+  CUtensorMapDataType type;
+  CUtensorMapSwizzle swizzle;
+  CUtensorMapL2promotion promotion;
+  CUtensorMapFloatOOBfill fill;
+  std::span<const uint64_t> sizes, strides;
+  std::span<const uint32_t> box;
+};
+CUtensorMap encode_map(uintptr_t base, const MapForm& form);
+
 // A row-major matrix, or one for each group: at equal distances (`group_stride`), or where `addresses` say; `data` is
 // then the lowest of them. Pitch and stride in elements.
 struct MatrixView {

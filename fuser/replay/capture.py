@@ -147,6 +147,12 @@ def allocator(dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]
         return torch.empty(0, dtype=dtype, device=device).new_empty
 
 
+def is_active() -> bool:
+    """Whether the calls of this thread are captured."""
+    library = Capture.find_library()
+    return library is not None and bool(library.is_capturing())
+
+
 def refuse(reason: str) -> None:
     """Makes the capture of this thread, if any, refuse replays, as the current operation would not be replayed."""
     if (library := Capture.find_library()) is not None:

@@ -91,7 +91,7 @@ def test_rows_that_begin_anywhere(architecture: str, tmp_path: Path) -> None:
 def test_compiles_passes_over_rows(architecture: str, tmp_path: Path) -> None:
     printed = compiled(tmp_path, architecture, "--instead", "passes")
 
-    assert len(printed) == 39
+    assert len(printed) == 42
     for line in printed:
         assert spilled(line) == 0, line
 
@@ -103,7 +103,7 @@ def test_one_kernel_serves_all_numbers_of_tokens(tmp_path: Path) -> None:
     printed = [line.partition(" ") for line in compiled(tmp_path, "--forms", *tokens)]
     first, *others = ([form for count, _, form in printed if count == each] for each in tokens)
 
-    assert len(first) == 40
+    assert len(first) == 41
     for other in others:
         assert other == first
 
@@ -150,3 +150,13 @@ def test_every_tile_takes_less_shared_memory_than_its_card_has(architecture: str
             assert tiles.shared_bytes(tile, itemsize) <= available, (kind, rows, itemsize, odd)
         for tile in tiles.candidates(architecture, kind):
             assert tiles.shared_bytes(tile, 2) <= available, (kind, tile)
+
+
+@needs_triton
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90", "sm_100"])
+def test_parameters_are_those_that_replays_give(architecture: str, tmp_path: Path) -> None:
+    printed = [line.split() for line in compiled(tmp_path, architecture, script="triton_parameters.py")]
+
+    assert {name for name, _, _ in printed} >= {"rows_kernel", "weights_kernel", "epilogue_kernel", "table_kernel"}
+    assert {is_right for _, _, is_right in printed} == {"True"}
+    assert any(has_maps == "True" for _, has_maps, _ in printed) == (architecture != "sm_80")

@@ -1,16 +1,24 @@
 // The few calls of the CUDA runtime that csrc makes, for one device that is this process.
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <string_view>
 
 #include "fibers.h"
 #include "tensor_map.h"
 
 namespace {
 std::map<const void*, int> shared_limits;  // of kernels, where they were raised
+
+// The emulated cuLaunchKernel: a foreign kernel is a function of the host, which is told its grid and its parameters.
+CUresult call_on_host(CUfunction kernel, unsigned x, unsigned y, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void** parameters, void**) {
+  reinterpret_cast<void (*)(unsigned, unsigned, void**)>(kernel)(x, y, parameters);
+  return CUDA_SUCCESS;
 }
+}  // namespace
 
 extern "C" {
 
@@ -33,9 +41,11 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   return cudaSuccess;
 }
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** entry, unsigned, unsigned long long, cudaDriverEntryPointQueryResult* status) {
-  const bool is_encoder = std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
-  *entry = is_encoder ? reinterpret_cast<void*>(&emulation::encode_tiled) : nullptr;
-  *status = is_encoder ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  const std::map<std::string_view, void*> entries{{"cuTensorMapEncodeTiled", reinterpret_cast<void*>(&emulation::encode_tiled)},
+                                                  {"cuLaunchKernel", reinterpret_cast<void*>(&call_on_host)}};
+  const auto found = entries.find(name);
+  *entry = found == entries.end() ? nullptr : found->second;
+  *status = *entry ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 

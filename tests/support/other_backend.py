@@ -15,7 +15,9 @@ import pytest
 from fusible.fuser import RefusedError
 
 TESTS = Path(__file__).parents[1]
-OF_HOPPER = re.compile("hopper|replay", re.IGNORECASE)  # calls are replayed with its kernels only
+OF_HOPPER = re.compile(
+    "hopper|replay", re.IGNORECASE
+)  # calls for any number of rows are replayed with its kernels only
 
 
 def reason(error: BaseException, backend: str) -> str | None:

@@ -42,6 +42,15 @@ def launch(function: int, blocks: int, threads: int, parameters: bytes, device: 
         _check(_driver().cuLaunchKernel(function, *grid_and_block, 0, stream, arguments, None))
 
 
+def parameter_sizes(function: int) -> list[int]:
+    """The bytes of each parameter of a kernel that is loaded; nothing where the driver does not tell (before 12.4)."""
+    ask = getattr(_driver(), "cuFuncGetParamInfo", None)
+    sizes, offset, size = list[int](), ctypes.c_size_t(), ctypes.c_size_t()
+    while ask and not ask(ctypes.c_void_p(function), ctypes.c_size_t(len(sizes)), *map(ctypes.byref, (offset, size))):
+        sizes.append(size.value)
+    return sizes
+
+
 @cache
 def _driver() -> Any:
     library: Any = ctypes.CDLL("libcuda.so.1")

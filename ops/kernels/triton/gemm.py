@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ....fuser.replay.capture import Capture, refuse
 from ...values.switches import active_switches
 from ..problems.gemm import ALL_GROUPS, Activate, GroupedGemm, Layout, factor_refusal, first
 from ..pytorch import wrong_sizes
 from ..pytorch.float32 import allows_tf32
-from .installed import DTYPES, NAME, groups_refusal, launches_on, triton_refusal
+from .installed import DTYPES, NAME, groups_refusal, launches_on, report_word, triton_refusal
 
 MOST_ROWS_OF_FLOAT32 = 64
 """The rows of a group, on average, up to which a product NT in float32 is faster than PyTorch's."""
@@ -100,11 +101,21 @@ def name_of(problem: GroupedGemm) -> str:
     return f"{NAME} ({'activation' if epilogue.spec.program is None else epilogue.spec.name} in the epilogue)"
 
 
+def look_at_sizes(split_sizes: Tensor, rows: int) -> None:
+    """Raises the error that an earlier call has reported, and checks these sizes if no kernel of this call does."""
+    if report_word(split_sizes):
+        Capture.find_library().raise_wrong_sizes(split_sizes.get_device())
+    else:
+        wrong_sizes.look_at(split_sizes, rows)
+
+
 def run(problem: GroupedGemm) -> None:
     """Computes ``problem.out``, and what its epilogue gives."""
     from .device import launch
 
-    wrong_sizes.look_at(problem.split_sizes, problem.rows)
+    look_at_sizes(problem.split_sizes, problem.rows)
+    if problem.a.dtype == torch.float32:
+        refuse("PyTorch's setting of TF32 is asked at every call")
     with launches_on(problem.a):
         launch.run(problem)
     if not problem.fresh:

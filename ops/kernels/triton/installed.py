@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ....fuser.replay.capture import refuse
+from ....fuser.replay.capture import Capture
 from ..architecture import Capability, assumed, capability_of
 
 NAME = "triton"
@@ -59,9 +59,14 @@ def triton_refusal(rows: Tensor) -> str | None:
 
 
 def launches_on(rows: Tensor) -> AbstractContextManager[object]:
-    """Makes the device of these rows current, as Triton launches on it; such launches are not replayed."""
-    refuse("a kernel of Triton runs")
+    """Makes the device of these rows current, as Triton launches on it."""
     return torch.cuda.device(rows.device) if rows.device.type == "cuda" else nullcontext()
+
+
+def report_word(split_sizes: Tensor) -> int:
+    """The address of the word in which kernels report wrong split sizes, as the extension's do; 0: there is none."""
+    library = Capture.find_library() if split_sizes.is_cuda else None
+    return 0 if library is None else int(library.wrong_size_word(split_sizes.get_device()))
 
 
 def groups_refusal(split_sizes: Tensor, rows: int) -> str | None:

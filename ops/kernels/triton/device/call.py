@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import torch
 
+from .....fuser.replay import capture
+from . import foreign
+
 
 def call(kernel, grid, *arguments, **constants):
-    """Launches a kernel on the current device and stream.
+    """Launches a kernel on the current device and stream; in a capture for replays, so that they can repeat it.
 
     Raises:
         RuntimeError: a CUDA graph is captured, and the kernel has not been launched on this device before.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         _refuse_unloaded(kernel.run(*arguments, grid=grid, warmup=True, **constants))
+    if capture.is_active():
+        try:
+            return foreign.launch(kernel, grid, arguments, constants)
+        except foreign.UnknownLaunchError as error:
+            capture.refuse(f"a kernel of Triton runs, which the extension cannot launch: {error}")
     kernel[grid](*arguments, **constants)
 
 

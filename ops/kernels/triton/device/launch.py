@@ -33,6 +33,7 @@ from .. import tiles, tuned
 from ..shape import ProgramTile, RowsShape, WeightShape
 from .call import call
 from .epilogues import activate, activate_backward, store_product
+from .foreign import NextAddress
 from .function import function
 from .passes import column_sums, sum_dots, sum_tiles
 from .plan import TilePlan, plan_of
@@ -288,7 +289,7 @@ def _table(matrices: Matrices) -> Tensor:
     """A stack as it is; of E matrices a table of their addresses, which launches write: a CUDA graph captures them."""
     if isinstance(matrices, Tensor):
         return matrices
-    addresses = [2 * matrix.data_ptr() + 1 for matrix in matrices]  # odd, so that no kernel is compiled for some
+    addresses = [NextAddress(matrix.data_ptr() + 1) for matrix in matrices]
     table = matrices[0].new_empty(-(-len(addresses) // _MOST) * _MOST, dtype=torch.int64)
     for i in range(0, len(addresses), _MOST):
         some = addresses[i : i + _MOST]
@@ -302,9 +303,9 @@ _MOST = 256  # addresses of a launch, whose parameters are limited to 4 KB
 
 @triton.jit
 def table_kernel(out, addresses):
-    """One store for each address, of which each comes as twice as much and 1."""
+    """One store for each address, of which each comes as the next one."""
     for i in tl.static_range(len(addresses)):
-        tl.store(out + i, addresses[i] >> 1)
+        tl.store(out + i, addresses[i].to(tl.int64) - 1)
 
 
 def _pitches(matrices: Matrices) -> tuple[int, int]:

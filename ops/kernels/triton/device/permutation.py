@@ -18,7 +18,8 @@ def route(ids: Tensor, experts: int, weights: Tensor | None) -> SlotOrder:
     """Sorts ids [T, k] by expert, stably: a counting sort by blocks of slots, whose counts are whole numbers."""
     ids, slots = ids.contiguous(), ids.numel()
     blocks = triton.cdiv(slots, _BLOCK)
-    sizes = ids.new_zeros(experts + 1, dtype=torch.int32)
+    sizes = ids.new_empty(experts + 1, dtype=torch.int32)
+    call(zero_kernel, (triton.cdiv(experts + 1, 1024),), sizes, experts + 1, BLOCK=1024, num_warps=4)
     counts, slot_of_row, row_of_slot = (sizes.new_empty(s) for s in ((experts + 1, blocks), (slots,), ids.shape))
     scales = None if weights is None else sizes.new_empty(slots, dtype=torch.float32)
     shape, parts = (slots, experts, blocks), {"BLOCK": _BLOCK, "PART": _PART, "num_warps": 4}
@@ -54,6 +55,12 @@ def _move(kernel: object, source: Tensor, row_of_slot: Tensor, sizes: Tensor, ou
     grid = triton.cdiv(tokens, ELEMENTS.value // width), triton.cdiv(columns, width)
     pitches, form = (source.stride(0), out.stride(0)), {"SLOTS": slots, "N": columns, "TILE_N": width}
     call(kernel, grid, source, (row_of_slot, sizes[-1:]), out, tokens, pitches, num_warps=4, **form, **flags)
+
+
+@triton.jit(do_not_specialize=["count"])
+def zero_kernel(out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.zeros([BLOCK], out.dtype.element_ty), mask=at < count)
 
 
 @triton.jit

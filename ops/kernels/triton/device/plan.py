@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..installed import report_word
 from .call import call
 
 _CHUNK = 128
@@ -45,6 +46,7 @@ def plan_of(split_sizes: Tensor, rows: int, tile_m: int) -> TilePlan:
         tiles,
         rows,
         groups,
+        report_word(split_sizes),
         TILE_M=tile_m,
         GROUPS=sizes,
         CHUNK=_CHUNK,
@@ -68,13 +70,30 @@ def row_range(split_sizes, group, rows, groups, GROUPS: tl.constexpr):
     return tl.sum(tl.where(mine, start, 0), 0), tl.sum(tl.where(mine, end, 0), 0), start, end
 
 
-@triton.jit(do_not_specialize=["rows", "groups"])
+@triton.jit
+def report_cut(split_sizes, word, group, groups, kept, GROUPS: tl.constexpr):
+    """Reports this group if it is the first of which not all rows are kept, as ``csrc/device/gemm/groups.cuh`` does."""
+    every = tl.arange(0, GROUPS)
+    size = tl.load(split_sizes + every, mask=every < groups, other=0).to(tl.int64)
+    first = tl.min(tl.where(size != kept, every, GROUPS), 0)
+    if first == group:
+        to = word.to(tl.int64).to(tl.pointer_type(tl.int64))
+        mine = tl.sum(tl.where(every == group, size, 0), 0)
+        most = tl.full([], 2**47 - 1, tl.int64)
+        mine = tl.minimum(tl.maximum(mine, -most), most)
+        if tl.load(to, volatile=True) == 0:
+            tl.store(to, (mine & (2**48 - 1)) | (group.to(tl.int64) << 48) | tl.full([], -(2**63), tl.int64))
+
+
+@triton.jit(do_not_specialize=["rows", "groups", "word"])
 def plan_kernel(
-    split_sizes, starts, tiles, rows, groups, TILE_M: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr
+    split_sizes, starts, tiles, rows, groups, word, TILE_M: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr
 ):
     """A program per group: where its rows and its tiles begin, and what its tiles are."""
     group = tl.program_id(0)
     start, end, all_starts, all_ends = row_range(split_sizes, group, rows, groups, GROUPS)
+    if word != 0:
+        report_cut(split_sizes, word, group, groups, all_ends - all_starts, GROUPS)
     counts = tl.cdiv(all_ends - all_starts, TILE_M)
     first = tl.sum(tl.where(tl.arange(0, GROUPS) < group, counts, 0), 0)
     tl.store(starts + group, start)
