@@ -219,8 +219,10 @@ def sample(items: list[pytest.Item], part: int) -> tuple[list[pytest.Item], list
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_call() -> Generator[None, object, object]:
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Under ``FUSIBLE_BACKEND`` skips what cannot hold there."""
+    if item.get_closest_marker("hopper") and active_switches().backend not in other_backend.HOPPER:
+        pytest.skip("is about our Hopper kernels")
     try:
         return (yield)
     except (Exception, pytest.fail.Exception) as error:

@@ -300,6 +300,7 @@ def test_split_sizes_on_the_host_are_copied_with_a_note(sizes):
     assert any("split_sizes are copied" in note for note in model.explain().steps[0].notes)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize(
     ("op", "x", "reason"),
     [

@@ -289,6 +289,7 @@ def test_columns_and_chains_between_adapters():
         assert (one.float() - other.float()).norm() <= 0.02 * other.float().norm()
 
 
+@pytest.mark.hopper
 def test_deep_products_of_short_groups_take_the_tile_of_the_built_in_activation():
     linear = fusible.GroupedLinear(8, 4096, 512, bias=False, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(8 * 256, 4096, device="cuda", dtype=torch.bfloat16)

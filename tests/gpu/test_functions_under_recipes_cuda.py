@@ -35,6 +35,7 @@ def test_a_chain_and_a_bias() -> None:
     checks.check_against_ops(layer, "train")
 
 
+@pytest.mark.hopper
 def test_replays_give_the_same_bits() -> None:
     layer = checks.Experts("cuda", "glu of a column", "Float8Block", **checks.WIDE)
     first = layer.results("train")

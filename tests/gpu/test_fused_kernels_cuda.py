@@ -231,6 +231,7 @@ def test_as_the_two_kernels_give_it(name: str) -> None:
     torch.testing.assert_close(grads.scales[:n], two.scales[:n], rtol=1e-5, atol=1e-4)  # type: ignore[index]
 
 
+@pytest.mark.hopper
 def test_weights_and_biases_anywhere_in_memory() -> None:
     check_weights_and_biases_anywhere_in_memory("cuda")
 

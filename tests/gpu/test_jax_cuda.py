@@ -90,6 +90,7 @@ def by_pytorch(problem: Experts, arrays: dict[str, Any], dy: Any) -> dict[str, T
     return {"y": y.detach()} | {name: grad for name, grad in grads.items() if grad is not None}
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("biases", [None, jnp.bfloat16], ids=["", "biases"])
 def test_experts_have_the_bits_of_pytorch(biases: Any) -> None:
     problem = Experts(SIZES, tail=36, features=512, columns=384, layout="nk", biases=biases)

@@ -48,6 +48,7 @@ def test_a_step_of_the_layer_waits_for_nothing() -> None:
     assert bool(y.isfinite().all())
 
 
+@pytest.mark.filterwarnings("ignore:[\\s\\S]*Online softmax is disabled")
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])

@@ -43,6 +43,7 @@ def test_nan_reaches_its_own_column_alone(format: PackedFormat) -> None:
     packed.check_nan("cuda", format)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("recipe", [fusible.MXFP8(), fusible.MXFP4(), fusible.NVFP4()], ids=str)
 def test_few_rows_of_quantised_experts_are_those_of_dequantised_weights(recipe) -> None:
     packed.check_experts(Kernels("cuda"), recipe, "grouped_mm")

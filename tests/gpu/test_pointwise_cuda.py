@@ -117,6 +117,7 @@ def test_explain_names_the_kernel_and_why_not():
         assert "hopper (pointwise)" not in str(model.explain(x))
 
 
+@pytest.mark.hopper
 def test_a_kernel_is_compiled_once(caplog):
     op = Pointwise(lambda x: torch.cos(x) * 1.2345)
     x = torch.randn(4, 8, device="cuda")
@@ -127,6 +128,7 @@ def test_a_kernel_is_compiled_once(caplog):
     assert len(kernel_cache().sizes()) == 1
 
 
+@pytest.mark.hopper
 def test_graphs_replay_what_was_called_before():
     op = Pointwise(lambda x, s: torch.sin(x) * s + 0.321)
     x, s = torch.randn(16, 64, device="cuda"), torch.rand(16, device="cuda")
@@ -192,6 +194,7 @@ def test_a_function_alone_is_replayed(numbers):
     assert replay.stats().replayed == before + 4
 
 
+@pytest.mark.hopper
 def test_another_constant_compiles_nothing():
     op, counts = Pointwise(clamped, halves="concat", constants={"limit": 0.75}), []
     for limit in (0.75, 1.5, 0.25):

@@ -137,6 +137,7 @@ def test_weights_of_many_experts_and_whole_scales(scaling):
     whole.check_weight("cuda", 130, 256, 128, scaling, separate=True)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", checks.FUNCTIONS)
 def test_functions_of_users(name: str) -> None:
     sizes = (300, 0, 1, 129, 64)

@@ -43,6 +43,7 @@ def test_recipes_with_kernels_run_strictly(name):
     recipes.check_strict(GPU, LAYERS, name)
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", DEQUANTISED)
 def test_what_is_not_computed_in_its_format_says_so_and_is_refused_when_strict(name):
     recipes.check_refused(GPU, LAYERS, name)
@@ -76,6 +77,7 @@ def test_calls_are_replayed_with_the_same_bits():
     assert "not replayed" not in fusible.explain(model, x, split_sizes=sizes).replay
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", ["block", "tensor"])
 def test_weights_that_stay_quantised_are_transposed_in_replays(name):
     recipes.check_replays_of_quantised_weights(GPU, LAYERS, name)

@@ -33,6 +33,7 @@ def step(model: Sequential, x: Tensor, sizes: Tensor, scales: Tensor, dy: Tensor
     return [y, *grads]
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("lend", [False, True])
 @pytest.mark.parametrize("single", [True, False])
 @pytest.mark.parametrize("bias", [False, True])

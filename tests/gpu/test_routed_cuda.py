@@ -20,6 +20,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.hopper
 @pytest.mark.parametrize("name", CASES)
 def test_called_gives_the_bits_of_the_trained(name: str) -> None:
     check_called_gives_the_bits_of_the_trained("cuda", name)

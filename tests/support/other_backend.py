@@ -1,7 +1,7 @@
 """The suite under ``FUSIBLE_BACKEND=triton`` and the like: which tests cannot hold, as they say themselves.
 
-Tests that name a backend get it. Of the others, one is skipped if the backend refuses what it computes, or if the
-statement that fails is about our Hopper kernels; every other failure is one.
+Tests that name a backend get it. Of the others, one is skipped if it is marked ``hopper``, if the backend refuses what
+it computes, or if the statement that fails is about our Hopper kernels; every other failure is one.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 from fusible.fuser import RefusedError
 
 TESTS = Path(__file__).parents[1]
+HOPPER = ("auto", "hopper")
 OF_HOPPER = re.compile(
     "hopper|replay", re.IGNORECASE
 )  # calls for any number of rows are replayed with its kernels only
@@ -22,7 +23,7 @@ OF_HOPPER = re.compile(
 
 def reason(error: BaseException, backend: str) -> str | None:
     """Why a test that ended with this error does not hold under this backend; None: it should."""
-    if backend in ("auto", "hopper"):
+    if backend in HOPPER:
         return None
     for each in _chain(error):
         if isinstance(each, RefusedError) and backend in str(each):
