@@ -40,6 +40,17 @@ def test_groups_without_rows_are_not_multiplied(monkeypatch: pytest.MonkeyPatch)
     assert multiplied == [3, 2]
 
 
+@pytest.mark.parametrize("separate", [True, False])
+def test_results_of_no_rows_are_scaled(separate: bool) -> None:
+    before, beta = torch.randn(E, K, N), torch.linspace(0.5, 2, E)
+    out = list(before.clone()) if separate else before.clone()
+    sizes = torch.zeros(E, dtype=torch.int64)
+    x, dy, terms = torch.randn(0, K), torch.randn(0, N), kernels.Terms(beta=beta)
+    kernels.grouped_gemm(Layout.TN, x, dy, sizes, out=out, terms=terms)
+
+    assert torch.equal(torch.stack(out) if isinstance(out, list) else out, beta[:, None, None] * before)
+
+
 @pytest.mark.parametrize(("tail_unspecified", "cleared"), [(True, 0), (False, 2)])
 def test_tails_that_only_grouped_products_read_are_not_cleared(
     tail_unspecified: bool, cleared: int, monkeypatch: pytest.MonkeyPatch

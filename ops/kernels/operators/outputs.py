@@ -171,7 +171,13 @@ def fill_without_rows(problem: GroupedGemm) -> None:
         if problem.beta is None:
             out.zero_()
         elif problem.layout is Layout.TN:
-            beta = problem.beta
-            out.mul_(beta.view(-1, 1, 1) if isinstance(beta, Tensor) and beta.dim() else beta)
+            out.mul_(_factor_of(problem.beta, g, out))
         if problem.bias is not None and problem.layout is Layout.TN:
             out.add_(problem.bias[g] if out.dim() == 2 else stacked(problem.bias).unsqueeze(1))
+
+
+def _factor_of(factor: float | Tensor, group: int, out: Tensor) -> float | Tensor:
+    """The factor of a matrix of a group, or those of a stack of all."""
+    if not isinstance(factor, Tensor) or not factor.dim():
+        return factor
+    return factor[group] if out.dim() == 2 else factor.view(-1, 1, 1)
