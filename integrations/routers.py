@@ -13,7 +13,7 @@ from types import MethodType
 import torch
 from torch import Tensor, nn
 
-from .hugging_face.router_formula import Formula, recognized
+from .hugging_face.router_formula import Formulas, formulas_of, tensor_of
 
 ATTRIBUTE = "_fusible_router"
 
@@ -30,7 +30,10 @@ def route(model: nn.Module) -> dict[str, str]:
 
     The formula is found by trial: experts, weights and gradients of the router's own code on random numbers. Parameters
     and their names stay, and so do the results, but of experts with equal scores the lower one is chosen. Under
-    autocast, and for hidden states of another dtype, a router runs its own code.
+    autocast, and for hidden states of another dtype, a router runs its own code; float32 weights may be cast to 16 bits
+    for a call, as FSDP2 does.
+
+    Call it before weights are sharded.
 
     If the experts are ``"fusible"``, a 2-D ``attention_mask`` of a call keeps padding from all experts, except in
     training with activation checkpointing, whose second forward does not see the mask.
@@ -42,30 +45,32 @@ def route(model: nn.Module) -> dict[str, str]:
     >>> fusible.integrations.routers.route(torch.nn.Linear(2, 2))
     {}
     """
-    reasons, padding, formulas = dict[str, str](), PaddingMask(), dict[Hashable, Formula | str]()
+    reasons, padding, found = dict[str, str](), PaddingMask(), dict[Hashable, Formulas | str]()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for name, module in model.named_modules():
         if not _is_router(module):
             continue
         form = _form(module)
-        if form not in formulas:
+        if form not in found:
             with torch.inference_mode(False), torch.enable_grad():  # a trial compares gradients, too
-                formulas[form] = recognized(module, dtype)
-        formula = formulas[form]
-        reasons[name] = formula if isinstance(formula, str) else ""
-        if isinstance(formula, Formula):
-            setattr(module, ATTRIBUTE, (formula, padding))
+                found[form] = formulas_of(module, dtype)
+        formulas = found[form]
+        reasons[name] = formulas if isinstance(formulas, str) else ""
+        if not isinstance(formulas, str):
+            setattr(module, ATTRIBUTE, (next(iter(formulas.values())).weight, formulas, padding))
             module.forward = MethodType(_forward, module)
     if "" in reasons.values():
         for called in {model, getattr(model, "base_model", model)}:
-            called.register_forward_pre_hook(partial(_note_padding, padding), with_kwargs=True)
+            _, *names = inspect.signature(type(called).forward).parameters
+            called.register_forward_pre_hook(partial(_note_padding, padding, tuple(names)), with_kwargs=True)
     return reasons
 
 
 def _forward(router: nn.Module, hidden_states: Tensor, *arguments: Tensor, **named: Tensor) -> tuple[Tensor, ...]:
     """The ``forward`` of a router whose formula is known."""
-    formula, padding = getattr(router, ATTRIBUTE)
-    if hidden_states.dtype != formula.dtype or torch.is_autocast_enabled(hidden_states.device.type):
+    weight, formulas, padding = getattr(router, ATTRIBUTE)
+    formula = formulas.get((hidden_states.dtype, tensor_of(router, weight).dtype))
+    if formula is None or torch.is_autocast_enabled(hidden_states.device.type):
         theirs: tuple[Tensor, ...] = type(router).forward(router, hidden_states, *arguments, **named)
         return theirs
     valid, tokens = padding.valid, hidden_states.numel() // hidden_states.shape[-1]
@@ -73,23 +78,34 @@ def _forward(router: nn.Module, hidden_states: Tensor, *arguments: Tensor, **nam
     return tuple(formula.run(router, hidden_states, (*arguments, *named.values()), valid))
 
 
-def _note_padding(padding: PaddingMask, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    """Keeps the mask of a call for its routers.
+def _note_padding(
+    padding: PaddingMask,
+    names: tuple[str, ...],
+    model: nn.Module,
+    args: tuple[object, ...],
+    kwargs: dict[str, object],
+) -> None:
+    """Keeps the mask of a call for its routers. ``names``: those of the arguments of the model.
 
     A model with a head may give its base model another form of the mask: then that of its own call stays.
     """
-    call = inspect.signature(type(model).forward).bind_partial(model, *args, **kwargs).arguments
+    call = {**dict(zip(names, args, strict=False)), **kwargs}
     mask, tokens = call.get("attention_mask"), call.get("input_ids")
     tokens = call.get("inputs_embeds") if tokens is None else tokens
     is_2d = isinstance(mask, Tensor) and mask.dim() == 2
     if getattr(model, "base_model", None) is model and mask is not None and not is_2d:
         return
     padding.valid = None
-    implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
-    if implementation != "fusible" or (model.training and model.is_gradient_checkpointing):
+    if not (isinstance(mask, Tensor) and is_2d and isinstance(tokens, Tensor)):
         return
-    if isinstance(mask, Tensor) and is_2d and isinstance(tokens, Tensor):
+    implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if implementation == "fusible" and not (model.training and _recomputes(model)):
         padding.valid = mask[:, -tokens.shape[1] :].bool()  # a cache has the others
+
+
+def _recomputes(model: nn.Module) -> bool:
+    name = "is_activation_checkpointing"  # since transformers 5.24
+    return bool(getattr(model, name if hasattr(type(model), name) else "is_gradient_checkpointing", False))
 
 
 def _is_router(module: nn.Module) -> bool:

@@ -21,6 +21,7 @@ from ...ops.layers.route import Groups
 from ...ops.layers.route import route as choose
 from ...ops.routed.choose import SCORES, log_scores, wide
 
+NARROW = torch.bfloat16, torch.float16  # in which a sharded model of float32 weights may run
 _TOKENS, _SEEDS = 64, range(3)
 
 
@@ -60,8 +61,8 @@ class Formula:
 
     def logits(self, router: nn.Module, x: Tensor) -> Tensor:
         """[T, E], from hidden states [..., H]."""
-        weight = _tensor(router, self.weight)
-        bias = None if self.logit_bias is None else _tensor(router, self.logit_bias)
+        weight = tensor_of(router, self.weight)
+        bias = None if self.logit_bias is None else tensor_of(router, self.logit_bias)
         x = x.reshape(-1, weight.shape[1])
         if self.in_float32:
             return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
@@ -72,7 +73,7 @@ class Formula:
         """The selection bias; ``arguments``: the arguments of ``forward`` after the first."""
         if self.reads_argument:
             return arguments[0]
-        return None if self.selection_bias is None else _tensor(router, self.selection_bias).detach().reshape(-1)
+        return None if self.selection_bias is None else tensor_of(router, self.selection_bias).detach().reshape(-1)
 
     def run(self, router: nn.Module, x: Tensor, arguments: tuple[Tensor, ...], valid: Tensor | None = None) -> Outputs:
         """The results of the router; tokens that are not valid go to no expert."""
@@ -161,6 +162,25 @@ class Trial:
         return Outputs(logits, weights, ids)
 
 
+Formulas = dict[tuple[torch.dtype, torch.dtype], Formula]
+"""By the dtypes of hidden states and weight."""
+
+
+def formulas_of(router: nn.Module, dtype: torch.dtype) -> Formulas | str:
+    """The formulas for hidden states of ``dtype`` and, if it is float32, of 16 bits; or why there is none for it."""
+    formula = recognized(router, dtype)
+    if isinstance(formula, str):
+        return formula
+    found = {(dtype, tensor_of(router, formula.weight).dtype): formula}
+    for narrow in NARROW if dtype == torch.float32 else ():
+        copied = deepcopy(router)
+        for parameter in copied.parameters():
+            parameter.data = parameter.data.to(narrow)
+        if isinstance(formula := recognized(copied, narrow), Formula):
+            found[narrow, narrow] = formula
+    return found
+
+
 def recognized(router: nn.Module, dtype: torch.dtype) -> Formula | str:
     """The formula of a router for hidden states of ``dtype``, or the reason why none is known."""
     if "forward" in vars(router):
@@ -235,7 +255,8 @@ def _takes_bias(router: nn.Module) -> bool:
     return bool(others)
 
 
-def _tensor(router: nn.Module, name: str) -> Tensor:
+def tensor_of(router: nn.Module, name: str) -> Tensor:
+    """A parameter or a buffer of a router or of a child."""
     path, _, last = name.rpartition(".")
     tensor: Tensor = getattr(router.get_submodule(path), last)
     return tensor

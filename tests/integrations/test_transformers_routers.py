@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -194,6 +195,45 @@ def test_router_logits_and_the_loss_of_them_are_the_same(name: str) -> None:
     for row, (ours, own) in enumerate(zip(found[1], found[0], strict=True)):
         real = MASK.bool().reshape(-1) if row else torch.ones((), dtype=torch.bool)
         torch.testing.assert_close(ours[real], own[real])
+
+
+TRAINED = ["mixtral", "qwen3", "gpt-oss", "deepseek-v3"]
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("name", TRAINED)
+def test_compiled_and_recomputed_steps_give_what_they_gave(name: str) -> None:
+    model = model_of(name)
+    before = step(model)
+    routers.route(model)
+    compiled = deepcopy(model)
+    compiled.compile(backend="aot_eager")
+    model.gradient_checkpointing_enable()
+    with chosen(model) as ids:
+        recomputed = step(model)
+
+    assert len(ids) == 2 * sum(hasattr(m, routers.ATTRIBUTE) for m in model.modules())
+    for after in (recomputed, step(compiled)):
+        assert len(before) == len(after)
+        assert max(map(relative, after, before)) < 1e-5
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_float32_models_that_are_cast_to_16_bits_route_alike(name: str) -> None:
+    """As FSDP2 casts weights for a call."""
+    model = model_of(name)
+    routers.route(model)
+    router = next(m for m in model.modules() if hasattr(m, routers.ATTRIBUTE)).bfloat16()
+    x = torch.randn(200, 32).bfloat16()
+    with torch.no_grad(), mock.patch.object(Formula, "run", autospec=True, side_effect=Formula.run) as run:
+        ours, own = router(x), type(router).forward(router, x)
+    same = (ours[2].sort(-1).values == own[2].sort(-1).values).all(-1)  # 16-bit logits have ties
+
+    assert [call.args[0].dtype for call in run.call_args_list] == [torch.bfloat16]
+    assert torch.equal(ours[0], own[0])
+    assert same.sum() > 100
+    assert ours[1].dtype == own[1].dtype
+    assert relative(ours[1][same].sort(-1).values, own[1][same].sort(-1).values) < 2 * torch.finfo(own[1].dtype).eps
 
 
 def test_a_router_of_another_form_is_named_with_the_reason() -> None:
