@@ -45,16 +45,16 @@ def route(model: nn.Module) -> dict[str, str]:
     >>> fusible.integrations.routers.route(torch.nn.Linear(2, 2))
     {}
     """
-    reasons, padding, found = dict[str, str](), PaddingMask(), dict[Hashable, Formulas | str]()
+    reasons, padding, of_forms = dict[str, str](), PaddingMask(), dict[Hashable, Formulas | str]()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     for name, module in model.named_modules():
         if not _is_router(module):
             continue
         form = _form(module)
-        if form not in found:
+        if form not in of_forms:
             with torch.inference_mode(False), torch.enable_grad():  # a trial compares gradients, too
-                found[form] = formulas_of(module, dtype)
-        formulas = found[form]
+                of_forms[form] = formulas_of(module, dtype)
+        formulas = of_forms[form]
         reasons[name] = formulas if isinstance(formulas, str) else ""
         if not isinstance(formulas, str):
             setattr(module, ATTRIBUTE, (next(iter(formulas.values())).weight, formulas, padding))

@@ -171,14 +171,14 @@ def formulas_of(router: nn.Module, dtype: torch.dtype) -> Formulas | str:
     formula = recognized(router, dtype)
     if isinstance(formula, str):
         return formula
-    found = {(dtype, tensor_of(router, formula.weight).dtype): formula}
+    formulas = {(dtype, tensor_of(router, formula.weight).dtype): formula}
     for narrow in NARROW if dtype == torch.float32 else ():
         copied = deepcopy(router)
         for parameter in copied.parameters():
             parameter.data = parameter.data.to(narrow)
         if isinstance(formula := recognized(copied, narrow), Formula):
-            found[narrow, narrow] = formula
-    return found
+            formulas[narrow, narrow] = formula
+    return formulas
 
 
 def recognized(router: nn.Module, dtype: torch.dtype) -> Formula | str:
@@ -258,7 +258,7 @@ def _takes_bias(router: nn.Module) -> bool:
 def tensor_of(router: nn.Module, name: str) -> Tensor:
     """A parameter or a buffer of a router or of a child."""
     path, _, last = name.rpartition(".")
-    tensor: Tensor = getattr(router.get_submodule(path), last)
+    tensor: Tensor = getattr(router.get_submodule(path) if path else router, last)
     return tensor
 
 
