@@ -4,6 +4,7 @@
     python -m fusible bench hf --model gpt-oss --shrink 16 --tokens 64    small, on a CPU
 
 One layer of the real configuration with random weights, or ``--layers`` of them, each with a residual connection.
+Beside our experts, the router chooses by ``functional.route``.
 Times are medians of interleaved rounds in one run. Forward and step are timed behind other calls, so that the host is
 ahead; decode is a forward without gradients, timed alone. ``compiled`` runs all of it under ``torch.compile``; for
 decode also with CUDA graphs (``mode="reduce-overhead"``). Memory is counted above weights and input, at three points:
@@ -23,12 +24,15 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from fusible.integrations.routers import route
 
 from .arguments import add_common_arguments, command, positive
 from .left_out import LeftOut, footer
@@ -108,6 +112,9 @@ class Block:
             self.stack = Stack([make(self.config).to(dtype) for _ in range(layers)])
         for parameter in self.stack.parameters():
             nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+        shared = {id(kept): kept for kept in (self.config, *self.stack.parameters())}
+        self.routed = deepcopy(self.stack, shared)  # for our experts
+        route(self.routed)
         self.hidden, self.device, self.dtype = self.config.hidden_size, device, dtype
         first: Any = self.stack.blocks[0]
         self._used, self._runs = "", dict[str, Callable[[Tensor], Tensor]]()
@@ -123,8 +130,8 @@ class Block:
         """Runs all blocks."""
         self.use(implementation)
         if implementation not in self._runs:
-            mode = COMPILED.get(implementation, "")
-            self._runs[implementation] = self.stack if mode == "" else torch.compile(self.stack, mode=mode)
+            mode, stack = COMPILED.get(implementation, ""), self.routed if self._used == "fusible" else self.stack
+            self._runs[implementation] = stack if mode == "" else torch.compile(stack, mode=mode)
         return self._runs[implementation](x)
 
     def rows(self, tokens: int, grad: bool = False) -> Tensor:

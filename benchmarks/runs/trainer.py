@@ -22,7 +22,7 @@ from .main_weights import MainWeights, adamw, groups_of, state_of
 from .regions import MARK, OPTIMIZER, profiled
 from .slices import SLICES, config_of, model_of
 from .titan import PUBLISHED, SMALL, TitanModel, titan_of
-from .ways import WAYS, Way
+from .ways import WAYS, Way, routed
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -112,7 +112,7 @@ def _model(job: Job, way: Way, dtype: torch.dtype, device: torch.device) -> Any:
     config = config_of(job.preset, job.layers, job.shrink, job.sequence)
     config.use_cache = False
     attention = SLICES[job.preset].attention if device.type == "cuda" else None
-    return model_of(config, way.implementation, dtype, device, attention).train()
+    return routed(model_of(config, way.implementation, dtype, device, attention).train(), way)
 
 
 def checkpoint_layers(model: Any) -> None:

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import fusible
+from fusible.integrations.routers import route
 
 
 class Way(NamedTuple):
@@ -45,6 +46,13 @@ WAYS = {
     "torchtitan": Way("grouped_mm", titan=True, base="torchtitan"),
     "torchtitan+fusible": Way("fusible", titan=True, base="torchtitan"),
 }
+
+
+def routed(model: Any, way: Way) -> Any:
+    """The model of transformers; beside experts of ours, its routers choose by :func:`fusible.functional.route`."""
+    if way.is_ours:
+        route(model)
+    return model
 
 
 def refusal(way: Way, preset: str, ranks: int, device: str) -> str | None:
