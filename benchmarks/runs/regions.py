@@ -1,4 +1,4 @@
-"""The time of one step by part of the model, and by kernel, forward and backward.
+"""The time of forward and backward by part of the model, and by kernel.
 
 Modules mark their forward in torch's profile. A node of the backward has the sequence number of its forward op, and
 belongs to the same part. In compiled code the ops are gone: their time belongs to no part.
@@ -29,7 +29,7 @@ ADVICE = {
 
 
 class Profile(NamedTuple):
-    """Seconds of one step by part, and of the largest kernels (on a CPU: ops) with their part.
+    """Seconds of one call by part, and of the largest kernels (on a CPU: ops) with their part.
 
     Kernels that run side by side count in full, such as gathers of shards beside products.
     """

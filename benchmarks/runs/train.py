@@ -27,11 +27,12 @@ from ..report import Report
 from ..timing import markdown
 from .losses import Agreement, agreement
 from .plot import draw
-from .regions import bottleneck
+from .regions import OPTIMIZER, bottleneck
 from .slices import FORMULA, SLICES, Work, layers_here, work_of
 from .trainer import PHASES, Job, measure
 from .ways import WAYS, exchanges, refusal
 
+UNSPREAD = "none"
 SEEDS = (1, 2, 0)  # of the contestant that others are compared with; all train from the last
 
 
@@ -57,7 +58,7 @@ def jobs(args: argparse.Namespace, preset: str, ranks: int) -> Iterator[Job]:
     """All jobs of a model on so many ranks; those that others are compared with come first."""
     for switch, way in product(args.checkpointing, args.contestants):
         checkpointing = switch == "on"
-        for exchange in (None, *(exchanges(WAYS[way]) if ranks > 1 else [])):
+        for exchange in asked_exchanges(args, way, ranks):
             is_base = WAYS[way].base == way and exchange is None and not checkpointing
             yield Job(
                 preset=preset,
@@ -73,6 +74,12 @@ def jobs(args: argparse.Namespace, preset: str, ranks: int) -> Iterator[Job]:
                 exchange=exchange,
                 seeds=SEEDS if is_base else SEEDS[-1:],
             )
+
+
+def asked_exchanges(args: argparse.Namespace, way: str, ranks: int) -> list[str | None]:
+    """The ways to spread experts over so many ranks that a contestant has and that are asked for; None: not at all."""
+    names = {UNSPREAD: None, **{name: name for name in (exchanges(WAYS[way]) if ranks > 1 else [])}}
+    return [names[name] for name in args.exchanges or names if name in names]
 
 
 def compared(finding: Finding, findings: Sequence[Finding]) -> Agreement | None:
@@ -131,8 +138,15 @@ def profiles(findings: Sequence[Finding]) -> str:
             of_kernels = [(name[:90], part, _ms(s), f"{s / whole:.0%}") for name, part, s in finding.results["kernels"]]
             shares = markdown(("part", "ms", "of the step"), of_parts)
             kernels = markdown(("kernel", "part", "ms", "of the step"), of_kernels)
-            sections.append(f"#### {finding.name}\n\n{shares}\n\n{kernels}\n\n{bottleneck(parts)}")
+            sections.append(f"#### {finding.name}\n\n{shares}\n\n{kernels}\n\n{bottleneck(parts)}\n\n{_sums(finding)}")
     return "\n\n".join(sections)
+
+
+def _sums(finding: Finding) -> str:
+    """Forward and backward in the profile and without it, as kernels may be counted wrongly, or the host be slow."""
+    parts, seconds = finding.results["parts"], finding.results["seconds"]
+    in_profile, without = sum(parts.values()) - parts[OPTIMIZER], seconds["forward"] + seconds["backward"]
+    return f"forward and backward: {_ms(in_profile)} ms of kernels in the profile, {_ms(without)} ms without it"
 
 
 def _largest(parts: dict[str, float]) -> list[tuple[str, float]]:
@@ -224,6 +238,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=10, help="steps that are timed, in a row")
     switch = ["off", "on"]
     parser.add_argument("--checkpointing", choices=switch, nargs="+", default=switch, help="of activations")
+    exchange_help = f"how experts are spread over ranks: {UNSPREAD}, or names of transformers' ways (default: all)"
+    parser.add_argument("--exchanges", nargs="+", help=exchange_help)
     parser.add_argument("--profile", action="store_true", help="print parts and kernels of a step as well")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpus else "cpu", help="where it runs")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
