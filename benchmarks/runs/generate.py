@@ -3,9 +3,9 @@
     python -m fusible bench generate                                                 on a GPU
     python -m fusible bench generate --shrink 32 --layers 2 --prompt 16 --new 4      small, on a CPU
 
-Models are transformers' own classes with random weights in bf16, and its ``generate`` runs them on a static cache.
-Contestants with ``compile`` decode as transformers compiles it for such a cache, on a GPU in CUDA graphs; others decode
-eagerly. Times are between tokens as ``generate`` hands them out, medians after untimed calls. *Reading* is the time in
+Models are transformers' own classes with random weights in bf16 on its static cache. All contestants decode by one CUDA
+graph a token; those with ``compile`` compile its step. ``--loop generate`` decodes by transformers' ``generate``, with
+graphs if it is compiled. Times are between tokens on the host, medians after untimed calls. *Reading* is the time in
 which a copy, at the bandwidth that it reaches here, reads the experts that a step meets and all other weights. The
 error is the median over tokens of the relative error of the logits against float32 arithmetic on the same weights. A
 contestant that fails, or is less accurate than it may be, is left out with the reason; the others go on.
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import pairwise
@@ -32,13 +31,21 @@ from ..processes import of_rank, run
 from ..report import Report
 from ..roofline import ceilings
 from ..timing import markdown, peak_bytes
+from .decoding import LOOPS, OneGraph, Options
 from .plot import draw
 from .slices import SLICES, Work, config_of, layers_here, model_of, size_of, work_of
-from .ways import WAYS
+from .ways import WAYS, routed
 
 CHECKED = 64  # tokens
 WARM_UP = 2  # calls
 NO_MEMORY = "out of memory"
+COLUMNS = (
+    ("prefill", ", ms"),
+    ("decode", ", ms"),
+    ("reading", ", ms"),
+    ("kernels of a token", ", ms"),
+    ("their number", ""),
+)
 
 
 class Request(NamedTuple):
@@ -53,45 +60,46 @@ class Request(NamedTuple):
     batches: tuple[int, ...]
     rounds: int
     device: str
+    loop: str = "graph"
+    tuned: bool = False
 
 
-class Ticks:
-    """A streamer of transformers that keeps the time of each token; the first is that of the prompt."""
+class Served(NamedTuple):
+    """The times of a number of prompts, the bytes above the weights, and the kernels of a token, if they are known."""
 
-    def __init__(self) -> None:
-        self.at: list[float] = []
-
-    def put(self, value: Tensor) -> None:
-        """Called with the prompt, then with each token, on the host."""
-        self.at.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Called behind the last token."""
+    prefill: float
+    decode: float
+    peak: int
+    kernels: tuple[int, float] | None
 
 
 def measure(job: Request) -> dict[str, Any]:
-    """Error, times by batch up to the largest that fits into memory, peak memory of that one."""
+    """Error, and what is known of each batch up to the largest that fits into memory."""
     import fusible.integrations.transformers  # noqa: F401
 
     way, device = WAYS[job.way], of_rank(job.device)
     torch.manual_seed(0)
     config = config_of(job.preset, job.layers, job.shrink, job.prompt + job.new)
-    model = model_of(config, way.implementation, torch.bfloat16, device).eval()
-    prefill, decode = {}, {}
+    model = routed(model_of(config, way.implementation, torch.bfloat16, device).eval(), way)
+    by_batch: dict[int, Served] = {}
     with torch.no_grad(), way.switches():
         off = error(model, torch.randint(config.vocab_size, (1, CHECKED), device=device))
-        gc.collect()  # models hold themselves
         for batch in sorted(job.batches):
+            gc.collect()  # models hold themselves, and loops their graphs
             try:
-                prefill[batch], decode[batch] = times(model, prompts(batch, config, job), job, way.compiled)
+                by_batch[batch] = served(model, prompts(batch, config, job), job, way.compiled)
             except torch.OutOfMemoryError:
-                if not prefill:
+                if not by_batch:
                     raise
                 break  # so do larger ones
-        ids = prompts(max(prefill), config, job)
-        peak = 2 * size_of(model) + peak_bytes(lambda: generated(model, ids, job.new, way.compiled), job.device)
-    bandwidth = ceilings(job.device, torch.bfloat16, job.rounds).bandwidth
-    return {"error": off, "prefill": prefill, "decode": decode, "peak": peak, "bandwidth": bandwidth}
+    return {
+        "error": off,
+        "prefill": {batch: one.prefill for batch, one in by_batch.items()},
+        "decode": {batch: one.decode for batch, one in by_batch.items()},
+        "kernels": {batch: one.kernels for batch, one in by_batch.items()},
+        "peak": 2 * size_of(model) + by_batch[max(by_batch)].peak,
+        "bandwidth": ceilings(job.device, torch.bfloat16, job.rounds).bandwidth,
+    }
 
 
 def prompts(batch: int, config: Any, job: Request) -> Tensor:
@@ -99,33 +107,22 @@ def prompts(batch: int, config: Any, job: Request) -> Tensor:
     return torch.randint(config.vocab_size, (batch, job.prompt), device=of_rank(job.device))
 
 
-def generated(model: Any, ids: Tensor, new: int, compiled: bool) -> list[float]:
-    """Generates ``new`` tokens for each prompt [batch, sequence]; returns the time of the prompt and of each token."""
-    ticks = Ticks()
-    model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-        cache_implementation="static",
-        disable_compile=not compiled,
-        streamer=ticks,
-    )
-    return ticks.at
-
-
-def times(model: Any, ids: Tensor, job: Request, compiled: bool) -> tuple[float, float]:
-    """Median seconds until the first token, and from one token to the next."""
+def served(model: Any, ids: Tensor, job: Request, compiled: bool) -> Served:
+    """Times, memory and kernels of the loop that is asked for, after untimed calls."""
+    options = Options(job.new, compiled, job.tuned)
+    cuda, before = job.device == "cuda", torch.cuda.memory_allocated()
+    loop = LOOPS[job.loop](model, ids, options)
     for _ in range(WARM_UP):
-        generated(model, ids, job.new, compiled)
+        loop()
+    held = torch.cuda.memory_allocated() - before
     first, later = [], []
     for _ in range(job.rounds):
-        seconds = [after - before for before, after in pairwise(generated(model, ids, job.new, compiled))]
+        seconds = [after - before for before, after in pairwise(loop())]
         first.append(seconds[0])
         later += seconds[1:]
-    return median(first), median(later)
+    peak = held + peak_bytes(loop.small, job.device)
+    kernels = loop.kernels() if cuda and isinstance(loop, OneGraph) else None
+    return Served(median(first), median(later), peak, kernels)
 
 
 def error(model: Any, ids: Tensor) -> float:
@@ -153,20 +150,22 @@ def wrong(results: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 def table(results: dict[str, dict[str, Any]], work: Work, batches: Sequence[int]) -> str:
     """The contestants that ran, as Markdown."""
-    columns = [(f"prefill {b}, ms", f"decode {b}, ms", f"reading {b}, ms") for b in batches]
+    columns = [tuple(f"{name} {b}{unit}" for name, unit in COLUMNS) for b in batches]
     rows = []
     for name, measured in results.items():
         cells = [cell for batch in batches for cell in cells_of(measured, work, batch)]
         rows.append((name, *cells, f"{measured['peak'] / 1e9:.4g}", f"{measured['error']:.1e}"))
-    return markdown(("", *(name for three in columns for name in three), "peak, GB", "error"), rows)
+    return markdown(("", *(name for some in columns for name in some), "peak, GB", "error"), rows)
 
 
 def cells_of(measured: dict[str, Any], work: Work, batch: int) -> tuple[str, ...]:
-    """The three cells of a batch size."""
+    """The cells of a batch size."""
     if str(batch) not in measured["decode"]:
-        return NO_MEMORY, "", ""
+        return NO_MEMORY, *[""] * (len(COLUMNS) - 1)
     reading = 2 * work.read(batch) / measured["bandwidth"]
-    return tuple(f"{s * 1e3:.3f}" for s in (measured["prefill"][str(batch)], measured["decode"][str(batch)], reading))
+    number, busy = measured["kernels"][str(batch)] or ("", None)
+    seconds = (measured["prefill"][str(batch)], measured["decode"][str(batch)], reading, busy)
+    return *("" if s is None else f"{s * 1e3:.3f}" for s in seconds), str(number)
 
 
 def report_on(args: argparse.Namespace, report: Report, preset: str) -> None:
@@ -183,7 +182,8 @@ def report_on(args: argparse.Namespace, report: Report, preset: str) -> None:
     for way in args.contestants:
         print(f"{preset}: {way} …", file=sys.stderr, flush=True)
         sizes = (layers, args.shrink, args.prompt, args.new, tuple(args.batch))
-        results[way] = run(measure, Request(preset, way, *sizes, args.rounds, args.device), 1, args.device)
+        request = Request(preset, way, *sizes, args.rounds, args.device, args.loop, args.tune)
+        results[way] = run(measure, request, 1, args.device)
         report.say(f"{way}: {line(results[way])}")
         report.draft(*findings())
     report.add(*findings())
@@ -233,6 +233,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt", type=positive, default=2048, help="tokens of a prompt")
     parser.add_argument("--new", type=positive, default=32, help="tokens that follow a prompt")
     parser.add_argument("--batch", type=positive, nargs="+", default=[1, 8, 64], help="prompts at a time")
+    parser.add_argument(
+        "--loop", choices=LOOPS, default="graph", help="a CUDA graph a token, or transformers' generate"
+    )
+    parser.add_argument("--tune", action="store_true", help="compile products of one row to kernels with timed tiles")
     parser.add_argument("--rounds", type=positive, default=3, help="calls that are timed")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu", help="where it runs")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")

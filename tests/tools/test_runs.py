@@ -17,6 +17,7 @@ from torch import distributed as dist
 
 from fusible.benchmarks import processes
 from fusible.benchmarks.runs import (
+    decoding,
     finetune,
     generate,
     losses,
@@ -75,6 +76,7 @@ def test_training_prints_and_writes_who_ran_and_who_did_not(
     assert "- grouped_mm+compile: no compiler" in printed
     assert "- torchtitan: its attention has no backward on a CPU" in printed
     assert printed.count("next after the experts:") == 4
+    assert printed.count("ms of kernels in the profile") == 4
     (run,) = json.loads((tmp_path / "train.json").read_text())["results"]
     assert [one["name"] for one in run["contestants"] if "failure" not in one] == [
         "grouped_mm",
@@ -82,6 +84,14 @@ def test_training_prints_and_writes_who_ran_and_who_did_not(
         "grouped_mm, checkpointing",
         "fusible, checkpointing",
     ]
+
+
+def test_exchanges_are_those_that_are_asked_for() -> None:
+    args = train._arguments([*TRAINING, "--exchanges", "fusible", "none", "another"])
+
+    assert train.asked_exchanges(args, "fusible", 2) == ["fusible", None]
+    assert train.asked_exchanges(args, "fusible", 1) == [None]
+    assert None in train.asked_exchanges(train._arguments(TRAINING), "grouped_mm", 2)
 
 
 @pytest.mark.usefixtures("alone")
@@ -309,21 +319,47 @@ def test_generation_prints_and_writes(
 
 @pytest.mark.usefixtures("alone")
 def test_batches_that_fit_are_measured_beside_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    def little_memory(model: Any, ids: Tensor, new: int, compiled: bool) -> list[float]:
-        if len(ids) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return [0.0, 1.0, 3.0]
+    class LittleMemory(decoding.OneGraph):
+        def __call__(self) -> list[float]:
+            if len(self._ids) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return [0.0, 1.0, 3.0]
 
-    monkeypatch.setattr(generate, "generated", little_memory)
+    monkeypatch.setitem(decoding.LOOPS, "graph", LittleMemory)
     request = generate.Request("qwen3", "fusible", 1, 128, 4, 2, (8, 1, 2), 1, "cpu")
     measured = json.loads(json.dumps(generate.measure(request)))
 
     assert measured["decode"] == {"1": 2.0, "2": 2.0}
     work = slices.work_of("qwen3", 1, 128, 4)
-    assert generate.cells_of(measured, work, 8) == ("out of memory", "", "")
+    assert generate.cells_of(measured, work, 8) == ("out of memory", "", "", "", "")
     assert generate.cells_of(measured, work, 2)[:2] == ("1000.000", "2000.000")
     with pytest.raises(torch.OutOfMemoryError):
         generate.measure(request._replace(batches=(4, 8)))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("preset", slices.SLICES)
+def test_a_step_of_its_own_decodes_the_tokens_of_generate(preset: str) -> None:
+    config = slices.config_of(preset, 2, 128, 20)
+    model = ways.routed(
+        slices.model_of(config, "fusible", torch.bfloat16, torch.device("cpu")).eval(), ways.WAYS["fusible"]
+    )
+    ids = torch.randint(config.vocab_size, (2, 16))
+    loop = decoding.OneGraph(model, ids, decoding.Options(4))
+    ticks = [loop(), loop()]  # the second time on a cache that is not new
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    assert loop.tokens == expected[:, 16:].tolist()
+    assert [len(at) for at in ticks] == [5, 5]
+    assert decoding.Generate(model, ids, decoding.Options(4))()[0] > ticks[1][-1]
+
+
+def test_a_window_that_a_prompt_does_not_fill_is_refused() -> None:
+    cache = SimpleNamespace(layers=[SimpleNamespace(is_sliding=s, max_cache_len=8) for s in (False, True)])
+
+    decoding._check_windows(cache, 8)
+    with pytest.raises(ValueError, match="do not fill a window of 8: use --loop generate"):
+        decoding._check_windows(cache, 7)
 
 
 def test_a_wrong_contestant_is_left_out() -> None:
@@ -355,13 +391,16 @@ def test_the_plot_names_its_commit(tmp_path: Path) -> None:
     files = [tmp_path / "train.json", tmp_path / "generate.json", tmp_path / "runs.svg"]
     checkpointed = {**TRAINED, "name": "small", "checkpointing": True}
     trained = report("abc123", [TRAINED, checkpointed, {"name": "lost", "failure": "no memory"}])
-    for file, data in zip(files, (trained, report("abc123", [SERVED])), strict=False):
+    compiled = {**SERVED, "name": "fusible+compile", "prefill": {"1": 3.2}, "decode": {"1": 0.03125}, "peak": 3e9}
+    for file, data in zip(files, (trained, report("abc123", [SERVED, compiled])), strict=False):
         file.write_text(json.dumps(data))
     plot.main([str(file) for file in files])
     drawn = files[-1].read_text()
 
     assert "NVIDIA H200, commit abc123<" in drawn
-    assert all(f">{number}<" in drawn for number in ("250", "7", "128", "16", "9"))
+    assert all(f">{number}<" in drawn for number in ("250", "7", "128", "16", "9", "32"))
+    assert "prefill, tokens/s, batch 8" in drawn
+    assert "prefill, tokens/s, batch 1" not in drawn  # of the compiled one
     assert ">fusible<" in drawn
     assert not {"small", "lost"} & {*drawn.replace("<", ">").split(">")}
 
