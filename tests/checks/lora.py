@@ -24,12 +24,13 @@ def layer(device: str, ranks: tuple[int, int]) -> Sequential:
 def exact(parameters: list[dict[str, Tensor]], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Slot by slot, in plain torch."""
     matrices = [p["weight"] + (p["lora_b"] @ p["lora_a"] if "lora_a" in p else 0) for p in parameters]
+    biases = [p.get("bias", p["weight"].new_zeros(p["weight"].shape[:2])) for p in parameters]
     slots = []
-    for slot in range(ids.shape[1]):
-        up, down = (m[ids[:, slot]] for m in matrices)
-        gate, value = torch.einsum("th,tfh->tf", x, up).chunk(2, -1)
-        rows = torch.einsum("tf,thf->th", F.silu(gate) * value, down)
-        slots.append(rows * weights[:, slot, None])
+    for of_slot, weight in zip(ids.mT, weights.mT, strict=True):
+        up, down = (m[of_slot] for m in matrices)
+        gate, value = (torch.einsum("th,tfh->tf", x, up) + biases[0][of_slot]).chunk(2, -1)
+        rows = torch.einsum("tf,thf->th", F.silu(gate) * value, down) + biases[1][of_slot]
+        slots.append(rows * weight[:, None])
     return torch.stack(slots).sum(0)
 
 

@@ -12,8 +12,20 @@ from emulation import build
 from test_replay import Runs, runs, same
 from torch import Tensor
 
-from fusible import Combine, Dispatch, GroupedLinear, GroupedLoRA, Scale, Sequential, SwiGLU
+from fusible import (
+    Combine,
+    Dispatch,
+    Float8Weight,
+    GroupedLinear,
+    GroupedLoRA,
+    Int4,
+    Scale,
+    Sequential,
+    SwiGLU,
+    quantize_,
+)
 from fusible.fuser.replay import guards
+from fusible.ops.formats.weight_only import WeightOnly
 from fusible.ops.kernels.doors import low_rank
 
 pytestmark = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -125,6 +137,21 @@ def test_a_layer_with_adapters_is_replayed_bit_by_bit(
 
     assert count == (0, 2)
     assert len(got) == 3 + 2 * sum([rank > 0 for rank in ranks])
+
+
+@pytest.mark.parametrize("format", [Int4(8), Float8Weight("rows")], ids=repr)
+def test_adapters_over_bytes_are_replayed_bit_by_bit(runs: Runs, format: WeightOnly) -> None:
+    """Their weights are decoded in each replay."""
+    layer = LayerWithAdapters(8, 16)
+    quantize_(layer.model, format)
+    layer.warm()
+    for tokens in (T, T + 3, 40, T + 3, 40):
+        layer.give(tokens)
+        expected, got = layer.anew(), list[Tensor]()
+        count = runs.of(lambda got=got: got.extend(layer.step()))
+        assert same(got, expected)
+
+    assert count == (0, 2)
 
 
 def test_other_tokens_are_read(runs: Runs) -> None:

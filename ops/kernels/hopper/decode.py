@@ -10,6 +10,7 @@ import torch
 from ...formats.decoding import Codes, Decoding
 from ..extension import TYPE_CODES, address, compiled, hardware_refusal, stream
 from ..problems.decoding import WeightDecoding
+from ..problems.gemm import addresses
 
 _VALUES = 8
 """The values that a thread takes at a time."""
@@ -53,8 +54,9 @@ def _layout_refusal(p: WeightDecoding) -> str | None:
     for name, part in parts.items():
         if not part.is_contiguous():
             return f"needs dense {name}, got strides {list(part.stride())}"
-    if p.data.data_ptr() % _VALUES or p.out.data_ptr() % 16:
-        return f"needs data that are aligned to {_VALUES} bytes, got the address {p.data.data_ptr():#x}"
+    (data,), (out,) = addresses(p.data), addresses(p.out)
+    if data % _VALUES or out % 16:
+        return f"needs data that are aligned to {_VALUES} bytes, got the address {data:#x}"
     return None
 
 
