@@ -33,7 +33,15 @@ from fusible import (
 from fusible.ops.formats.weight_only import WeightOnly, in_words
 
 E, TOKENS, TOP_K = 3, 11, 2  # experts are no multiple of the ranks below
-FORMATS = (MXFP4(), NVFP4Weight(2), NF4(), NF4(nested=True), Int4(), Float8Weight())
+FORMATS = (
+    MXFP4(),
+    NVFP4Weight(2),
+    NF4(),
+    NF4(nested=True),
+    Int4(),
+    Int4(64, zero_points=True),
+    *[Float8Weight(scales) for scales in ("blocks", "rows", "tensor")],
+)
 each_format = pytest.mark.parametrize("format", FORMATS, ids=[in_words(f) for f in FORMATS])
 
 
@@ -132,6 +140,38 @@ def test_a_single_linear(format: WeightOnly) -> None:
         expected[rows] = x[rows].double() @ exact[group].mT + stored.bias[group].double()
     assert far(y, expected) < 1e-6
     assert not y[7:].any()
+
+
+def losses(module: Any, inner: int, dtype: torch.dtype, steps: int = 200) -> Tensor:
+    """Those of steps that fit the adapters to a layer with other adapters."""
+    torch.manual_seed(3)
+    x, goal = torch.randn(2, TOKENS, inner)
+    call = {"top_k_index": torch.randint(0, E, (TOKENS, TOP_K)), "top_k_weights": torch.rand(TOKENS, TOP_K)}
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer, of_steps = torch.optim.AdamW(trained, 3e-3), []
+    for _ in range(steps):
+        loss = (module(x.to(dtype), **call).float() - goal).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        of_steps.append(loss.detach())
+    return torch.stack(of_steps)
+
+
+@each_format
+def test_two_hundred_steps_are_those_over_decoded_weights(format: WeightOnly) -> None:
+    module = fusible.quantize_(layer(64, 64), format)
+    expected = losses(decoded(module, torch.float32), 64, torch.float32)
+    assert expected[-1] < 0.5 * expected[0]
+    torch.testing.assert_close(losses(module, 64, torch.float32), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_two_hundred_steps_over_fp8_differ_by_its_rounding_of_rows() -> None:
+    module = fusible.quantize_(layer(256, 128, (8, 8), torch.bfloat16), Float8Block())
+    expected = losses(decoded(module, torch.bfloat16), 256, torch.bfloat16)
+    found = losses(module, 256, torch.bfloat16)
+    assert expected[-1] < 0.5 * expected[0]
+    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.01)
 
 
 def test_what_a_forward_keeps_is_the_bytes() -> None:
