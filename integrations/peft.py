@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .hugging_face import lora
 from .hugging_face.gates import ModelExperts
+from .hugging_face.left_in_16_bits import CURE, are_meant, is_left
 from .hugging_face.lora import Adapter
 from .hugging_face.stored_experts import Stored, stored_of, weight_decoded_by
 
@@ -106,7 +107,7 @@ def check_adaptable(module: Any, name: str) -> None:
 
     Raises:
         ValueError: the parameter is what decodes a weight, or bytes which ``"fusible"`` does not read or something else
-            runs.
+            runs, or 16 bits of a model whose other weights are quantised.
         PEFT would add adapters to the bytes, which get no gradient in transformers: nothing is trained, and the output
             hardly changes.
     """
@@ -120,7 +121,7 @@ def check_adaptable(module: Any, name: str) -> None:
             f"{name!r} out of target_parameters"
         )
     if parameter.dtype.itemsize != 1:
-        _tell_of_16_bits(module, name, parameter)
+        check_not_left_in_16_bits(module, name)
         return
     stored = stored_of(module, name)
     if stored is not None and _runs_here(module):
@@ -153,17 +154,20 @@ def check_not_shared(module: Any, name: str) -> None:
         )
 
 
-def _tell_of_16_bits(module: Any, name: str, parameter: Tensor) -> None:
-    """Warns of a parameter that a quantised model has in 16 bits or more, as transformers leaves experts silently."""
+def check_not_left_in_16_bits(module: nn.Module, name: str) -> None:
+    """Checks that a parameter of a quantised model is not in 16 bits or more because its quantiser skipped it silently.
+
+    Raises:
+        ValueError: it is, and the settings of the quantisation do not name experts among what they leave.
+    """
     settings = getattr(getattr(module, "config", None), "quantization_config", None)
-    if settings is None or parameter.dim() != 3:
+    method, parameter = getattr(settings, "quant_method", None), getattr(module, name)
+    if method is None or not is_left(parameter) or are_meant(settings):
         return
-    method = getattr(settings, "quant_method", settings)
-    warnings.warn(
+    raise ValueError(
         f"fusible: {type(module).__name__}.{name} is {parameter.dtype}, {parameter.nbytes / 1e9:.3g} GB, although the "
-        f"model is quantised by {getattr(method, 'value', method)}, which leaves these experts as they are. Load with "
-        'experts_implementation="fusible" if that reads the format (docs/gpt_oss.md)',
-        stacklevel=2,
+        f"model is quantised by {getattr(method, 'value', method)}, which leaves these experts as they are. {CURE}, "
+        "or of the loaded model.config"
     )
 
 

@@ -22,7 +22,7 @@ from .hugging_face import compiled, float8_experts, lora
 from .hugging_face.experts import ExpertsForward, ModuleParameters, built_before, built_of, existing, refusal
 from .hugging_face.gates import ModelExperts, is_experts
 from .hugging_face.stored_experts import is_stored
-from .quantizers import bits_and_bytes, modelopt
+from .quantizers import bits_and_bytes, float8_blocks, modelopt
 
 NAME = "fusible"
 OLDEST = (5, 7)
@@ -82,7 +82,7 @@ def register() -> None:
     moe.ExpertsInterface.register(NAME, experts_forward)
     _register_fp8()
     _register_expert_parallelism()
-    quantizers.register(quantizers.REPLACED | bits_and_bytes.REPLACED)
+    quantizers.register(quantizers.REPLACED | bits_and_bytes.REPLACED | float8_blocks.REPLACED)
     modelopt.register()
     add_finder(_explained)
 

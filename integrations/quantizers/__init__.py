@@ -18,6 +18,8 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import auto, base
 
 from ..hugging_face.experts import Names
+from ..hugging_face.gates import ModelExperts
+from ..hugging_face.left_in_16_bits import CURE, are_meant, is_left
 from ..hugging_face.stored_experts import keep
 from ..hugging_face.stored_layouts import Layout, compressed_tensors, mxfp4_of_gpt_oss
 
@@ -79,6 +81,18 @@ def settle(experts: Any, dtype: torch.dtype) -> None:
     experts.is_transposed = False
 
 
+def name_of(quantiser: base.HfQuantizer) -> str:
+    """The name of the method of a quantiser."""
+    method = quantiser.quantization_config.quant_method
+    return str(getattr(method, "value", method))
+
+
+def tell_of_16_bits(why: str, experts: ModelExperts) -> None:
+    """Warns that the experts of a layer become 16 bits, with their size and the cure."""
+    size = sum(2 * getattr(experts, name).numel() for name in Names.of(experts)[:2]) / 1e9
+    warnings.warn(f"fusible: {why}: the experts become 16 bits, {size:.3g} GB a layer. {CURE}", stacklevel=2)
+
+
 class KeepsBytes(base.HfQuantizer):  # type: ignore[misc]
     """The common part of quantisers that leave experts in their bytes, before the class of transformers."""
 
@@ -106,13 +120,11 @@ class KeepsBytes(base.HfQuantizer):  # type: ignore[misc]
 
     def why_16_bits(self, experts: nn.Module) -> str:
         """The reason for experts in 16 bits, where there is no layout."""
-        method = self.quantization_config.quant_method
-        return f"no product here reads this kind of {getattr(method, 'value', method)}"
+        return f"no product here reads this kind of {name_of(self)}"
 
     def _tell(self, experts: Any) -> None:
-        size = sum(2 * getattr(experts, name).numel() for name in Names.of(experts)[:2]) / 1e9
-        why = self.why_16_bits(experts)
-        warnings.warn(f"fusible: {why}: the experts become 16 bits, {size:.3g} GB a layer", stacklevel=2)
+        if not are_meant(self.quantization_config):
+            tell_of_16_bits(self.why_16_bits(experts), experts)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for path, experts in planned_of(model):
@@ -214,9 +226,8 @@ class Refuses(base.HfQuantizer):  # type: ignore[misc]
 
     def update_attn_implementation(self, config: Any) -> Any:  # the first hook that sees the configuration
         if runs_here(config):
-            method = self.quantization_config.quant_method
             raise ValueError(
-                f"fusible: no product here reads the bytes of {str(getattr(method, 'value', method)).upper()}, which "
+                f"fusible: no product here reads the bytes of {name_of(self).upper()}, which "
                 "has the experts one by one, packed in another order. Load a checkpoint of the model in int4 of "
                 "compressed-tensors ('pack-quantized'), or that in 16 bits with quantization_config="
                 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")'
@@ -230,6 +241,26 @@ def _refused(parent: Any) -> Any:
     return type(f"Refuses{parent.__name__}", (Refuses, parent), {})
 
 
+class TellsOf16Bits(base.HfQuantizer):  # type: ignore[misc]
+    """The common part of quantisers of which nothing here knows the format, before the class of transformers: it tells
+    of experts that are in 16 bits after loading.
+    """
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> object:
+        result: object = super()._process_model_after_weight_loading(model, **kwargs)
+        settings = self.quantization_config
+        if runs_here(model.config) and not getattr(settings, "dequantize", False) and not are_meant(settings):
+            for experts in experts_of(model):
+                if is_left(experts.down_proj):
+                    tell_of_16_bits(f"transformers does not keep experts in {name_of(self)}", experts)
+                    break
+        return result
+
+
+def _telling(parent: type) -> type:
+    return type(f"Telling{parent.__name__}", (TellsOf16Bits, parent), {})
+
+
 REPLACED = {
     "mxfp4": _mxfp4,
     "compressed-tensors": _compressed,
@@ -239,7 +270,8 @@ REPLACED = {
 
 
 def register(replaced: Mapping[str, Callable[[Any], Any]]) -> None:
-    """Replaces quantisers of transformers by subclasses; called once, by the import of the integration.
+    """Replaces quantisers of transformers by subclasses, those of other names too; called once, by the import of the
+    integration.
 
     A transformers whose quantisers have other hooks keeps them, with a warning.
     """
@@ -248,7 +280,6 @@ def register(replaced: Mapping[str, Callable[[Any], Any]]) -> None:
         if method is None or not set(parameters) <= set(signature(method).parameters):
             warnings.warn(f"fusible: this transformers has no HfQuantizer.{hook}{parameters}", stacklevel=2)
             return
-    for method, subclass in replaced.items():
-        parent = auto.AUTO_QUANTIZER_MAPPING.get(method)
-        if parent is not None and not issubclass(parent, KeepsBytes | Refuses):
-            auto.AUTO_QUANTIZER_MAPPING[method] = subclass(parent)
+    for method, parent in auto.AUTO_QUANTIZER_MAPPING.items():
+        if not parent.__module__.startswith(__name__):
+            auto.AUTO_QUANTIZER_MAPPING[method] = replaced.get(method, _telling)(parent)

@@ -39,8 +39,8 @@ IDS = torch.randint(checkpoints.TOKENS, (2, 9), generator=torch.Generator().manu
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
 COMPRESSED = ["int4", "int4-zero", "nvfp4", "mxfp4", "fp8-channel", "fp8-tensor"]
 NF4 = ["nf4", "nf4-nested"]
-KINDS = ["gpt-oss", *COMPRESSED, *NF4, "modelopt", "fp8-qwen3", "fp8-deepseek"]
-BYTES = [kind for kind in KINDS if not kind.startswith("fp8-q") and kind != "fp8-deepseek"]
+BLOCKS = ["fp8-qwen3", "fp8-deepseek"]
+KINDS = ["gpt-oss", *COMPRESSED, *NF4, "modelopt", *BLOCKS]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def _make(kind: str, folder: Path) -> Path:
         case "nf4" | "nf4-nested":
             return checkpoints.bitsandbytes_experts(folder, kind == "nf4-nested")
         case "fp8-qwen3":
-            return checkpoints.float8(folder, checkpoints.qwen3().bfloat16())
+            return checkpoints.float8(folder, checkpoints.qwen3().bfloat16(), torch.bfloat16)
         case "fp8-deepseek":
             return checkpoints.float8(folder, checkpoints.deepseek_v3().bfloat16())
         case _:
@@ -147,17 +147,17 @@ def test_experts_stay_in_bytes_and_mean_what_they_meant(kind: str, folder_of: Ca
     model = load(folder_of(kind), dtype=torch.float32)
     for experts in experts_of(model):
         assert experts.down_proj.element_size() == 1
-    if kind.startswith("fp8-q") or kind == "fp8-deepseek":
+    if kind in BLOCKS:
         return  # float32 rows stay with transformers
     expected = decoded(folder_of(kind), kind)(IDS).logits
     assert far(model(IDS).logits, expected) < 1e-5
 
 
-@pytest.mark.parametrize("kind", BYTES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_model_saves_the_bytes_that_it_loaded(kind: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     load(folder_of(kind)).save_pretrained(tmp_path)
     before, after = (load_file(folder / "model.safetensors") for folder in (folder_of(kind), tmp_path))
-    names = [name for name in before if ".experts." in name and "bias" not in name]
+    names = [name for name in before if (".experts." in name and "bias" not in name) or name.endswith("_scale_inv")]
     assert names
     for name in names:
         assert after[name].dtype == before[name].dtype
@@ -198,7 +198,7 @@ CASES = [
 def test_adapters_are_those_of_the_16_bit_model(
     kind: str, how: dict[str, Any], folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    is_float8 = kind in ("fp8-qwen3", "fp8-deepseek")
+    is_float8 = kind in BLOCKS
     dtype = torch.bfloat16 if is_float8 else torch.float32
     model = load(folder_of(kind), dtype=dtype)
     theirs, ours = adapted(decoded(folder_of(kind), kind), **how), adapted(model, **how)
@@ -471,17 +471,30 @@ def test_a_malformed_file_names_the_tensor(
     assert named in str(raised.value) if spoil == "nan" else named in f"{raised.value} {caplog.text}"
 
 
-@pytest.mark.parametrize("kind", ["int4", "nvfp4", "fp8-channel", "modelopt"])
+@pytest.mark.parametrize("kind", ["int4", "nvfp4", "fp8-channel", "modelopt", *BLOCKS])
 def test_scales_that_are_no_numbers_are_refused(kind: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
     folder = shutil.copytree(folder_of(kind), tmp_path / "spoilt")
     state = load_file(folder / "model.safetensors")
-    name = next(name for name in state if re.search(r"layers\.1\..*experts.*down_proj.*weight_scale$", name))
+    name = next(name for name in state if re.search(r"layers\.1\..*experts.*down_proj.*weight_scale(_inv)?$", name))
     spoilt = state[name].float()
     spoilt.view(-1)[0] = math.nan
     save_file(state | {name: spoilt.to(state[name].dtype)}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
         ValueError, match=r"^model\.layers\.1\.mlp\.experts\.down_proj: scales must be finite, and 1 are not"
     ):
+        load(folder)
+
+
+@pytest.mark.parametrize("missing", ["self_attn.q_proj.weight_scale_inv", "mlp.experts.{}.down_proj.weight"])
+def test_parts_of_fp8_that_are_missing_are_named(
+    missing: str, folder_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(folder_of("fp8-qwen3"), tmp_path / "spoilt")
+    names = {f"model.layers.1.{missing}".format(expert) for expert in range(4)}
+    state = {n: tensor for n, tensor in load_file(folder / "model.safetensors").items() if n not in names}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    named = f"model.layers.1.{missing}".replace(".{}", "").replace("down_proj.weight", "down_proj")
+    with pytest.raises(ValueError, match=rf"^{re.escape(named)}: the checkpoint lacks it, and has FP8 weights"):
         load(folder)
 
 
@@ -563,16 +576,23 @@ def test_a_call_of_another_implementation_says_what_reads_bytes(folder_of: Calla
         model(IDS)
 
 
-def test_experts_that_transformers_leaves_in_16_bits_are_told_of(
+def test_experts_that_transformers_leaves_in_16_bits_are_refused_unless_they_are_meant(
     folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     pytest.importorskip("bitsandbytes")
     model = load(folder_of("plain"), "eager", quantization_config=in_nf4(), device_map={"": "cpu"})
     model.save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match=r"gate_up_proj is torch.bfloat16, .* quantised by bitsandbytes, which leaves"):
+    with pytest.raises(ValueError, match=r"gate_up_proj is torch.bfloat16, .* quantised by bitsandbytes, which leaves"):
         adapted(model)
+    meant = in_nf4()
+    meant.llm_int8_skip_modules = ["experts", "lm_head"]
+    model = adapted(load(folder_of("plain"), "eager", quantization_config=meant, device_map={"": "cpu"}))
+    assert not [p for p in trained(model).values() if p.dim() == 3]
     with pytest.warns(UserWarning, match="no product here reads this kind of bitsandbytes: the experts become 16 bits"):
         load(folder_of("plain"), quantization_config=in_nf4(type="fp4"), device_map={"": "cpu"})
+    eight = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    with pytest.warns(UserWarning, match="does not keep experts in bitsandbytes: the experts become 16 bits, 0.0003.*"):
+        load(folder_of("plain"), quantization_config=eight, device_map={"": "cpu"})
     with pytest.warns(UserWarning, match="experts that were left in 16 bits .*: the experts become 16 bits"):
         again = load(tmp_path)
     assert experts_of(again)[0].down_proj.dtype == torch.bfloat16

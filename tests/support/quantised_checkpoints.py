@@ -214,14 +214,14 @@ def plain(folder: Path) -> Path:
     return folder
 
 
-def float8(folder: Path, model: Any) -> Path:
-    """DeepSeek's blocks of 128 x 128, in all linears but the last."""
+def float8(folder: Path, model: Any, scales: torch.dtype = torch.float32) -> Path:
+    """DeepSeek's blocks of 128 x 128, in all linears but the last; Qwen3 has scales in bfloat16."""
     state = {}
     for name, tensor in _published(folder, model).items():
         if "_proj" in name and name.endswith(".weight"):
             parts = Float8Weight().weight(tensor.unsqueeze(0))
             assert parts.scales is not None
-            state |= {name: parts.data[0], f"{name}_scale_inv": parts.scales[0]}
+            state |= {name: parts.data[0], f"{name}_scale_inv": parts.scales[0].to(scales)}
         else:
             state[name] = tensor
     blocks = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
