@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -411,12 +412,30 @@ def test_a_plot_without_a_commit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks
-def test_a_step_of_fine_tuning_is_extended_to_all_layers(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.filterwarnings("ignore:The following .* keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("preset", finetune.CHECKPOINTS)
+def test_a_step_of_fine_tuning_is_extended_to_all_layers(
+    preset: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("peft")
-    tiny = ["--shrink", "45", "--tokens", "16", "--rounds", "1", "--layers", "1", "2", "--device", "cpu"]
-    finetune.main(tiny)
-    said = capsys.readouterr().out
-    assert [line.split("|")[1].strip() for line in said.splitlines()[-3:]] == ["1", "2", "24"]
+    kept = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32, "num_attention_heads": 4}
+    sizes = slices.SLICES["qwen3"].sizes | kept | {"num_experts": 8, "vocab_size": 64}
+    monkeypatch.setitem(slices.SLICES, "qwen3", slices.SLICES["qwen3"]._replace(sizes=sizes))
+    quantizer = import_module("transformers.quantizers.auto").AUTO_QUANTIZER_MAPPING["fp8"]
+    monkeypatch.setattr(quantizer, "validate_environment", lambda self, *args, **kwargs: None)  # it asks for a GPU
+    fp8 = import_module("transformers.integrations.finegrained_fp8")
+    monkeypatch.setattr(fp8, "load_finegrained_fp8_kernel", lambda: 1 / 0)  # it downloads
+    monkeypatch.setattr(fp8, "fp8_linear", fp8.fp8_linear)
+    held = []
+    measured = finetune.measure
+    monkeypatch.setattr(finetune, "measure", lambda *args: held.append(measured(*args)) or held[-1])
+    shrink = "45" if preset == "gpt-oss-20b" else "1"
+    tiny = ["--shrink", shrink, "--tokens", "16", "--rounds", "1", "--layers", "1", "2", "--device", "cpu"]
+    finetune.main(["--preset", preset, *tiny])
+    table = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    every = f"{finetune.CHECKPOINTS[preset].layers}"
+    assert [row[2].strip() for row in table[-6:]] == ["1", "2", every] * 2
+    assert held[0].held < held[1].held  # in few bits, and in 16
 
     few, more = finetune.StepCost(2, 3.0, 6.0, 0.5), finetune.StepCost(4, 5.0, 9.0, 0.75)
     assert finetune.extended(few, more, 8) == finetune.StepCost(8, 9.0, 15.0, 1.25)
