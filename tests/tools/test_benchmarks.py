@@ -697,11 +697,29 @@ def test_contestants_of_functions_agree(monkeypatch: pytest.MonkeyPatch) -> None
 def test_bench_of_adapters_prints(capsys: pytest.CaptureFixture[str]) -> None:
     lora.main(["--preset", "small", "--tokens", "4", "--rank", "8", "--rounds", "1"])
 
-    decoded, steps = (part.splitlines() for part in capsys.readouterr().out.strip().split("\n\n"))
+    decoded, steps, decoding = (part.splitlines() for part in capsys.readouterr().out.strip().split("\n\n"))
     assert [line.split("|")[1].strip() for line in decoded[2:]] == [*lora.FORMATS]
     assert steps[0].startswith("| small, 4 tokens, rank 8")
     names = [line.split("|")[1].strip() for line in steps[2:]]
     assert names == ["frozen", "LoRA", "full", *(f"LoRA, {base}" for base in lora.BASES)]
+    assert [line.rpartition("(")[2] for line in decoding] == [f"LoRA, {base})" for base in lora.FORMATS]
+    assert all(re.match(r"decode: \d+\.\d\d ms of \d+\.\d\d ms, \d+\.\d% ", line) for line in decoding)
+
+
+def test_adapters_of_peft_multiply_the_same_weights() -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    preset = Preset(4, 64, 32, 2)
+    frozen, rows = lora.linears(preset, 0, "cpu"), lora.Rows.draw(preset, 8, "cpu")
+    gradients = lora.peft_step(preset, 8, frozen, rows)()
+    assert len(gradients) == 5
+    assert all(float(each.abs().max()) > 0 for each in gradients)
+
+
+def test_operations_of_a_step() -> None:
+    preset = Preset(4, 64, 32, 2)
+    assert lora.products(preset, 10, "LoRA") == 2 * 2 * 20 * 64 * 3 * 32
+    assert lora.products(preset, 10, "full") == 3 * 2 * 20 * 64 * 3 * 32
 
 
 def test_a_wrong_base_of_adapters_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -709,7 +727,7 @@ def test_a_wrong_base_of_adapters_is_left_out(monkeypatch: pytest.MonkeyPatch) -
     exact = lora.NF4.values
     monkeypatch.setattr(lora.NF4, "values", lambda format, weight: 1.1 * exact(format, weight))
     monkeypatch.setattr(lora.NF4, "weight_values", lambda format, weight, parts=1: exact(format, weight))
-    steps, left_out = lora.contestants(Preset(4, 320, 192, 2), 8, 8, "cpu", [*lora.BASES])
+    steps, _, left_out = lora.contestants(Preset(4, 320, 192, 2), 8, 8, "cpu", [*lora.BASES])
 
     assert [one.name for one in left_out] == ["NF4", "NF4 nested"]
     assert left_out[0].reason.startswith("InaccurateError: a gradient is off by ")
