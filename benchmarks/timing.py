@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import time
@@ -194,6 +195,7 @@ class _CudaClock:
 def peak_bytes(function: Function, device: torch.device | str = "cpu") -> int:
     """The peak memory of tensors during a call, above the memory before it, in bytes."""
     if torch.device(device).type == "cuda":
+        gc.collect()  # what earlier calls left in cycles would be freed within this one
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -206,6 +208,7 @@ def peak_bytes(function: Function, device: torch.device | str = "cpu") -> int:
 def kept_bytes(function: Function, device: torch.device | str = "cpu") -> int:
     """The bytes of tensors that a call allocates and that its result keeps alive."""
     if torch.device(device).type == "cuda":
+        gc.collect()
         before = torch.cuda.memory_allocated()
         result = function()
         return torch.cuda.memory_allocated() - before
