@@ -142,7 +142,7 @@ def attempts(names: Iterable[str], make: Callable[[str], T]) -> tuple[dict[str, 
     return results, left_out
 
 
-class Rows(NamedTuple):
+class RoutedRows(NamedTuple):
     """The input of a layer, its routing, and the gradient of its output."""
 
     x: Tensor
@@ -151,7 +151,7 @@ class Rows(NamedTuple):
     dy: Tensor
 
     @classmethod
-    def draw(cls, preset: Preset, tokens: int, device: str) -> Rows:
+    def draw(cls, preset: Preset, tokens: int, device: str) -> RoutedRows:
         """Rows of unit variance, each to some experts."""
         x = torch.randn(tokens, preset.features, device=device, dtype=torch.bfloat16, requires_grad=True)
         scores = torch.rand(tokens, preset.experts, device=device).topk(preset.top_k, -1)
@@ -169,7 +169,7 @@ class Rows(NamedTuple):
 
 
 class Contestants(NamedTuple):
-    """What is timed: the steps, the decoding that each step over bytes does, and what does not run."""
+    """The steps that are timed, the decoding within each step over bytes, and the bases that do not run."""
 
     steps: dict[str, Step]
     decodings: dict[str, Step]
@@ -178,7 +178,7 @@ class Contestants(NamedTuple):
 
 def contestants(preset: Preset, tokens: int, rank: int, device: str, bases: Sequence[str]) -> Contestants:
     """A step of each kind of training, on the same routing."""
-    rows = Rows.draw(preset, tokens, device)
+    rows = RoutedRows.draw(preset, tokens, device)
     frozen, adapted = linears(preset, 0, device), linears(preset, rank, device)
     steps = {
         "frozen": rows.step(layer(preset, *frozen, "none")),
@@ -221,7 +221,7 @@ def decoding_twice(stored: fusible.Sequential) -> Step:
     return step
 
 
-def peft_step(preset: Preset, rank: int, frozen: tuple[Linear, Linear], rows: Rows) -> Step:
+def peft_step(preset: Preset, rank: int, frozen: tuple[Linear, Linear], rows: RoutedRows) -> Step:
     """A step of PEFT's adapters on an experts module of transformers, which has the weights of ``frozen``.
 
     Raises:
@@ -252,15 +252,15 @@ def peft_step(preset: Preset, rank: int, frozen: tuple[Linear, Linear], rows: Ro
     return rows.step(adapted)
 
 
-def _summed(up: Mapping[str, Tensor], down: Mapping[str, Tensor], given: Rows, preset: Preset) -> Step:
-    x, index, weights, dy = given
+def _summed(up: Mapping[str, Tensor], down: Mapping[str, Tensor], rows: RoutedRows, preset: Preset) -> Step:
+    x, index, weights, dy = rows
     leaves = [linear[name] for linear in (up, down) for name in ("lora_a", "lora_b")]
 
     def step() -> tuple[Tensor, ...]:
         order = index.flatten().sort(stable=True)
         ends = torch.bincount(index.flatten(), minlength=preset.experts).cumsum(0).to(torch.int32)
-        rows = x[order.indices // preset.top_k]
-        gate, value = F.grouped_mm(rows, _sum(up).mT, offs=ends).chunk(2, -1)
+        sorted_x = x[order.indices // preset.top_k]
+        gate, value = F.grouped_mm(sorted_x, _sum(up).mT, offs=ends).chunk(2, -1)
         y = F.grouped_mm(F.silu(gate) * value, _sum(down).mT, offs=ends)
         y = y * weights.flatten()[order.indices].unsqueeze(-1).to(y.dtype)
         out = torch.zeros_like(x).index_add(0, order.indices // preset.top_k, y)

@@ -710,7 +710,7 @@ def test_adapters_of_peft_multiply_the_same_weights() -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
     preset = Preset(4, 64, 32, 2)
-    frozen, rows = lora.linears(preset, 0, "cpu"), lora.Rows.draw(preset, 8, "cpu")
+    frozen, rows = lora.linears(preset, 0, "cpu"), lora.RoutedRows.draw(preset, 8, "cpu")
     gradients = lora.peft_step(preset, 8, frozen, rows)()
     assert len(gradients) == 5
     assert all(float(each.abs().max()) > 0 for each in gradients)
