@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 WARM_UP = 2  # steps before a graph is captured
@@ -94,7 +93,7 @@ class OneGraph:
         self._named_cache = {_name_of_cache(model): self._cache, "use_cache": True}
         self._step: Callable[[], object] = self._decode
         if options.compiled:
-            tuning = {"coordinate_descent_tuning": True} if options.tuned else None
+            tuning: dict[str, Any] | None = {"coordinate_descent_tuning": True} if options.tuned else None
             self._step = torch.compile(self._decode, dynamic=False, options=tuning)
         self._replay: Callable[[], object] | None = None
 
@@ -125,7 +124,7 @@ class OneGraph:
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
             step()
             _wait(self._ids)
-        ran = [e for e in record.events() if e.device_type == DeviceType.CUDA and not e.is_user_annotation]
+        ran = [e for e in record.events() if e.device_type.name == "CUDA" and not e.is_user_annotation]
         return len(ran), sum(event.time_range.elapsed_us() for event in ran) / 1e6
 
     def _start(self) -> None:
@@ -160,7 +159,7 @@ class OneGraph:
         return graph
 
 
-LOOPS = {"graph": OneGraph, "generate": Generate}
+LOOPS: dict[str, type[OneGraph | Generate]] = {"graph": OneGraph, "generate": Generate}
 
 
 def _decoding(model: Any) -> Any:
