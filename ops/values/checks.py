@@ -23,7 +23,7 @@ _TEXT = (str, bytes, bytearray)  # sequences, the last two of ints
 def check_sizes(op: str, dtype: torch.dtype | None, **sizes: object) -> None:
     """Checks arguments of a constructor: sizes from 1 on, and a floating-point dtype of at least 16 bits or None."""
     for name, size in sizes.items():
-        if type(size) is not int and (isinstance(size, bool) or not isinstance(size, SupportsIndex)):
+        if isinstance(size, bool) or not isinstance(size, int | SupportsIndex):  # int: no protocol is asked
             raise ArgumentError(f"{op}: {name} must be an int, got {size!r}")
         if size < 1:  # type: ignore[operator]
             raise ArgumentError(f"{op}: {name} must be at least 1, got {size}")
@@ -35,8 +35,7 @@ def check_sizes(op: str, dtype: torch.dtype | None, **sizes: object) -> None:
 def check_numbers(op: str, **numbers: object) -> None:
     """Checks factors in a constructor: finite numbers."""
     for name, number in numbers.items():
-        is_real = type(number) is float or (isinstance(number, Real) and not isinstance(number, bool))
-        if not (is_real and isfinite(number)):
+        if isinstance(number, bool) or not isinstance(number, float | Real) or not isfinite(number):
             raise ArgumentError(f"{op}: {name} must be a finite number, got {number!r}")
 
 

@@ -171,3 +171,26 @@ def test_calls_of_a_layer_of_transformers_without_gradients(gpu):
         counts = [calls_of(lambda: experts(x, index, weights)) for _ in range(5)]
 
     assert counts[-1] <= 80, counts
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_calls_of_a_router_of_transformers():
+    if find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    from hugging_face import make
+
+    from fusible.integrations import routers
+
+    model = make("qwen3", torch.bfloat16)
+    routers.route(model)  # tries formulas, which the stub would not compute
+    router = next(module for module in model.modules() if hasattr(module, routers.ATTRIBUTE))
+    x, counts = torch.randn(4, router.weight.shape[1], dtype=torch.bfloat16), list[tuple[int, int]]()
+    with launching_nothing():
+        for _ in range(3):
+            outputs = list[torch.Tensor]()
+            forward = calls_of(lambda: outputs.append(router(x)[1]))  # noqa: B023
+            weights = outputs[0].sum()
+            counts.append((forward, calls_of(weights.backward)))
+
+    assert counts[-1][0] <= 190, counts
+    assert counts[-1][1] <= 150, counts
