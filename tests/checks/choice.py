@@ -219,6 +219,24 @@ def check_odd(device: str, scores: str, experts: int, by_scores: bool) -> None:
     assert grad.isfinite().all()
 
 
+def check_beside_odd(device: str, scores: str, normalize: bool) -> None:
+    """Beside NaN, no expert and a logit of -infinity have the weight 0. A logit of +infinity is the first choice."""
+    x, given = numbers(device, 4, 12), torch.full((4, 3), -1, device=device)
+    x[0, 4], x[0, 7], x[1, 9], x[2, 0], x[2, 5], given[0] = math.nan, -math.inf, math.inf, math.nan, math.inf, 4
+    given[0, 1:] = torch.tensor([7, -1], device=device)
+    p = Choosing(x, ChoiceRule(3, scores, normalize, 1.0), torch.zeros(12, device=device), None, given)
+    out, true = chosen(p), reference.forward(p)
+    for weights, ids in ((out.weights, out.ids), (true.weights, true.ids)):
+        assert weights[0].isnan().tolist() == [True, False, False]
+        assert not weights[0, 1:].any()
+        assert ids[1, 0] == 9
+    assert torch.equal(out.ids, true.ids)
+    torch.testing.assert_close(out.weights, true.weights, rtol=1e-4, atol=1e-7, equal_nan=True)
+    d = torch.ones_like(out.weights), None, None
+    ours, true_grad = gradient(p, out.ids, *d), reference.backward(ChoosingBackward(x, p.rule, out.ids, *d))
+    assert torch.equal(ours[[1, 3]].isnan(), true_grad[[1, 3]].isnan())
+
+
 def check_calls_of_a_layer(
     device: str, how: dict[str, Any], shared: int | None, engine: Executor | None = None, layer: MoE | None = None
 ) -> MoE:

@@ -135,6 +135,12 @@ def test_odd_numbers(scores: str, by_scores: bool) -> None:
 
 
 @pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_numbers_beside_odd_ones(scores: str, normalize: bool) -> None:
+    choice.check_beside_odd("cpu", scores, normalize)
+
+
+@pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("experts", [60, 1100])
 def test_near_ties(scores: str, experts: int) -> None:
     choice.check_near_ties("cpu", scores, experts)

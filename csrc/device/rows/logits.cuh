@@ -82,6 +82,8 @@ DEVICE float scores_of(float (&scores)[kCount], const float (&x)[kCount], float 
   for (int i = 0; i < kCount; ++i) total += scores[i] = x[i] == -kInfinity ? 0.f : expf(log_score<kScores>(x[i]) - top);
   return team.sum(total);
 }
+// The logarithm that softmax divides by, from the sum of scores by the highest, which is NaN for infinities.
+DEVICE float log_total_of(float highest, float total) { return highest == kInfinity ? highest : highest + logf(total); }
 template <Scores kScores, int kCount, int kParts>
 DEVICE float total_of(const float (&x)[kCount], float highest, const Team<kParts>& team) {
   float scores[kCount];

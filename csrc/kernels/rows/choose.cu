@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 2)
     if (tallied || (kScores == Scores::kSoftmax && (by_scores || !r.normalize))) {
       float scores[kCount];
       const float total = scores_of<kScores>(scores, x, highest, team);
-      if (kScores == Scores::kSoftmax) log_total = highest + logf(total);
+      if (kScores == Scores::kSoftmax) log_total = log_total_of(highest, total);
       if (tallied) {
         const float share = 1.f / total;
 #pragma unroll

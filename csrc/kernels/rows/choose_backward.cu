@@ -41,7 +41,7 @@ DEVICE DenseTerms dense_terms(float (&x)[kCount], float* d_sums, const ChoiceBac
   float total = 0.f;
   if constexpr (kScores == Scores::kSoftmax) {
     total = scores_of<kScores>(x, x, highest, team);
-    d.lse = d.log_total = d.top + logf(total);
+    d.lse = d.log_total = log_total_of(highest, total);
   } else {
     total = total_of<kScores>(x, highest, team);
   }

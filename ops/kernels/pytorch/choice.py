@@ -81,7 +81,7 @@ def _choose(logits: Tensor, rule: ChoiceRule, bias: Tensor | None) -> Tensor:
     """int64 [T, k]: the experts with the highest keys: scores with the bias, or logits where nothing needs scores."""
     if bias is None and rule.groups == 1:
         return _best(logits, rule.top_k)
-    keys = logits.softmax(-1) if rule.scores == "softmax" else log_scores(logits, rule.scores).exp()
+    keys = _shares(logits) if rule.scores == "softmax" else log_scores(logits, rule.scores).exp()
     keys = keys.masked_fill(logits == -math.inf, 0)  # in a row of -inf alone, too
     keys = keys if bias is None else keys + bias
     return _best(keys if rule.groups == 1 else _within_groups(keys, rule), rule.top_k)
@@ -111,7 +111,7 @@ def _weights(logits: Tensor, ids: Tensor, rule: ChoiceRule) -> Tensor:
         return chosen.masked_fill(never, 0).exp().masked_fill(never, 0)
     nothing = never.all(-1, keepdim=True)
     chosen = chosen.masked_fill(never & ~nothing, -math.inf).masked_fill(nothing, 0)
-    return chosen.softmax(-1).masked_fill(nothing, 0)
+    return chosen.softmax(-1).masked_fill(never, 0)  # even beside NaN
 
 
 def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,14 @@ def _of_weights(logits: Tensor, rule: ChoiceRule, ids: Tensor, d_weights: Tensor
     sparse = torch.zeros_like(logits).scatter_add(-1, ids.clamp(0, logits.shape[-1] - 1), d)
     if rule.normalize or rule.scores != "softmax":
         return sparse
-    return sparse - (logits.softmax(-1) * total).masked_fill(untouched | (logits == -math.inf), 0)
+    shares = _shares(logits)
+    return sparse - (shares * total).masked_fill(untouched | (logits == -math.inf) | (shares == 0), 0)
+
+
+def _shares(logits: Tensor) -> Tensor:
+    """Softmax. Beside a logit of +inf, whose share is NaN, the others have 0, as by their logsumexp."""
+    others = (logits.amax(-1, keepdim=True) == math.inf) & (logits != math.inf)
+    return logits.softmax(-1).masked_fill(others, 0)
 
 
 def _slope(logits: Tensor, scores: str) -> Tensor:
