@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...fuser import ArgumentError, Sequential
 from ..parameters.wide_buffers import WideBuffers
 from ..routed.choose import SCORES, Choose
-from ..routed.gate import Gate
+from ..routed.gate import Gate, logits_of
 from ..values.checks import check_numbers, check_sizes
 from .balance import Balance, check_balance
 from .losses import Loss, Tally, check_sequences, checked_losses
@@ -157,7 +157,7 @@ class Router(WideBuffers):
         is_rows = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
         if not is_rows or x.shape[1] != weight.shape[1]:
             raise ArgumentError(f"Router: x must be floating-point tokens [T, {weight.shape[1]}], got {form(x)}")
-        logits: Tensor = self.gate(x, weight=weight, logit_bias=self.bias)
+        logits = logits_of(self.gate, x, weight, self.bias)
         check_tensors("Router", logits, rule.top_k, valid, ids)
         if sequences is not None or self.losses:
             check_sequences("Router", self.losses, sequences, x.shape[0])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...fuser import Grads, Op, Promises, TensorSpec
-from ..kernels.doors.gate import gate_product
+from ...fuser.contract.overrides import is_hooked
+from ...fuser.contract.torch_private import apply_of
+from ...fuser.replay.calls import observer
+from ..kernels.doors.gate import gate_product, is_left_to_torch, product_by_torch
 from ..kernels.problems.gemm import Layout
 
 
@@ -49,6 +53,62 @@ class Gate(Op):
         if bias_dtype is not None:
             grads["logit_bias"] = lambda: dy.sum(0).to(bias_dtype)
         return grads  # type: ignore[return-value]
+
+
+class _FewTokens(torch.autograd.Function):
+    """The same products of few tokens by PyTorch. The node of an op costs the host more than they do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.dtype, ctx.bias_dtype = x.dtype, None if bias is None else bias.dtype
+        return product_by_torch(Layout.NT, x, weight, bias, _wide(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if _autocasts(dy.device.type):
+            with torch.autocast(dy.device.type, enabled=False):
+                return _gradients(ctx, dy)
+        return _gradients(ctx, dy)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of :class:`_FewTokens`."""
+    x, weight = ctx.saved_tensors
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+    wide = dy.dtype
+    dx = product_by_torch(Layout.NN, dy, weight, None, wide).to(ctx.dtype) if needs_x else None
+    d_weight = product_by_torch(Layout.TN, dy, x, None, wide).to(weight.dtype) if needs_weight else None
+    return dx, d_weight, dy.sum(0).to(ctx.bias_dtype) if needs_bias else None
+
+
+_by_torch: Callable[..., Any] = apply_of(_FewTokens)
+
+
+def logits_of(gate: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The logits that a router's gate gives; of few tokens, without the work of a call of an op."""
+    may_skip = type(gate) is Gate and not torch.compiler.is_dynamo_compiling() and _are_dense(x, weight, bias)
+    # the size comes last, since an export makes a condition of what is asked of it
+    if may_skip and not _is_watched(gate, x) and is_left_to_torch(x.shape[0]):
+        logits: Tensor = _by_torch(x, weight, bias)
+    else:
+        logits = gate(x, weight=weight, logit_bias=bias)
+    return logits
+
+
+def _are_dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether these are tensors of torch's own classes on one device; the checks of a call name what is not."""
+    fits = type(x) is Tensor and x.layout is torch.strided and type(weight) in (nn.Parameter, Tensor)
+    return fits and x.device == weight.device and (bias is None or x.device == bias.device)
+
+
+def _is_watched(gate: nn.Module, x: Tensor) -> bool:
+    """Whether something else wants the call of the op than its result."""
+    return is_hooked(gate) or _autocasts(x.device.type) or observer() is not None
+
+
+def _autocasts(device_type: str) -> bool:
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

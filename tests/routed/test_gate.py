@@ -98,3 +98,57 @@ def test_no_tokens() -> None:
 
     assert [tuple(t.shape) for t in step(x, weight, bias, dy)] == [(0, 8), (0, 16), (8, 16)]
     assert not step(x, weight, bias, dy)[2].any()
+
+
+class Labelled(torch.nn.Module):
+    """A gate that is called as a module."""
+
+    def __init__(self, gate: Gate) -> None:
+        super().__init__()
+        self.inner = gate
+
+    def forward(self, x: torch.Tensor, **keywords: object) -> torch.Tensor:
+        logits: torch.Tensor = self.inner(x, **keywords)
+        return logits
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 9])
+@pytest.mark.parametrize("dtypes", [(BF16, BF16), (BF16, torch.float32), (torch.float64, torch.float64)], ids=str)
+@pytest.mark.parametrize("frozen", ["", "x", "weight", "bias"])
+def test_few_tokens_of_a_router_have_the_bits_of_the_op(
+    tokens: int, dtypes: tuple[torch.dtype, torch.dtype], frozen: str
+) -> None:
+    torch.manual_seed(0)
+    router, x = Router(64, 16, 2, dtype=dtypes[1], bias=True), torch.randn(tokens, 64, dtype=dtypes[0])
+    leaves = {"x": x, "weight": router.weight, "bias": router.bias}
+    results = []
+    for gate in (router.gate, Labelled(router.gate)):
+        router.gate = gate  # type: ignore[assignment]
+        for name, leaf in leaves.items():
+            leaf.requires_grad_(name != frozen)  # type: ignore[union-attr]
+        routes = router(x)
+        wanted = [leaf for name, leaf in leaves.items() if name != frozen]
+        with torch.autocast("cpu", torch.bfloat16):
+            grads = torch.autograd.grad(routes.logits.sin().sum() + routes.top_k_weights.sum(), wanted)  # type: ignore[arg-type]
+        results.append([routes.logits, *grads])
+
+    assert all(torch.equal(ours, ops) for ours, ops in zip(*results, strict=True))
+
+
+def test_hooks_of_a_gate_run() -> None:
+    router, seen = Router(8, 4, 2), list[str]()
+    router(torch.randn(3, 8))
+    router.gate.register_forward_hook(lambda *_: seen.append("forward"))
+    router.gate.register_full_backward_hook(lambda *_: seen.append("backward"))
+    router(torch.randn(3, 8, requires_grad=True)).top_k_weights.square().sum().backward()
+
+    assert seen == ["forward", "backward"]
+
+
+def test_a_gate_under_autocast_stays_in_float32() -> None:
+    router, x = Router(64, 16, 2), torch.randn(9, 64)
+    expected = router(x).logits
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = router(x).logits
+
+    assert torch.equal(logits, expected)

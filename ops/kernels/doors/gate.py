@@ -7,8 +7,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ....fuser.contract import tracing as trace
+from ...values.switches import active_switches
 from .. import dispatch
-from ..problems.gate import GateProduct
+from ..problems.gate import MANY_TOKENS, GateProduct
 from ..problems.gemm import Layout
 
 
@@ -23,6 +24,16 @@ def gate_product(layout: Layout, a: Tensor, b: Tensor, bias: Tensor | None = Non
             problem.out = a.new_empty(problem.shape, dtype=wide)
             dispatch.solve(problem, choice)
             return problem.out
+    return product_by_torch(layout, a, b, bias, wide)
+
+
+def is_left_to_torch(tokens: int) -> bool:
+    """Whether no kernel of ours takes so few tokens."""
+    return tokens < MANY_TOKENS and active_switches().backend == "auto"
+
+
+def product_by_torch(layout: Layout, a: Tensor, b: Tensor, bias: Tensor | None, wide: torch.dtype) -> Tensor:
+    """The product in the dtype ``wide``."""
     a, b = a.to(wide), b.to(wide)
     if layout is Layout.NT:
         return F.linear(a, b, None if bias is None else bias.to(wide))

@@ -6,12 +6,9 @@ import torch
 from torch import Tensor
 
 from ...values.switches import active_switches
-from ..problems.gate import GateProduct
+from ..problems.gate import MANY_TOKENS, GateProduct
 from ..problems.gemm import GroupedGemm, Layout
 from . import gemm
-
-MANY_TOKENS = 4096
-"""The fewest tokens. Each product is launched from Python, which costs the host 600 µs in a forward and backward."""
 
 
 def refusal(p: GateProduct) -> str | None:
