@@ -13,6 +13,9 @@ from ..routed.choose import SCORES, ChoiceRule, log_scores, wide
 from ..values.checks import check_numbers, check_sizes
 from .route import Routes
 
+_NUMBERS_AT_ONCE = 2**21
+"""The scores that a histogram counts at once."""
+
 
 class Balance(Protocol):
     """The update rule of a router's selection bias."""
@@ -98,17 +101,30 @@ class QuantileBias:
 
     @torch.no_grad()
     def count(self, routes: Routes, bias: Tensor) -> Tensor:
-        """The number of tokens that need each bias, int64 [E, bins]. Tokens without a finite one are left out."""
-        scores = log_scores(wide(routes.logits), SCORES[routes.scores]).exp()
-        cutoff = (scores + bias).topk(routes.top_k_index.shape[1] + 1, dim=-1).values[:, -1]
-        needed = cutoff.unsqueeze(-1) - scores
-        left_out = (routes.top_k_index == -1).all(-1, keepdim=True) | ~needed.isfinite().all(-1, keepdim=True)
+        """The number of tokens that need each bias, int64 [E, bins]. Tokens without a finite one are left out.
+
+        It counts some tokens after others, so that temporaries do not grow with their number.
+        """
+        experts, ids = bias.shape[0], routes.top_k_index
+        total = torch.zeros(experts * self.bins, dtype=torch.int64, device=bias.device)
+        begins = torch.arange(0, experts * self.bins, self.bins, device=bias.device)
+        parts = [(routes.logits, ids)]
+        if not torch.compiler.is_dynamo_compiling():  # which makes no temporaries of single operations
+            few = max(1, _NUMBERS_AT_ONCE // experts)
+            parts = [*zip(torch.split(routes.logits, few), torch.split(ids, few), strict=True)]
+        for logits, chosen in parts:
+            bins, counted = self._needed(log_scores(wide(logits), SCORES[routes.scores]).exp(), chosen, bias)
+            total.scatter_add_(0, (bins + begins).flatten(), counted.expand_as(bins).flatten().long())
+        return total.view(-1, self.bins)
+
+    def _needed(self, scores: Tensor, ids: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """The bins of the biases that tokens need, int64 [T, E], and which tokens count, bool [T, 1]."""
+        cutoff = (scores + bias).topk(ids.shape[1] + 1, dim=-1).values[:, -1:]
+        needed = cutoff - scores
+        counted = (ids != -1).any(-1, keepdim=True) & needed.isfinite().all(-1, keepdim=True)
         low, high = _bounds(bias)
-        position = ((needed.masked_fill(left_out, 0) - low) * (self.bins / (high - low))).floor().long()
-        bins = position.clamp(0, self.bins - 1) + self.bins * torch.arange(bias.shape[0], device=bias.device)
-        counted = (~left_out).expand_as(bins).flatten().long()
-        total = torch.zeros(bias.shape[0] * self.bins, dtype=torch.int64, device=bias.device)
-        return total.scatter_add_(0, bins.flatten(), counted).view(-1, self.bins)
+        position = (needed.masked_fill(~counted, 0) - low) * (self.bins / (high - low))
+        return position.floor().long().clamp(0, self.bins - 1), counted
 
     def next_bias(self, bias: Tensor, load: Tensor, top_k: int) -> Tensor:
         """The quantiles; unchanged if no token was counted."""

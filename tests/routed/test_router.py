@@ -16,6 +16,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fusible import (
@@ -35,6 +36,7 @@ from fusible import (
 )
 from fusible.functional import route
 from fusible.ops.kernels.problems.choice import SCORES, ChoiceRule
+from fusible.ops.layers import balance
 from fusible.ops.routed.choose import Choose
 
 T, H, E, K = 12, 6, 8, 3
@@ -208,6 +210,31 @@ def test_histograms_of_microbatches_add_up() -> None:
 
     assert torch.equal(whole, first + second)
     assert whole.sum(-1).tolist() == [40] * E
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most numbers in a tensor that an operation makes."""
+
+    most = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor) and not tensor._is_view():
+                self.most = max(self.most, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 5, 40])
+def test_a_histogram_makes_no_temporary_of_all_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, bias, logits = QuantileBias(5), torch.linspace(-0.1, 0.1, E), numbers(tokens, E)
+    routes = route(logits, K, scores="sigmoid", bias=bias)
+    whole = part.count(routes, bias)
+    monkeypatch.setattr(balance, "_NUMBERS_AT_ONCE", 7 * E)
+    with Largest() as made:
+        assert torch.equal(part.count(routes, bias), whole)
+
+    assert made.most <= 7 * E
 
 
 def test_a_quantile_bias_leaves_out_pads_and_tokens_that_are_no_numbers() -> None:
