@@ -29,7 +29,7 @@ def _no_other_kernels() -> Iterator[None]:
 
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("tokens", [1, 64, 2051])
-@pytest.mark.parametrize("experts", [7, 8, 60, 128, 511, 512, 513, 896, 1024, 1025, 4096])
+@pytest.mark.parametrize("experts", [7, 8, 60, 128, 511, 512, 513, 896, 1024, 1025, 2048, 4096])
 def test_choices_and_gradients(scores: str, tokens: int, experts: int) -> None:
     for top_k in (1, 2, 8, 16, 22, 32):
         if top_k <= experts:

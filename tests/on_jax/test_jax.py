@@ -39,9 +39,10 @@ NEEDS_EMULATION = pytest.mark.skipif(build.missing() is not None, reason=f"canno
 
 
 EMULATED = pytest.param("kernels", marks=[NEEDS_EMULATION, pytest.mark.slow])
+HOPPER = pytest.param("hopper", marks=[pytest.mark.cuda, needs_hopper])
 
 
-@pytest.fixture(params=["xla", EMULATED, pytest.param("hopper", marks=[pytest.mark.cuda, needs_hopper])])
+@pytest.fixture(params=["xla", EMULATED, HOPPER])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each test by jax's products, by the kernels' sources on the CPU, and on a GPU."""
     name = request.param
@@ -103,8 +104,7 @@ def test_groups_of_any_sizes(backend: str, sizes: tuple[int, ...], tail: int) ->
     assert_close(fusible.jax.grouped_gemm(lhs, grads, last_dims=counts), wgrad64(lhs, grads, sizes))
 
 
-@pytest.mark.parametrize("groups", [513, 896, 4096])
-def test_groups_of_several_windows(backend: str, groups: int) -> None:
+def check_groups(groups: int) -> None:
     """Those on both sides of a window's end have rows."""
     sizes = tuple(3 if g in (510, 511, 512, groups - 1) else int(g % 97 == 5) for g in range(groups))
     lhs, rhs, counts = operands(16, 24, jnp.bfloat16, sizes, 5)
@@ -112,6 +112,17 @@ def test_groups_of_several_windows(backend: str, groups: int) -> None:
 
     assert_close(fusible.jax.ragged_dot(lhs, rhs, counts), product64(lhs, rhs, sizes))
     assert_close(fusible.jax.grouped_gemm(lhs, grads, last_dims=counts), wgrad64(lhs, grads, sizes))
+
+
+@pytest.mark.parametrize("groups", [513, 896, 4096])
+def test_groups_of_several_windows(backend: str, groups: int) -> None:
+    check_groups(groups)
+
+
+@pytest.mark.parametrize("backend", [EMULATED, HOPPER], indirect=True)
+@pytest.mark.parametrize("groups", [511, 512, 2048])
+def test_numbers_of_groups_of_our_kernels(backend: str, groups: int) -> None:
+    check_groups(groups)
 
 
 def test_sizes_beyond_the_rows_are_cut_off(backend: str) -> None:

@@ -133,8 +133,9 @@ def an_expert_a_rank_and_one_slot_a_token(world: World) -> None:
 
 @case
 def experts_of_all_ranks_are_hundreds(world: World) -> None:
-    group = world.group(num_experts=448 * world.size, top_k=16)
-    check_step(group, batch_for(group, counts_of(world)))
+    for number, top_k in ((512, 1), (896, 16), (2048, 22), (4096, 32)):
+        group = world.group(num_experts=number, top_k=top_k)
+        check_step(group, batch_for(group, counts_of(world)))
 
 
 @case
