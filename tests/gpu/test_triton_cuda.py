@@ -13,7 +13,9 @@ from checks.functions import ACTS_OF_COLUMNS, ACTS_OF_MATRICES, PUBLISHED, op_of
 from triton_interpreter import needs_triton
 
 from fusible import GroupedLinear, Scale, Sequential, SwiGLU, config
+from fusible.fuser import replay
 from fusible.ops import kernels
+from fusible.ops.kernels import extension
 from fusible.ops.kernels.doors import routing as door
 from fusible.ops.kernels.problems.gemm import Layout
 from fusible.ops.kernels.triton import gemm as triton
@@ -21,6 +23,7 @@ from fusible.ops.kernels.triton import row_kernels
 
 pytestmark = [pytest.mark.cuda, needs_triton]
 
+needs_extension = pytest.mark.skipif(not extension.is_built(), reason="calls are replayed by the extension")
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RAGGED = (131, 0, 77, 304, 1, 512)
 FEW = (3, 0, 1, 16, 7, 30, 60)
@@ -165,6 +168,54 @@ def test_a_graph_replays_with_other_sizes(dtype: torch.dtype, stacked: bool) -> 
             graph.replay()
             for got, expected in zip(captured, step(), strict=True):
                 assert torch.equal(got, expected)
+
+
+@needs_extension
+@pytest.mark.parametrize("rows", [64, 700, 3000])
+@pytest.mark.parametrize("how", [{}, {"bias": True}, {"single_grouped_weight": False}], ids=["", "bias", "separate"])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_repeated_calls_have_the_bits_of_the_first(dtype: torch.dtype, how: dict[str, Any], rows: int) -> None:
+    """Their launches are made by the extension, on other tensors and sizes."""
+    form: dict[str, Any] = {"device": "cuda", "dtype": dtype, **how}
+    model = Sequential(GroupedLinear(3, 104, 320, **form), SwiGLU(), Scale(), GroupedLinear(3, 160, 104, **form))
+    calls = []
+    for part in (3, 2, 7):
+        x, dy = (torch.randn(rows, 104, device="cuda", dtype=dtype) for _ in range(2))
+        sizes = torch.tensor([rows // part, 0, rows // 2 - 5], device="cuda")
+        calls.append((x.requires_grad_(), torch.rand(rows, device="cuda").requires_grad_(), sizes, dy))
+
+    def step(x: torch.Tensor, scales: torch.Tensor, sizes: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+        y = model(x, split_sizes=sizes, scales=scales)
+        return [y.detach(), *torch.autograd.grad(y, [x, scales, *model.parameters()], dy)]
+
+    with config(backend=triton.NAME):
+        first = [step(*call) for call in calls[:2]]
+        before = replay.stats()
+        again = [step(*call) for call in calls]
+        after = replay.stats()
+        repeated, reasons = after.replayed - before.replayed, after.unsupported - before.unsupported
+        assert repeated == 6, reasons
+        with config(debug=True):  # another form, of which this is the first call
+            first.append(step(*calls[2]))
+    for one, other in zip(first, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@needs_extension
+def test_repeated_calls_report_wrong_sizes() -> None:
+    linear = GroupedLinear(3, 104, 320, device="cuda", dtype=BF16)
+    x, sizes = torch.randn(177, 104, device="cuda", dtype=BF16), torch.tensor([100, 0, 57], device="cuda")
+    model = Sequential(linear, SwiGLU())
+    with config(backend=triton.NAME):
+        for _ in range(3):
+            model(x, split_sizes=sizes)
+        before = replay.stats().replayed
+        model(x, split_sizes=torch.tensor([100, 0, 78], device="cuda"))
+        repeated = replay.stats().replayed - before
+    assert repeated == 1
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="the size of group 2 is 78, more than the rows"):
+        kernels.raise_wrong_sizes(0)
 
 
 def test_nothing_waits_for_the_host() -> None:
