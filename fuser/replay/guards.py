@@ -50,6 +50,8 @@ class Form(dict[int, E | Refusal | None], Generic[E]):
     Attributes:
         is_new: whether no call of the form has run yet.
         partner: the only capture so far, with which the next may become one for any number of rows.
+        waiting: once two captures were for their own numbers alone, numbers that came once. A capture takes longer than
+            a call, so that it is made for a number that comes again.
     """
 
     def __init__(self, tensors: Sequence[Tensor], rows: int) -> None:
@@ -61,12 +63,19 @@ class Form(dict[int, E | Refusal | None], Generic[E]):
         self._guards = tensor_guards(tensors, sizes, [list(t.stride()) for t in tensors])
         self.is_new = True
         self.partner: E | None = None
+        self.waiting: set[int] | None = None
         twice = len({*map(id, tensors)}) < len(tensors)
         self._for_any_rows: E | Refusal | None = Refusal("two of its tensors are one") if twice else None
 
     def __missing__(self, rows: int) -> E | Refusal | None:
-        is_usual = 0 < rows < _MANY_ROWS
-        return self._for_any_rows if is_usual else Refusal("no rows, or so many that other kernels might be needed")
+        if not 0 < rows < _MANY_ROWS:
+            return Refusal("no rows, or so many that other kernels might be needed")
+        if self.waiting is None or rows in self.waiting:
+            return self._for_any_rows
+        if len(self.waiting) >= _MANY:
+            self.waiting.clear()
+        self.waiting.add(rows)
+        return Refusal()
 
     def fits(self, tensors: Sequence[Tensor], rows: int) -> bool:
         """Whether tensors with this number of rows have the form."""
@@ -89,6 +98,8 @@ class Form(dict[int, E | Refusal | None], Generic[E]):
                 return
         if len(self) >= _MANY:
             self.clear()
+        if self.partner is not None and not isinstance(entry, Refusal):
+            self.waiting = set()
         self.partner = None if self or isinstance(entry, Refusal) else entry
         self[rows] = entry
 

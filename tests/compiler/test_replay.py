@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -1110,3 +1110,19 @@ def test_what_is_replayed_is_freed_with_its_container(runs: Runs, how: dict[str,
         assert parameters_alive(seen) == 0
     finally:
         gc.enable()
+
+
+def test_a_number_of_rows_that_comes_once_is_not_captured_where_none_serves_all() -> None:
+    """A capture takes several times as long as a call."""
+
+    class Captured(NamedTuple):
+        is_for_any_rows: bool = False
+
+    form = guards.Form[Captured]([torch.zeros(8, 4)], 8)
+    for rows in (8, 9):  # the second one shows that these do not fit together
+        assert form[rows] is None
+        form.file(rows, Captured())
+
+    assert form[10] == guards.Refusal()
+    assert form[10] is None
+    assert form[9] == Captured()
