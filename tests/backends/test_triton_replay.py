@@ -6,6 +6,7 @@ The extension is the emulated one, and the kernels are interpreted.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -105,6 +106,28 @@ def test_a_repeated_call_has_the_bits_of_one(form: str, tiles: list[ProgramTile]
     assert repeated == 2, reasons()
     for a, b in zip([*again, *main_grads(experts)], [*anew, *main_grads(others)], strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize(
+    ("given", "reason"), [("parameters", "parameters of [4, 4] bytes"), ("hook", "a hook observes")]
+)
+def test_what_the_extension_cannot_launch_is_not_repeated(
+    given: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    foreign = import_module("fusible.ops.kernels.triton.device.foreign")
+    if given == "hook":
+        monkeypatch.setattr(foreign.knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    else:
+        monkeypatch.setattr(foreign, "parameter_sizes", lambda handle: [4, 4])
+    experts, before = Experts(), replay.stats().replayed
+    first, *others = [experts.step(0, [5, 0, 9]) for _ in range(3)]
+
+    repeated = replay.stats().replayed - before
+    assert repeated == 0
+    assert reason in str(reasons())
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.usefixtures("tiles")

@@ -20,7 +20,7 @@ _PROMOTION = 2  # of loads to 128 bytes in the L2 cache, as Triton asks for it
 _MAP_TYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 _FORMATS = {"i32": "i", "i64": "q", "u32": "I", "u64": "Q", "fp32": "f"}
 _kept = {}  # kernels by their handles, which are valid as long as these live
-_FEATURES = "num_ctas", "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"
+_FEATURES = "global_scratch_size", "profile_scratch_size", "launch_cooperative_grid", "launch_pdl"
 
 
 class UnknownLaunchError(Exception):
@@ -95,7 +95,7 @@ def launch(kernel, grid, arguments, constants):
     compiled = kernel.run(*arguments, grid=grid, warmup=True, **constants)
     try:
         fields = _fields(compiled, arguments)
-    except (AttributeError, KeyError, TypeError, struct.error) as error:  # another Triton
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError, struct.error) as error:  # another Triton
         raise UnknownLaunchError(f"{type(error).__name__}: {error}") from error
     _kept[compiled.function] = compiled
     device, (blocks, *more) = current_cuda_device(), grid
@@ -105,13 +105,14 @@ def launch(kernel, grid, arguments, constants):
 
 def _fields(compiled, arguments):
     """The fields of the launch that do not depend on its grid and its stream."""
-    hook = knobs.runtime.launch_enter_hook
-    if getattr(hook, "calls", hook):
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    if any(getattr(hook, "calls", hook) for hook in hooks):
         raise UnknownLaunchError("a hook observes the launches of Triton")
     compiled._init_handles()
     metadata = compiled.metadata
-    if asked := [name for name in _FEATURES if getattr(metadata, name, 0) not in (0, name == "num_ctas")]:
-        raise UnknownLaunchError(f"it has {', '.join(asked)}")
+    asked = [name for name in _FEATURES if getattr(metadata, name, 0)]
+    if asked or getattr(metadata, "num_ctas", 1) != 1:
+        raise UnknownLaunchError(f"it asks for {', '.join(asked) or 'clusters'}")
     parameters = KernelParameters(getattr(metadata, "tensordesc_meta", None) or ())
     for kind, value in zip(compiled.src.signature.values(), arguments, strict=False):
         parameters.add(kind, value)
