@@ -67,13 +67,18 @@ def settle(experts: Any, dtype: torch.dtype) -> None:
     """Turns the loaded parameters into stored weights.
 
     Raises:
-        ValueError: the checkpoint lacks a part, or a part does not fit.
+        ValueError: the checkpoint lacks a part, a part is offloaded to a disk, or does not fit.
     """
     was_transposed = experts.is_transposed
     for name, layout in experts.__dict__.pop(PLANNED, {}).items():
         parts = {}
         for part in (*layout.parts, *layout.more):
             tensor = experts._parameters[f"{name}{part.suffix}"]
+            if tensor.is_meta:
+                raise ValueError(
+                    f"{name}{part.suffix}: experts in {layout.recipe.name} cannot be offloaded to a disk. Give their "
+                    "layer another device in device_map"
+                )
             if not getattr(tensor, "_is_hf_initialized", False):
                 raise ValueError(f"{name}{part.suffix}: the checkpoint lacks it, and has {layout.recipe.name} weights")
             parts[part.suffix] = tensor.data

@@ -40,6 +40,8 @@ class KeepsScales(base.HfQuantizer):  # type: ignore[misc]
     def _check(self, path: str, module: nn.Module) -> None:
         for name, scales in _scales_of(module):
             weight = name.removesuffix(SUFFIX)
+            if scales.is_meta:  # offloaded to a disk, from which accelerate reads them for a call
+                continue
             for part in (weight, name) if self.pre_quantized else ():
                 if not getattr(module._parameters[part], "_is_hf_initialized", False):
                     raise ValueError(f"{path}.{part}: the checkpoint lacks it, and has FP8 weights with scales")
@@ -71,7 +73,9 @@ def _narrow(dtype: torch.dtype, module: nn.Module, state: dict[str, Tensor], pre
     """Gives the scales in a state dict the dtype that the checkpoint has, in which they are exact."""
     for name, _ in _scales_of(module):
         scales = state.get(f"{prefix}{name}")
-        if scales is not None and scales.dtype == torch.float32 and torch.equal(scales.to(dtype).float(), scales):
+        if scales is None or scales.dtype != torch.float32 or scales.is_meta:
+            continue
+        if torch.equal(scales.to(dtype).float(), scales):
             state[f"{prefix}{name}"] = scales.to(dtype)
 
 

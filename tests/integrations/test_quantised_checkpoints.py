@@ -498,6 +498,26 @@ def test_parts_of_fp8_that_are_missing_are_named(
         load(folder)
 
 
+def on_disk(folder: Path) -> dict[str, Any]:
+    """The options that leave the last layer of two in a folder."""
+    parts = {f"model.{name}": "cpu" for name in ("embed_tokens", "layers.0", "norm", "rotary_emb")}
+    return {"device_map": parts | {"lm_head": "cpu", "model.layers.1": "disk"}, "offload_folder": str(folder)}
+
+
+def test_layers_in_fp8_are_offloaded_to_a_disk(folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = folder_of("fp8-qwen3")
+    offloaded = load(folder, **on_disk(tmp_path))
+    assert torch.equal(offloaded(IDS).logits, load(folder)(IDS).logits)
+    assert offloaded.state_dict()["model.layers.1.self_attn.q_proj.weight_scale_inv"].is_meta
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "int4"])
+def test_other_experts_on_a_disk_are_refused(kind: str, folder_of: Callable[[str], Path], tmp_path: Path) -> None:
+    refusal = r"^model\.layers\.1\.mlp\.experts\.gate_up_proj\w+: experts in \w+ cannot be offloaded to a disk"
+    with pytest.raises(ValueError, match=refusal):
+        load(folder_of(kind), **on_disk(tmp_path))
+
+
 SPOILT: dict[str, tuple[str, Callable[[Tensor], Tensor | None]]] = {
     "missing": (".absmax", lambda tensor: None),
     "table": (".quant_map", lambda tensor: tensor.flip(0)),
