@@ -15,7 +15,6 @@ import torch
 from emulation import build, harness
 
 from fusible.fuser import registry
-from fusible.ops.values.switches import active_switches
 
 pytest.register_assert_rewrite("checks")
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -221,12 +220,12 @@ def sample(items: list[pytest.Item], part: int) -> tuple[list[pytest.Item], list
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Under ``FUSIBLE_BACKEND`` skips what cannot hold there."""
-    if item.get_closest_marker("hopper") and active_switches().backend not in other_backend.HOPPER:
+    if item.get_closest_marker("hopper") and other_backend.of_run() not in other_backend.HOPPER:
         pytest.skip("is about our Hopper kernels")
     try:
         return (yield)
     except (Exception, pytest.fail.Exception) as error:
-        if (why := other_backend.reason(error, active_switches().backend)) is not None:
+        if (why := other_backend.reason(error, other_backend.of_run())) is not None:
             pytest.skip(why)
         raise
 

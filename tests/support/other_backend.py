@@ -6,6 +6,7 @@ it computes, or if the statement that fails is about our Hopper kernels; every o
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,17 @@ from pathlib import Path
 import pytest
 
 from fusible.fuser import RefusedError
+from fusible.ops.values.switches import active_switches
 
 TESTS = Path(__file__).parents[1]
 HOPPER = ("auto", "hopper")
-OF_HOPPER = re.compile(
-    "hopper|replay", re.IGNORECASE
-)  # calls for any number of rows are replayed with its kernels only
+OF_HOPPER = re.compile("hopper|replay", re.IGNORECASE)  # its kernels alone are replayed for any number of rows
+
+
+def of_run() -> str:
+    """The backend that ``FUSIBLE_BACKEND`` names for all tests; ``auto`` without one, and where a fixture names one."""
+    backend: str = os.environ.get("FUSIBLE_BACKEND", "auto")
+    return backend if backend == active_switches().backend else "auto"
 
 
 def reason(error: BaseException, backend: str) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from other_backend import reason
+from other_backend import of_run, reason
 
 from fusible import GroupedLinear, Sequential, config
 
@@ -61,3 +61,14 @@ def test_what_does_not_hold_under_triton(test: Callable[[], None], why: str | No
 @pytest.mark.parametrize("backend", ["auto", "hopper"])
 def test_all_hold_under_ours(backend: str) -> None:
     assert reason(error_of(kernel_of_hopper), backend) is None
+
+
+@pytest.mark.parametrize(("of_environment", "expected"), [(None, "auto"), ("triton", "triton"), ("loop", "auto")])
+def test_tests_whose_fixture_names_a_backend_hold(
+    of_environment: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FUSIBLE_BACKEND", raising=False)
+    if of_environment is not None:
+        monkeypatch.setenv("FUSIBLE_BACKEND", of_environment)
+    with config(backend="triton"):
+        assert of_run() == expected
