@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,23 +110,15 @@ def test_a_repeated_call_has_the_bits_of_one(form: str, tiles: list[ProgramTile]
 
 
 @pytest.mark.usefixtures("tiles")
-@pytest.mark.parametrize(
-    ("given", "reason"), [("parameters", "parameters of [4, 4] bytes"), ("hook", "a hook observes")]
-)
-def test_what_the_extension_cannot_launch_is_not_repeated(
-    given: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_with_other_parameters_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     foreign = import_module("fusible.ops.kernels.triton.device.foreign")
-    if given == "hook":
-        monkeypatch.setattr(foreign.knobs.runtime, "launch_enter_hook", lambda metadata: None)
-    else:
-        monkeypatch.setattr(foreign, "parameter_sizes", lambda handle: [4, 4])
+    monkeypatch.setattr(foreign, "parameter_sizes", lambda handle: [4, 4])
     experts, before = Experts(), replay.stats().replayed
     first, *others = [experts.step(0, [5, 0, 9]) for _ in range(3)]
 
     repeated = replay.stats().replayed - before
     assert repeated == 0
-    assert reason in str(reasons())
+    assert "parameters of [4, 4] bytes" in str(reasons())
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
@@ -144,6 +137,28 @@ def test_routed_experts_are_repeated() -> None:
     repeated = replay.stats().replayed - before
     assert repeated == 2, reasons()
     assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_launches_that_a_hook_observes_are_not_repeated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, before = Experts(), replay.stats()
+    monkeypatch.setattr(getattr(import_module("triton").knobs.runtime, name), "calls", [print])
+    for _ in range(3):
+        experts.step(0, [5, 0, 9])
+
+    assert replay.stats().replayed == before.replayed
+    reasons = replay.stats().unsupported - before.unsupported
+    assert any("a hook observes the launches of Triton" in reason for reason in reasons)
+
+
+def test_a_tuple_of_another_form_is_left_to_triton() -> None:
+    foreign = pytest.importorskip("fusible.ops.kernels.triton.device.foreign")
+    source, metadata = SimpleNamespace(signature={"x": ("i32", "i32")}), SimpleNamespace(num_warps=4, shared=0)
+    compiled = SimpleNamespace(src=source, metadata=metadata, _init_handles=lambda: None)
+    kernel = SimpleNamespace(run=lambda *arguments, **how: compiled)
+    with pytest.raises(foreign.UnknownLaunchError, match="argument 2 is shorter"):
+        foreign.launch(kernel, (1,), ((1,),), {})
 
 
 @pytest.mark.usefixtures("tiles")
