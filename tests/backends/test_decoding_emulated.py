@@ -8,6 +8,7 @@ from checks import decoding as checks
 from checks.decoding import Stored
 from checks.packed import unpacked
 from emulation import build
+from torch import Tensor
 
 from fusible import MXFP4, NF4, Float8Weight, Int4, NVFP4Weight, config
 from fusible.fuser.contract import tracing
@@ -98,3 +99,15 @@ def test_what_is_refused() -> None:
     assert "needs scales of 8 values times a power of two, got one for 24" in why(Int4(24), 48)
     assert "needs rows of a multiple of 8 values, got 20" in why(Float8Weight(), 20)
     assert "needs dense data, got strides" in why(MXFP4(), 64, strided=True)
+
+
+def test_what_is_not_aligned_is_named() -> None:
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.new_empty(tensor.numel() + 1)[1:].view_as(tensor)
+
+    weight, out = MXFP4().weight(torch.randn(2, 16, 64)), torch.empty(2, 16, 64, dtype=torch.bfloat16)
+    for given, to, why in (
+        (weight._replace(data=moved(weight.data)), out, "needs data aligned to 8 bytes, got the address"),
+        (weight, moved(out), "needs out aligned to 16 bytes, got the address"),
+    ):
+        assert why in str(decode.refusal(checks.problem(MXFP4(), given, to)))

@@ -54,9 +54,10 @@ def _layout_refusal(p: WeightDecoding) -> str | None:
     for name, part in parts.items():
         if not part.is_contiguous():
             return f"needs dense {name}, got strides {list(part.stride())}"
-    (data,), (out,) = addresses(p.data), addresses(p.out)
-    if data % _VALUES or out % 16:
-        return f"needs data that are aligned to {_VALUES} bytes, got the address {data:#x}"
+    for name, part, alignment in (("data", p.data, _VALUES), ("out", p.out, 16)):
+        (at,) = addresses(part)
+        if at % alignment:
+            return f"needs {name} aligned to {alignment} bytes, got the address {at:#x}"
     return None
 
 
