@@ -47,6 +47,7 @@ class Checkpoint(NamedTuple):
     Attributes:
         slice: of :data:`SLICES`.
         layers: of the whole model.
+        format: of its experts, in words.
         stores: the tensors of a file by name, for a name and a tensor of the model that may be stored in few bits.
         quantization: of the ``config.json``.
         dequantize: the class of transformers' options that load it in 16 bits.

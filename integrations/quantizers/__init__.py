@@ -247,8 +247,8 @@ def _refused(parent: Any) -> Any:
 
 
 class TellsOf16Bits(base.HfQuantizer):  # type: ignore[misc]
-    """The common part of quantisers of which nothing here knows the format, before the class of transformers: it tells
-    of experts that are in 16 bits after loading.
+    """The part of quantisers whose formats nothing here reads, before the class of transformers: it warns of experts
+    that are in 16 bits after loading.
     """
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> object:
@@ -275,7 +275,7 @@ REPLACED = {
 
 
 def register(replaced: Mapping[str, Callable[[Any], Any]]) -> None:
-    """Replaces quantisers of transformers by subclasses, those of other names too; called once, by the import of the
+    """Replaces all quantisers of transformers, by these or by :class:`TellsOf16Bits`; called once, by the import of the
     integration.
 
     A transformers whose quantisers have other hooks keeps them, with a warning.

@@ -44,7 +44,7 @@ TOP_K = 2
 
 
 class Inputs(NamedTuple):
-    """Of a step; the first and the last two want gradients."""
+    """The tensors of a step; ``x`` and ``weights`` want gradients."""
 
     x: Tensor
     dy: Tensor
@@ -87,7 +87,7 @@ def step(model: Sequential, given: Inputs, call: Any = None) -> list[Tensor]:
 
 
 def decoded(linear: Any) -> Tensor:
-    """float64, on the CPU, where the definitions are."""
+    """The values of a stored weight in float64, on the CPU, where the definitions are."""
     parts, recipe = linear._stored(), linear.recipe
     if not isinstance(recipe, WeightOnly):
         recipe = Float8Weight()  # the same blocks
@@ -102,7 +102,7 @@ def _on_cpu(tensor: Tensor | None) -> Tensor | None:
 
 
 def exact_step(model: Sequential, given: Inputs) -> list[Tensor]:
-    """Of the decoded weights, in double precision; padding counts for nothing."""
+    """The results on decoded weights, in double precision; padding counts for nothing."""
     linears = [model.get_submodule(name) for name in ("1", "3")]
     wide = {id(p): p.detach().double().cpu().requires_grad_() for p in trained(model).values()}
     x, weights = (each.detach().double().cpu().requires_grad_() for each in (given.x, given.weights))

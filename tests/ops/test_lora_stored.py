@@ -143,7 +143,7 @@ def test_a_single_linear(format: WeightOnly) -> None:
 
 
 def losses(module: Any, inner: int, dtype: torch.dtype, steps: int = 200) -> Tensor:
-    """Those of steps that fit the adapters to a layer with other adapters."""
+    """The losses of steps that fit the adapters to a random goal."""
     torch.manual_seed(3)
     x, goal = torch.randn(2, TOKENS, inner)
     call = {"top_k_index": torch.randint(0, E, (TOKENS, TOP_K)), "top_k_weights": torch.rand(TOKENS, TOP_K)}

@@ -303,7 +303,7 @@ _MOST = 256  # addresses of a launch, whose parameters are limited to 4 KB
 
 @triton.jit
 def table_kernel(out, addresses):
-    """One store for each address, of which each comes as the next one."""
+    """One store for each address, which comes as a :class:`NextAddress`."""
     for i in tl.static_range(len(addresses)):
         tl.store(out + i, addresses[i].to(tl.int64) - 1)
 
