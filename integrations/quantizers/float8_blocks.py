@@ -27,7 +27,8 @@ class KeepsScales(base.HfQuantizer):  # type: ignore[misc]
     """The part of the quantiser for models that run through ``"fusible"``, before the class of transformers."""
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
-        self._dtypes = _dtypes_of_scales(kwargs.get("checkpoint_files") or ())
+        files = kwargs.get("checkpoint_files") if runs_here(model.config) else None
+        self._dtypes = _dtypes_of_scales(files or ())
         super()._process_model_before_weight_loading(model, **kwargs)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> object:

@@ -31,6 +31,7 @@ import fusible
 from fusible import Float8Weight
 from fusible.integrations.export import export_merged
 from fusible.integrations.hugging_face.stored_experts import Stored, stored_of
+from fusible.integrations.quantizers import float8_blocks
 from fusible.ops.formats.copies import Weight
 
 _IGNORED = ("UserWarning", "DeprecationWarning", "FutureWarning", "RuntimeWarning")
@@ -496,6 +497,15 @@ def test_parts_of_fp8_that_are_missing_are_named(
     named = f"model.layers.1.{missing}".replace(".{}", "").replace("down_proj.weight", "down_proj")
     with pytest.raises(ValueError, match=rf"^{re.escape(named)}: the checkpoint lacks it, and has FP8 weights"):
         load(folder)
+
+
+def test_files_are_not_read_for_other_implementations(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(float8_blocks, "safe_open", lambda file, framework: opened.append(file))
+    load(folder_of("fp8-qwen3"), "grouped_mm")
+    assert not opened
 
 
 def on_disk(folder: Path) -> dict[str, Any]:
