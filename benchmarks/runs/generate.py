@@ -241,7 +241,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu", help="where it runs")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
     add_plot_argument(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.new < 2:
+        parser.error("--new must be at least 2: decoding is timed from one token to the next")
+    return args
 
 
 if __name__ == "__main__":

@@ -244,7 +244,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if gpus else "cpu", help="where it runs")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
     add_plot_argument(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    offered = {UNSPREAD, *(name for way in args.contestants for name in exchanges(WAYS[way]))}
+    if missing := {*(args.exchanges or ())} - offered:
+        parser.error(f"--exchanges: no contestant has {', '.join(sorted(missing))}, only {', '.join(sorted(offered))}")
+    return args
 
 
 if __name__ == "__main__":

@@ -88,11 +88,26 @@ def test_training_prints_and_writes_who_ran_and_who_did_not(
 
 
 def test_exchanges_are_those_that_are_asked_for() -> None:
-    args = train._arguments([*TRAINING, "--exchanges", "fusible", "none", "another"])
+    args = train._arguments([*TRAINING, "--exchanges", "fusible", "none"])
 
     assert train.asked_exchanges(args, "fusible", 2) == ["fusible", None]
     assert train.asked_exchanges(args, "fusible", 1) == [None]
     assert None in train.asked_exchanges(train._arguments(TRAINING), "grouped_mm", 2)
+
+
+@pytest.mark.parametrize(
+    ("of", "asked", "why"),
+    [
+        (train, ["--exchanges", "another"], "no contestant has another, only all_to_all"),
+        (generate, ["--new", "1"], "--new must be at least 2"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(
+    of: Any, asked: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        of._arguments(asked)
+    assert why in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("alone")
