@@ -137,7 +137,7 @@ def attempts(names: Iterable[str], make: Callable[[str], T]) -> tuple[dict[str, 
     for name in names:
         try:
             results[name] = make(name)
-        except (InaccurateError, RuntimeError, ValueError) as error:
+        except (InaccurateError, ImportError, RuntimeError, ValueError) as error:
             left_out.append(LeftOut(name, f"{type(error).__name__}: {error}".splitlines()[0]))
     return results, left_out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -714,6 +715,16 @@ def test_adapters_of_peft_multiply_the_same_weights() -> None:
     gradients = lora.peft_step(preset, 8, frozen, rows)()
     assert len(gradients) == 5
     assert all(float(each.abs().max()) > 0 for each in gradients)
+
+
+def test_peft_is_left_out_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    preset = Preset(4, 64, 32, 2)
+    frozen, rows = lora.linears(preset, 0, "cpu"), lora.RoutedRows.draw(preset, 8, "cpu")
+    steps, (left_out,) = lora.attempts(["PEFT"], lambda name: lora.peft_step(preset, 8, frozen, rows))
+    assert not steps
+    assert left_out.reason.startswith("ModuleNotFoundError: import of peft halted")
 
 
 def test_operations_of_a_step() -> None:
