@@ -72,7 +72,10 @@ void launch_foreign(const ForeignKernel& kernel, int device, cudaStream_t stream
   const CUresult result = launch(reinterpret_cast<CUfunction>(kernel.function), static_cast<unsigned>(kernel.blocks_x),
                                  static_cast<unsigned>(kernel.blocks_y), 1, static_cast<unsigned>(kernel.threads), 1, 1,
                                  static_cast<unsigned>(kernel.shared_bytes), stream, parameters.data(), nullptr);
-  FUSIBLE_CHECK(result == CUDA_SUCCESS, "a foreign kernel was refused with driver error ", static_cast<int>(result));
+  FUSIBLE_CHECK(result == CUDA_SUCCESS, "a kernel of another compiler was refused with driver error ",
+                static_cast<int>(result), ": grid ", kernel.blocks_x, " x ", kernel.blocks_y, ", ", kernel.threads,
+                " threads, ", kernel.shared_bytes, " bytes of shared memory, ", kernel.parameters.size(),
+                " parameters");
 }
 
 }  // namespace fusible

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fusible import Combine, Dispatch, GroupedLinear, Scale, Sequential, SwiGLU, config
 from fusible.fuser import replay
+from fusible.fuser.replay.capture import Capture
 from fusible.ops.kernels.triton.shape import ProgramTile
 
 pytestmark = [
@@ -159,6 +160,14 @@ def test_a_tuple_of_another_form_is_left_to_triton() -> None:
     kernel = SimpleNamespace(run=lambda *arguments, **how: compiled)
     with pytest.raises(foreign.UnknownLaunchError, match="argument 2 is shorter"):
         foreign.launch(kernel, (1,), ((1,),), {})
+
+
+@pytest.mark.usefixtures("emulation")
+def test_a_launch_that_the_driver_refuses_is_described() -> None:
+    how = {"device": 0, "stream": 0, "function": 1, "blocks_x": 0, "blocks_y": 2, "threads": 128, "shared_bytes": 64}
+    lists = {name: [] for name in ("parameters", "numbers", "maps", "addresses")}
+    with pytest.raises(RuntimeError, match="driver error 1: grid 0 x 2, 128 threads, 64 bytes of shared memory, 0 par"):
+        Capture.find_library().launch_foreign(**how, **lists)
 
 
 @pytest.mark.usefixtures("tiles")

@@ -15,6 +15,7 @@ std::map<const void*, int> shared_limits;  // of kernels, where they were raised
 
 // The emulated cuLaunchKernel: a foreign kernel is a function of the host, which is told its grid and its parameters.
 CUresult call_on_host(CUfunction kernel, unsigned x, unsigned y, unsigned, unsigned, unsigned, unsigned, unsigned, CUstream, void** parameters, void**) {
+  if (!x || !y) return CUDA_ERROR_INVALID_VALUE;
   reinterpret_cast<void (*)(unsigned, unsigned, void**)>(kernel)(x, y, parameters);
   return CUDA_SUCCESS;
 }
