@@ -60,6 +60,7 @@ def _init(original: Callable[..., None]) -> Callable[..., None]:
         while isinstance(inner, peft_layer.ParamWrapper):
             inner = inner.base_layer
         check_adaptable(inner, parameter_name)
+        check_not_left_in_16_bits(inner, parameter_name)
         check_not_shared(inner, parameter_name)
         original(self, base_layer, adapter_name, parameter_name, *args, **kw)
 
@@ -107,7 +108,7 @@ def check_adaptable(module: Any, name: str) -> None:
 
     Raises:
         ValueError: the parameter is what decodes a weight, or bytes which ``"fusible"`` does not read or something else
-            runs, or 16 bits of a model whose other weights are quantised.
+            runs.
         PEFT would add adapters to the bytes, which get no gradient in transformers: nothing is trained, and the output
             hardly changes.
     """
@@ -121,7 +122,6 @@ def check_adaptable(module: Any, name: str) -> None:
             f"{name!r} out of target_parameters"
         )
     if parameter.dtype.itemsize != 1:
-        check_not_left_in_16_bits(module, name)
         return
     stored = stored_of(module, name)
     if stored is not None and _runs_here(module):
@@ -161,8 +161,8 @@ def check_not_left_in_16_bits(module: nn.Module, name: str) -> None:
         ValueError: it is, and the settings of the quantisation do not name experts among what they leave.
     """
     settings = getattr(getattr(module, "config", None), "quantization_config", None)
-    method, parameter = getattr(settings, "quant_method", None), getattr(module, name)
-    if method is None or not is_left(parameter) or are_meant(settings):
+    method, parameter = getattr(settings, "quant_method", None), getattr(module, name, None)
+    if method is None or not isinstance(parameter, Tensor) or not is_left(parameter) or are_meant(settings):
         return
     raise ValueError(
         f"fusible: {type(module).__name__}.{name} is {parameter.dtype}, {parameter.nbytes / 1e9:.3g} GB, although the "

@@ -618,6 +618,8 @@ def test_experts_that_transformers_leaves_in_16_bits_are_refused_unless_they_are
     meant.llm_int8_skip_modules = ["experts", "lm_head"]
     model = adapted(load(folder_of("plain"), "eager", quantization_config=meant, device_map={"": "cpu"}))
     assert not [p for p in trained(model).values() if p.dim() == 3]
+    model.config.quantization_config.llm_int8_skip_modules = None  # as if adapted before this package was imported
+    model(IDS)
     with pytest.warns(UserWarning, match="no product here reads this kind of bitsandbytes: the experts become 16 bits"):
         load(folder_of("plain"), quantization_config=in_nf4(type="fp4"), device_map={"": "cpu"})
     eight = transformers.BitsAndBytesConfig(load_in_8bit=True)
