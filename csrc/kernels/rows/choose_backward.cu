@@ -17,7 +17,7 @@ struct DenseTerms {
   float top = 0.f, share = 1.f;  // the highest logarithm of a score, and what makes scores by it probabilities
   float lse = 0.f, pull = 0.f;   // the logsumexp of the logits; the mean of d_sums by the probabilities
   float of_weights = 0.f;        // the gradient that unnormalised softmax weights share
-  float of_squares = 0.f;        // that of a squared logsumexp, doubled
+  float of_squares = 0.f;        // twice the gradient of the squared logsumexp
   bool sums = false, squares = false;
 };
 
@@ -90,7 +90,7 @@ DEVICE float scatter_chosen(float* row, const ChoiceBackward& c, int64_t token, 
   const bool exists = id >= 0;
   const float given = exists && c.d_weights ? c.d_weights[token * r.top_k + team.lane] : 0.f;
   const float at = exists ? read_number(r.logits, r.type, token * r.experts + id) : -kInfinity;
-  if (!__ballot_sync(~0u, given != 0.f)) return 0.f;  // be the logits NaN
+  if (!__ballot_sync(~0u, given != 0.f)) return 0.f;  // without gradients of weights, even of NaN
   const bool never = at == -kInfinity;
   const float weight = weight_of(never ? -kInfinity : log_score<kScores>(at), log_total, r.normalize);
   const float product = never ? 0.f : r.scale * given * weight, of_all = warp.sum(product);
