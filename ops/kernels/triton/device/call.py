@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from .....fuser.replay import capture
-from . import foreign
 
 
 def call(kernel, grid, *arguments, **constants):
@@ -17,6 +16,8 @@ def call(kernel, grid, *arguments, **constants):
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         _refuse_unloaded(kernel.run(*arguments, grid=grid, warmup=True, **constants))
     if capture.is_active():
+        from . import foreign  # by its first use: it needs Triton
+
         try:
             return foreign.launch(kernel, grid, arguments, constants)
         except foreign.UnknownLaunchError as error:
