@@ -120,6 +120,18 @@ class LayerWithAdapters(Layer):
         self.model = Sequential(Dispatch(E), up, SwiGLU(), down, Scale(), Combine())
 
 
+def check_replays(layer: Layer, runs: Runs) -> list[Tensor]:
+    """Steps of several numbers of tokens have the bits of calls anew, the last as a replay; returns its results."""
+    for tokens in (T, T + 3, 40, T + 3, 40):
+        layer.give(tokens)
+        expected, got = layer.anew(), list[Tensor]()
+        count = runs.of(lambda got=got: got.extend(layer.step()))
+        assert same(got, expected)
+
+    assert count == (0, 2)
+    return got
+
+
 @pytest.mark.parametrize("passes", [frozenset(), low_rank.ALL_PASSES], ids=["products", "passes"])
 @pytest.mark.parametrize("ranks", [(8, 16), (8, 0), (0, 72)])
 def test_a_layer_with_adapters_is_replayed_bit_by_bit(
@@ -129,14 +141,8 @@ def test_a_layer_with_adapters_is_replayed_bit_by_bit(
     layer = LayerWithAdapters(*ranks)
     layer.warm()
     assert [step.name for step in layer.model.explain().steps] == ["RoutedLoRA"]
-    for tokens in (T, T + 3, 40, T + 3, 40):
-        layer.give(tokens)
-        expected, got = layer.anew(), list[Tensor]()
-        count = runs.of(lambda got=got: got.extend(layer.step()))
-        assert same(got, expected)
-
-    assert count == (0, 2)
-    assert len(got) == 3 + 2 * sum([rank > 0 for rank in ranks])
+    results = check_replays(layer, runs)
+    assert len(results) == 3 + 2 * sum([rank > 0 for rank in ranks])
 
 
 @pytest.mark.parametrize("format", [Int4(8), Float8Weight("rows")], ids=repr)
@@ -145,13 +151,7 @@ def test_adapters_over_bytes_are_replayed_bit_by_bit(runs: Runs, format: WeightO
     layer = LayerWithAdapters(8, 16)
     quantize_(layer.model, format)
     layer.warm()
-    for tokens in (T, T + 3, 40, T + 3, 40):
-        layer.give(tokens)
-        expected, got = layer.anew(), list[Tensor]()
-        count = runs.of(lambda got=got: got.extend(layer.step()))
-        assert same(got, expected)
-
-    assert count == (0, 2)
+    check_replays(layer, runs)
 
 
 def test_other_tokens_are_read(runs: Runs) -> None:
