@@ -53,7 +53,7 @@ class Runtime(NamedTuple):
         if not isinstance(x, Tensor):
             raise ArgumentError(f"x: expected a tensor, got a {type(x).__name__}")
         kind = x.device.type
-        if _autocasts(kind):
+        if autocasts(kind):
             return cls(torch.is_grad_enabled(), torch.get_autocast_dtype(kind))
         return _RECORDING if torch.is_grad_enabled() else _NOT_RECORDING
 
@@ -80,7 +80,8 @@ def calling(x_is_inner: bool) -> Iterator[None]:
 _RECORDING, _NOT_RECORDING = Runtime(True, None), Runtime(False, None)
 
 
-def _autocasts(device_type: str) -> bool:
+def autocasts(device_type: str) -> bool:
+    """Whether operations on such a device run under autocast."""
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
@@ -247,7 +248,7 @@ class _BackwardScope(ExitStack):
     def __init__(self, context: BackwardContext, device_type: str) -> None:
         super().__init__()
         self.enter_context(torch.no_grad())
-        if _autocasts(device_type):
+        if autocasts(device_type):
             self.enter_context(torch.autocast(device_type, enabled=False))
         self.enter_context(use_config(context.config))
         if profiler_enabled():

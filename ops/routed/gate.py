@@ -12,6 +12,7 @@ from ...fuser import Grads, Op, Promises, TensorSpec
 from ...fuser.contract.overrides import is_hooked
 from ...fuser.contract.torch_private import apply_of
 from ...fuser.replay.calls import observer
+from ...fuser.runtime.autograd import autocasts
 from ..kernels.doors.gate import gate_product, is_left_to_torch, product_by_torch
 from ..kernels.problems.gemm import Layout
 
@@ -66,7 +67,7 @@ class _FewTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if _autocasts(dy.device.type):
+        if autocasts(dy.device.type):
             with torch.autocast(dy.device.type, enabled=False):
                 return _gradients(ctx, dy)
         return _gradients(ctx, dy)
@@ -104,11 +105,7 @@ def _are_dense(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def _is_watched(gate: nn.Module, x: Tensor) -> bool:
     """Whether something else wants the call of the op than its result."""
-    return is_hooked(gate) or _autocasts(x.device.type) or observer() is not None
-
-
-def _autocasts(device_type: str) -> bool:
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+    return is_hooked(gate) or autocasts(x.device.type) or observer() is not None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
