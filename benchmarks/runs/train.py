@@ -248,6 +248,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     offered = {UNSPREAD, *(name for way in args.contestants for name in exchanges(WAYS[way]))}
     if missing := {*(args.exchanges or ())} - offered:
         parser.error(f"--exchanges: no contestant has {', '.join(sorted(missing))}, only {', '.join(sorted(offered))}")
+    if 1 in args.ranks and UNSPREAD not in (args.exchanges or (UNSPREAD,)):
+        parser.error(f"--exchanges: one rank has all experts, add {UNSPREAD!r} or leave 1 out of --ranks")
     return args
 
 

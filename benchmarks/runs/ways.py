@@ -73,6 +73,7 @@ def exchanges(way: Way) -> list[str]:
     if way.titan:
         return []
     try:
+        import_module("fusible.integrations.transformers_ep")  # registers ours
         names = [*import_module("transformers.distributed.expert_parallel").EPImplementationInterface()]
     except (ImportError, AttributeError):  # before 5.24
         return []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -95,10 +97,18 @@ def test_exchanges_are_those_that_are_asked_for() -> None:
     assert None in train.asked_exchanges(train._arguments(TRAINING), "grouped_mm", 2)
 
 
+def test_exchanges_are_known_before_a_model_is_loaded() -> None:
+    program = "from fusible.benchmarks.runs.ways import WAYS, exchanges; print(*exchanges(WAYS['fusible']))"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+
+    assert said.split() == ["all_to_all", "fusible", "fusible_symmetric"]
+
+
 @pytest.mark.parametrize(
     ("of", "asked", "why"),
     [
         (train, ["--exchanges", "another"], "no contestant has another, only all_to_all"),
+        (train, ["--exchanges", "fusible", "--ranks", "2", "1"], "one rank has all experts, add 'none'"),
         (generate, ["--new", "1"], "--new must be at least 2"),
     ],
 )
