@@ -14,8 +14,8 @@ from typing import Any
 from ..arguments import file, plot
 from ..plots import Groups, panels
 
-SPEED, PEAK = "training, tokens/s a GPU", "training, peak GB"
-PREFILL, DECODE, SERVING_PEAK = "prefill, tokens/s", "decode, tokens/s", "generation, peak GB"
+SPEED, PEAK = "training, 1000 tokens/s a GPU", "training, peak GB"
+PREFILL, DECODE, SERVING_PEAK = "prefill, 1000 tokens/s", "decode, tokens/s", "generation, peak GB"
 
 Values = dict[str, dict[str, dict[str, float]]]
 
@@ -56,7 +56,7 @@ def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float]]:
 
 
 def _training(one: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    yield SPEED, one["tokens"] / sum(one["seconds"].values())
+    yield SPEED, one["tokens"] / sum(one["seconds"].values()) / 1e3
     yield PEAK, one["peak"] / 1e9
 
 
@@ -66,7 +66,7 @@ def _serving(one: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     fewest, most = batches[0], batches[-1]
     yield f"{DECODE}, batch {fewest}", int(fewest) / one["decode"][fewest]
     if "compile" not in one["name"]:
-        yield f"{PREFILL}, batch {most}", int(most) * one["prompt"] / one["prefill"][most]
+        yield f"{PREFILL}, batch {most}", int(most) * one["prompt"] / one["prefill"][most] / 1e3
         yield SERVING_PEAK, one["peak"] / 1e9
 
 

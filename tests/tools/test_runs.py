@@ -402,7 +402,12 @@ def report(commit: str | None, contestants: list[dict[str, Any]]) -> dict[str, A
     return {"commit": commit, "gpu": "NVIDIA H200", "results": [run]}
 
 
-TRAINED: dict[str, Any] = {"name": "fusible", "tokens": 1000, "seconds": {"forward": 1.5, "backward": 2.5}, "peak": 7e9}
+TRAINED: dict[str, Any] = {
+    "name": "fusible",
+    "tokens": 1_000_000,
+    "seconds": {"forward": 1.5, "backward": 2.5},
+    "peak": 7e9,
+}
 SERVED: dict[str, Any] = {
     "name": "fusible",
     "prompt": 32,
@@ -424,9 +429,9 @@ def test_the_plot_names_its_commit(tmp_path: Path) -> None:
     drawn = files[-1].read_text()
 
     assert "NVIDIA H200, commit abc123<" in drawn
-    assert all(f">{number}<" in drawn for number in ("250", "7", "128", "16", "9", "32"))
-    assert "prefill, tokens/s, batch 8" in drawn
-    assert "prefill, tokens/s, batch 1" not in drawn  # of the compiled one
+    assert all(f">{number}<" in drawn for number in ("250", "7", "0.128", "16", "9", "32"))
+    assert "prefill, 1000 tokens/s, batch 8" in drawn
+    assert "prefill, 1000 tokens/s, batch 1" not in drawn  # of the compiled one
     assert ">fusible<" in drawn
     assert not {"small", "lost"} & {*drawn.replace("<", ">").split(">")}
 
