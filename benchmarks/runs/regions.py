@@ -103,13 +103,26 @@ def summary(events: list[Any], cuda: bool, most: int) -> Profile:
     forward = _forward_parts(events)
     parts: dict[str, float] = defaultdict(float)
     kernels: dict[tuple[str, str], float] = defaultdict(float)
-    for event in events:
+    for event in _launchers(events) if cuda else events:
         part = _enclosing(event, forward) or REST
         for name, seconds in _times(event, cuda):
             parts[part] += seconds
             kernels[name, part] += seconds
     largest = sorted(kernels.items(), key=lambda item: -item[1])[:most]
     return Profile(dict(parts), [(name, part, seconds) for (name, part), seconds in largest])
+
+
+def _launchers(events: list[Any]) -> list[Any]:
+    """The events that launched kernels, in the order of time.
+
+    torch also lists an op's kernels under records that have its id: calls of CUDA that by chance have its number, and
+    each wait of the host for room in a full launch queue, which an optimizer's op has many of.
+    """
+    first: dict[int, Any] = {}
+    for event in events:
+        if event.kernels and not event.name.startswith("cu"):
+            first.setdefault(event.id, event)
+    return [*first.values()]
 
 
 def _times(event: Any, cuda: bool) -> list[tuple[str, float]]:

@@ -187,8 +187,7 @@ def _shape(job: Job) -> tuple[int, int]:
 def measure(job: Job) -> dict[str, Any]:
     """Loss curves, steady times of the phases, peak memory and parts of a step; on all ranks together.
 
-    Forward and backward are profiled. The optimizer's part is its steady time: in most processes a profile gives its
-    kernels more than the whole step takes, up to 14 times their time.
+    Forward and backward are profiled. The optimizer's part is its steady time.
     """
     curves = [losses(Trainer(job, seed), job) for seed in job.seeds[:-1]]  # one model at a time
     trainer = Trainer(job, job.seeds[-1])

@@ -280,10 +280,11 @@ def test_parts_have_their_forward_and_their_backward() -> None:
     assert not layer.experts._forward_hooks
 
 
-def test_kernels_belong_to_the_op_that_launched_them() -> None:
-    def event(name: str, parent: Any = None, number: int = -1, kernels: Any = ()) -> Any:
-        return SimpleNamespace(name=name, cpu_parent=parent, sequence_nr=number, kernels=kernels)
+def event(name: str, parent: Any = None, number: int = -1, kernels: Any = (), id: object = None) -> Any:
+    return SimpleNamespace(name=name, cpu_parent=parent, sequence_nr=number, kernels=kernels, id=id or object())
 
+
+def test_kernels_belong_to_the_op_that_launched_them() -> None:
     kernel = [SimpleNamespace(name="wgmma", duration=2e6)]
     mark = event("part: experts")
     events = [mark, event("fusible::RoutedMLP", mark, 7, kernel)]
@@ -293,6 +294,16 @@ def test_kernels_belong_to_the_op_that_launched_them() -> None:
 
     assert found.parts == {"experts": 4.0, "shards": 2.0}
     assert found.kernels == [("wgmma", "experts", 4.0)]
+
+
+def test_kernels_count_once_where_other_records_have_the_id_of_their_op() -> None:
+    kernels = [SimpleNamespace(name="multi_tensor_apply_kernel", duration=1e6)] * 3
+    call = event("cudaDeviceSynchronize", event("part: experts"), kernels=kernels, id=7)
+    op = event("aten::_fused_adamw_", event("part: optimizer"), kernels=kernels, id=7)
+    waits = [event("Command Buffer Full", op, kernels=kernels, id=7)] * 2
+    found = regions.summary([event("multi_tensor_apply_kernel", id=7), call, op, *waits], cuda=True, most=1)
+
+    assert found.parts == {"optimizer": 3.0}
 
 
 def test_the_next_bottleneck_is_outside_the_experts() -> None:
