@@ -51,6 +51,7 @@ class Checkpoint(NamedTuple):
         stores: the tensors of a file by name, for a name and a tensor of the model that may be stored in few bits.
         quantization: of the ``config.json``.
         dequantize: the class of transformers' options that load it in 16 bits.
+        downloads_kernels: whether transformers downloads kernels for its other linears.
     """
 
     slice: str
@@ -59,6 +60,7 @@ class Checkpoint(NamedTuple):
     stores: Callable[[str, Tensor, str], Mapping[str, Tensor] | None]
     quantization: dict[str, object]
     dequantize: str
+    downloads_kernels: bool = False
 
 
 def in_mxfp4(name: str, tensor: Tensor, device: str) -> dict[str, Tensor] | None:
@@ -103,6 +105,7 @@ CHECKPOINTS = {
         in_fp8_blocks,
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]},
         "FineGrainedFP8Config",
+        downloads_kernels=True,
     ),
 }
 OURS, PEER = "fusible", "grouped_mm"
@@ -233,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     kind = CHECKPOINTS[args.preset]
     where = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     print(f"### {args.preset}, LoRA of rank {RANK}, {args.tokens} tokens, {where}, torch {torch.__version__}\n")
-    if kind.dequantize == "FineGrainedFP8Config":
+    if kind.downloads_kernels:
         decode_linears_without_kernels()
     costs: dict[str, list[StepCost]] = {name: [] for name in args.implementations}
     for layers in args.layers:

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import fusible.integrations.transformers  # here, so that ranks are forked with it
+
 from ..arguments import add_plot_argument, command, file, positive
 from ..left_out import LeftOut, footer
 from ..processes import of_rank, run
@@ -75,8 +77,6 @@ class Served(NamedTuple):
 
 def measure(job: Request) -> dict[str, Any]:
     """Error, and what is known of each batch up to the largest that fits into memory."""
-    import fusible.integrations.transformers  # noqa: F401
-
     way, device = WAYS[job.way], of_rank(job.device)
     torch.manual_seed(0)
     config = config_of(job.preset, job.layers, job.shrink, job.prompt + job.new)
@@ -127,8 +127,6 @@ def served(model: Any, ids: Tensor, job: Request, compiled: bool) -> Served:
 
 def error(model: Any, ids: Tensor) -> float:
     """The median over tokens of the relative error of the logits against float32."""
-    import fusible
-
     exact = deepcopy(model).float()
     exact.set_experts_implementation("grouped_mm")
     with fusible.config(recipe=fusible.NoRecipe()):

@@ -14,6 +14,7 @@ from torch import distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
+import fusible.integrations.transformers  # noqa: F401  # here, so that ranks are forked with it
 from fusible.examples.moe_lm import read_text
 
 from ..processes import of_rank
@@ -112,8 +113,6 @@ def _bytes(tensor: Tensor) -> int:
 def _model(job: Job, way: Way, dtype: torch.dtype, device: torch.device) -> Any:
     if way.titan:
         return titan_of(PUBLISHED if job.shrink == 1 else SMALL, job.layers, way.is_ours, dtype, device)
-    import fusible.integrations.transformers  # noqa: F401
-
     config = config_of(job.preset, job.layers, job.shrink, job.sequence)
     config.use_cache = False
     attention = SLICES[job.preset].attention if device.type == "cuda" else None
