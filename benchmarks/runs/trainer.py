@@ -23,7 +23,7 @@ from .main_weights import MainWeights, adamw, groups_of, state_of
 from .regions import OPTIMIZER, profiled
 from .slices import SLICES, config_of, model_of
 from .titan import PUBLISHED, SMALL, TitanModel, titan_of
-from .ways import WAYS, Way, routed
+from .ways import WAYS, Way, make_room, routed
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -135,6 +135,8 @@ def _sharded(model: Any, way: Way, exchange: str | None) -> Any:
         for layer in model.model.layers:
             compile_layer(layer, exchange is not None)
     ranks = dist.get_world_size()
+    if exchange is not None:
+        make_room()
     experts = {} if exchange is None else {"ep_size": ranks, "ep_implementation": exchange}
     asked = distributed.DistributedConfig(fsdp_size=ranks, fsdp_mixed_precision=True, **experts)
     asked, _, meshes = type(model).prepare_distribute_model(asked)

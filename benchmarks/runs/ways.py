@@ -79,3 +79,9 @@ def exchanges(way: Way) -> list[str]:
         return []
     ours = [name for name in names if name.startswith("fusible") and way.is_ours]
     return ["all_to_all", *ours]
+
+
+def make_room() -> None:
+    """Registers ``fusible_symmetric`` with memory for all rows: routers of random weights are far from even."""
+    ours: Any = import_module("fusible.integrations.transformers_ep")
+    ours.register("fusible_symmetric", transport="symmetric", capacity="worst")
