@@ -143,18 +143,19 @@ class OneGraph:
         """Replays the graph of a step; on a CPU, the step. Steps before the capture leave nothing behind."""
         if self._replay is not None:
             return self._replay
-        with _decoding(self._model):
-            for _ in range(WARM_UP):
-                self._start()
+        for _ in range(WARM_UP):
+            self._start()
+            with _decoding(self._model):
                 self._step()
-            self._replay = self._graph().replay if self._ids.is_cuda else self._step
+        self._replay = self._graph().replay if self._ids.is_cuda else self._step
         return self._replay
 
     def _graph(self) -> torch.cuda.CUDAGraph:
         self._start()
         _check_windows(self._cache, self._ids.shape[1])
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # watchdogs of NCCL look at events
+        # watchdogs of NCCL look at events
+        with _decoding(self._model), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._step()
         return graph
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -389,6 +390,28 @@ def test_a_step_of_its_own_decodes_the_tokens_of_generate(preset: str) -> None:
     assert loop.tokens == expected[:, 16:].tolist()
     assert [len(at) for at in ticks] == [5, 5]
     assert decoding.Generate(model, ids, decoding.Options(4))()[0] > ticks[1][-1]
+
+
+@torch.no_grad()
+def test_prompts_run_by_the_experts_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU transformers decodes ``grouped_mm`` by ``batched_mm``, which copies the weights of every row."""
+    config = slices.config_of("qwen3", 1, 128, 20)
+    model = slices.model_of(config, "grouped_mm", torch.bfloat16, torch.device("cpu")).eval()
+    decodes, lengths = [], set[tuple[int, bool]]()
+
+    @contextmanager
+    def decoding_of(_: object) -> Iterator[None]:
+        decodes.append(True)
+        yield
+        decodes.pop()
+
+    monkeypatch.setattr(decoding, "_decoding", decoding_of)
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, ids: lengths.add((ids[0].shape[1], bool(decodes))))
+    loop = decoding.OneGraph(model, torch.randint(config.vocab_size, (2, 16)), decoding.Options(3))
+    loop()
+
+    assert lengths >= {(16, False), (1, True)}
+    assert (16, True) not in lengths
 
 
 def test_a_window_that_a_prompt_does_not_fill_is_refused() -> None:
