@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
+import other_backend
 import pytest
 import torch
 from checks.device import needs_hopper
@@ -22,7 +24,8 @@ pytestmark = [
 
 E, K, F, N, T = 5, 64, 128, 72, 512
 BF16 = torch.bfloat16
-LARGEST_GRAPH = 13
+PRODUCT = re.compile("grouped_gemm|^rows_kernel|^weights_kernel")  # a kernel of ours for Hopper, or in Triton
+LARGEST_GRAPH = {"triton": 15}.get(other_backend.of_run(), 13)  # Triton's tiles of each product are a kernel of its own
 SPLITS = [
     [100, 0, 90, 1, 50],
     [0, 0, 0, 0, 512],
@@ -91,7 +94,7 @@ def test_a_step_copies_nothing_and_asks_no_host(single: bool) -> None:
     graph, _ = captured(step)
 
     assert kinds(graph).keys() == {"kernel"}, kinds(graph)
-    assert sum("grouped_gemm" in name for name in kernels(graph)) == 6
+    assert len([name for name in kernels(graph) if PRODUCT.search(name)]) == 6, kernels(graph)
     assert len(kernels(graph)) <= LARGEST_GRAPH, kernels(graph)
 
 
