@@ -15,9 +15,11 @@ from unittest.mock import patch
 import ep_world
 import pytest
 import torch
+import triton_interpreter
 from models import steps
 from torch import Tensor
 
+from fusible import config
 from fusible.integrations import transformer_engine as integration
 
 MODULE = "ep_megatron_op_cases"
@@ -125,6 +127,14 @@ def test_ops_of_these_names_fuse_and_may_be_replayed() -> None:
     assert steps(model) == ["GroupedMLP"]
     assert model[0].promises.replayable
     assert model._compiled.last.plan.steps[0].replay_refusal is None
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, which computes rows of no group, too
+def test_results_on_triton() -> None:
+    model = container()
+    expected = call(model)
+    with triton_interpreter.interpreted(), config(backend="triton"):
+        torch.testing.assert_close(call(model), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.cuda
