@@ -93,6 +93,7 @@ SLOW = {
     "test_transformers_float8": "models of transformers",
     "test_triton": "runs the kernels on the CPU",
     "test_triton_ahead": "compiles with Triton",
+    "test_triton_compiled": "compiles with Triton",
     "test_triton_containers": "runs the kernels on the CPU",
     "test_triton_drawn": "runs the kernels on the CPU",
     "test_triton_replay": "runs the kernels on the CPU, compiles csrc with g++",
@@ -132,7 +133,7 @@ WHOLE = {
 }
 """Files of which ``--sample`` leaves out nothing, and why."""
 
-TOOLS = {
+ONCE = {
     "test_benchmarks",
     "test_demo",
     "test_ep_proof",
@@ -140,8 +141,10 @@ TOOLS = {
     "test_jax_example",
     "test_release",
     "test_runs",
+    "test_triton_compiled",
 }
-"""Files that test benchmarks and other tools, not the package. ``--sample`` runs each of their cases in one part."""
+"""Files of which ``--sample`` runs each case in one part: those that test benchmarks and other tools, not the package,
+and one that compiles dozens of kernels in each case."""
 
 ALIKE = {
     "test_chains_in_epilogues": "kernels with a function, each compiled by g++",
@@ -153,6 +156,7 @@ ALIKE = {
     "test_pointwise_chain": "random chains",
     "test_scaled_activation": "the kernels of Float8Block on the CPU",
     "test_transformers_compile": "models of transformers under torch.compile",
+    "test_triton_replay": "calls on interpreted kernels",
 }
 """Files whose tests exercise the same code and take seconds each, and the reason of their time. In each part
 ``--sample`` runs a quarter of their tests, so each test runs in four parts."""
@@ -209,7 +213,7 @@ def sample(items: list[pytest.Item], part: int) -> tuple[list[pytest.Item], list
         function, file, digest = getattr(item, "function", item), item.path.stem, zlib.crc32(item.name.encode())
         is_first = function not in tests[file]
         number = tests[file].setdefault(function, len(tests[file]))
-        runs = file in WHOLE or (is_first and file not in TOOLS) or digest % PARTS == part
+        runs = file in WHOLE or (is_first and file not in ONCE) or digest % PARTS == part
         if file in ALIKE:
             in_quarter = is_first or digest % (PARTS // QUARTERS) == part // QUARTERS
             runs = number % QUARTERS == part % QUARTERS and in_quarter

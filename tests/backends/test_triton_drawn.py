@@ -11,7 +11,7 @@ import torch
 import triton_interpreter
 from checks import fused
 from checks.functions import op_of, random_function
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from test_properties import ROWS, E, chains, value_for
 from torch import Tensor
@@ -32,9 +32,14 @@ def interpreter() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-@given(chain=chains(), sizes=st.lists(st.integers(0, 3), min_size=E, max_size=E).filter(lambda n: sum(n) <= ROWS))
-def test_containers_give_what_the_loop_gives_in_float64(chain: tuple[list[Op], int], sizes: list[int]) -> None:
+@pytest.mark.parametrize("number", range(5))
+def test_containers_give_what_the_loop_gives_in_float64(number: int) -> None:
+    sizes = st.lists(st.integers(0, 3), min_size=E, max_size=E).filter(lambda n: sum(n) <= ROWS)
+    drawn = settings(max_examples=5, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    seed(number)(drawn(given(chain=chains(), sizes=sizes)(check_container)))()
+
+
+def check_container(chain: tuple[list[Op], int], sizes: list[int]) -> None:
     ops, width = chain
     x, valid, splits = torch.randn(ROWS, width), sum(sizes), torch.tensor(sizes)
     exact, keywords, y = list[Tensor](), list[dict[str, Tensor]](), x.double()
@@ -67,9 +72,9 @@ def like(value: Tensor, x: Tensor) -> Tensor:
     return value.detach().to(x.dtype).requires_grad_() if value.is_floating_point() else value
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_functions(seed: int) -> None:
-    function, count = random_function(seed)
+@pytest.mark.parametrize("number", range(12))
+def test_functions(number: int) -> None:
+    function, count = random_function(number)
     form: dict[str, Any] = {"sizes": (2, 0, 3), "features": 8, "columns": 12, "tail": 3, "backend": NAME}
     case = fused.case_of(op_of(function, count), function, dtype=torch.float32, **form)
     fused.check_forward("cpu", case, alone=False)

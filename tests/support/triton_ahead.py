@@ -13,8 +13,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -251,7 +252,8 @@ def short(tile: ProgramTile) -> str:
 
 OTHERS = {"passes": of_rows, "operands": with_operands, "residual": with_a_residual}
 
-if __name__ == "__main__":
+
+def arguments_of(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("targets", nargs="*", default=["sm_80", "sm_89", "sm_90", "sm_100", "sm_120"])
     parser.add_argument("--dtype", default="bfloat16")
@@ -263,20 +265,26 @@ if __name__ == "__main__":
     parser.add_argument("--tf32", action="store_true", help="float32 may be rounded")
     parser.add_argument("--instead", choices=OTHERS, help="other kernels than those of an MLP")
     parser.add_argument("--forms", nargs="*", help="what kernels are compiled for, of so many tokens, instead")
-    arguments = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str]) -> None:
+    arguments = arguments_of(argv)
     torch.backends.cuda.matmul.allow_tf32 = arguments.tf32
     if arguments.forms:
         for tokens in arguments.forms:
             print("\n".join(f"{tokens} {form}" for form in forms(int(tokens))))
-        sys.exit()
-    if arguments.instead:
+    elif arguments.instead:
         for architecture in arguments.targets:
             for kernel in OTHERS[arguments.instead](architecture):
                 print(f"{architecture:7} {kernel.name:20} {summary(kernel)}", flush=True)
-        sys.exit()
-    for architecture in arguments.targets:
-        for rows in arguments.rows:
+    else:
+        for architecture, rows in product(arguments.targets, arguments.rows):
             of_mlp = problems(128, *arguments.sizes, ROWS[rows], getattr(torch, arguments.dtype), arguments.wide)
             for name in arguments.products:
                 for line in report(architecture, of_mlp[name], arguments.apart):
                     print(f"{architecture:7} {rows:6} {name:7} {line}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +44,8 @@ def launches(architecture: str) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     yield from compiled
 
 
-if __name__ == "__main__":
-    for kernel, arguments in launches(sys.argv[1]):
+def main(argv: Sequence[str]) -> None:
+    for kernel, arguments in launches(argv[0]):
         parameters = KernelParameters(getattr(kernel.metadata, "tensordesc_meta", None) or ())
         for kind, value in zip(kernel.src.signature.values(), arguments, strict=False):
             parameters.add(kind, value)
@@ -53,3 +53,7 @@ if __name__ == "__main__":
         parameters.fill(expected)  # an error where they differ
         scratch = [getattr(kernel.metadata, f"{name}_scratch_size", 0) for name in ("global", "profile")]
         print(kernel.name, len(parameters.maps) > 0, parameters.sizes == expected and not any(scratch))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,15 +1,17 @@
 """The shared memory of our Triton kernels on GPUs that are not here, beside what the choice of tiles counts.
 
-``python tests/support/triton_shared.py sm_90`` prints a line for each kind of product, tile, dtype and epilogue; a
-process of its own, in which kernels are not interpreted.
+``python tests/support/triton_shared.py sm_90 nt`` prints a line for each tile, dtype and epilogue of a kind of product;
+a process of its own, in which kernels are not interpreted.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton_ahead
@@ -22,13 +24,30 @@ from fusible.ops.kernels.triton.device import launch
 from fusible.ops.kernels.triton.shape import ProgramTile
 from fusible.ops.values.activation_spec import ActivationSpec, gated, interleaved
 
-HIDDEN, FEATURES, GROUPS, ROWS = 2048, 768, 4, 8000
+HIDDEN, FEATURES, GROUPS, ROWS = 1024, 768, 2, 4000
 SPECS = {
     "ungated": ActivationSpec("silu"),
     "halves": gated("silu", None, 1.0, 0.0, "concat"),
     "pairs": gated("silu", None, 1.0, 0.0, interleaved(1)),
     "blocks": gated("silu", None, 1.0, 0.0, interleaved(32)),
 }
+
+
+class SharedIsKnownError(Exception):
+    """The compilation has come as far as the shared memory is given out."""
+
+
+class Stop:
+    """An instrumentation of Triton, which calls it after that pass."""
+
+    module: Any = None
+
+    def load_dialects(self, context: Any) -> None:
+        """There are none."""
+
+    def patch(self, point: str, passes: Any, context: Any) -> None:
+        passes.run(self.module, point)
+        raise SharedIsKnownError
 
 
 class SharedRecorder(triton_ahead.Recorder):
@@ -45,18 +64,20 @@ class SharedRecorder(triton_ahead.Recorder):
         ir.load_dialects(context)
         backend.load_dialects(context)
         backend.add_stages(stages, options, source.language)
-        code, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-        module, metadata = source.make_ir(self.target, options, code, modules, context), {**options.__dict__}
-        for name in ("ttir", "ttgir", "llir"):
-            module = stages[name](module, metadata)
-        self.compiled.append(metadata["shared"])
+        code, modules, stop = backend.get_codegen_implementation(options), backend.get_module_map(), Stop()
+        stop.module, metadata = source.make_ir(self.target, options, code, modules, context), {**options.__dict__}
+        for name in ("ttir", "ttgir"):
+            stop.module = stages[name](stop.module, metadata)
+        with patch.object(type(backend), "instrumentation", stop), suppress(SharedIsKnownError):
+            stages["llir"](stop.module, metadata)
+        self.compiled.append(stop.module.get_int_attr("ttg.shared"))
 
 
 def epilogues(kind: str, dtype: torch.dtype, out: torch.dtype, layout: Layout) -> Iterator[tuple[str, GroupedGemm]]:
-    """Products of a kind with results of the dtype ``out``: with each sort of epilogue that there is."""
+    """Products of a kind with results of the dtype ``out``: with the epilogues that take different memory."""
     if kind in ("activate", "activate_backward"):
-        for name, spec in SPECS.items():
-            yield name, in_layout(activation(kind, spec, dtype, out), layout)
+        for name in SPECS if kind == "activate" else ("halves", "pairs"):
+            yield name, in_layout(activation(kind, SPECS[name], dtype, out), layout)
         return
     mlp = triton_ahead.problems(GROUPS, HIDDEN, FEATURES, ROWS, dtype, False)
     plain = mlp[{"nt": "fc2", "nn": "dgrad1", "tn": "wgrad1"}[kind]]
@@ -64,7 +85,6 @@ def epilogues(kind: str, dtype: torch.dtype, out: torch.dtype, layout: Layout) -
     bias = torch.empty(GROUPS, plain.out.shape[-1], dtype=dtype)
     of_rows = {} if kind == "tn" else {"bias_scale": torch.empty(ROWS), "row_scale": torch.empty(ROWS)}
     yield "plain", plain
-    yield "biased", replace(plain, bias=bias)
     yield "all factors", replace(plain, bias=bias, alpha=0.5, beta=1.0, **of_rows)
 
 
@@ -88,32 +108,36 @@ def in_layout(p: GroupedGemm, layout: Layout) -> GroupedGemm:
     return p if p.layout is layout else replace(p, layout=layout, b=p.b.mT.contiguous())
 
 
-def tiles_of(architecture: str, kind: str, dtype: torch.dtype, out: torch.dtype) -> list[ProgramTile]:
-    """The table's tile, with its epilogue; for 16 bits into 32 also that which takes most of the candidates."""
+def tiles_of(architecture: str, kind: str, dtype: torch.dtype) -> list[ProgramTile]:
+    """The table's tile, with its epilogue; for 16 bits also that which takes most of the candidates."""
     strict = dtype == torch.float32 and not architecture.startswith("sm_")
     chosen = tiles.choose(architecture, kind, ROWS / GROUPS, dtype.itemsize, strict)._replace(apart=False)
-    if out == dtype:
+    if dtype == torch.float32:
         return [chosen]
     _, *others = tiles.candidates(architecture, kind)
     return [chosen, max(others, key=lambda tile: tiles.shared_bytes(tile, dtype.itemsize))]
 
 
-def problems(architecture: str) -> Iterator[tuple[str, ProgramTile, GroupedGemm]]:
-    """A name, a tile and a product each."""
-    for kind in tiles.TABLE["sm_80"]:
-        layouts = [Layout.TN] if kind == "tn" else [Layout[kind.upper()]] if kind in ("nt", "nn") else list(Layout)[:2]
-        for dtype, out in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32,) * 2):
-            for tile in tiles_of(architecture, kind, dtype, out):
-                for layout in layouts:
-                    for name, problem in epilogues(kind, dtype, out, layout):
-                        yield f"{kind} {layout.value} {dtype} {out} {name}", tile, problem
+def problems(architecture: str, kind: str) -> Iterator[tuple[str, ProgramTile, GroupedGemm]]:
+    """A name, a tile and a product each, with results of 32 bits: those of 16 take no more memory."""
+    layouts = [Layout.TN] if kind == "tn" else [Layout[kind.upper()]] if kind in ("nt", "nn") else list(Layout)[:2]
+    for dtype in (torch.bfloat16, torch.float32):
+        for tile in tiles_of(architecture, kind, dtype):
+            for layout in layouts:
+                for name, problem in epilogues(kind, dtype, torch.float32, layout):
+                    yield f"{kind} {layout.value} {dtype} {name}", tile, problem
 
 
-if __name__ == "__main__":
-    architecture, torch.backends.cuda.matmul.allow_tf32 = sys.argv[1], True
+def main(argv: Sequence[str]) -> None:
+    architecture, kind = argv
+    torch.backends.cuda.matmul.allow_tf32 = True
     available = tiles.SHARED[architecture] * 1024
-    for name, tile, problem in problems(architecture):
+    for name, tile, problem in problems(architecture, kind):
         with triton_ahead.compiled_for(architecture, SharedRecorder) as shared:
             launch.run(problem, tile)
         counted = tiles.shared_bytes(tile, problem.a.dtype.itemsize)
         print(f"{shared[0]} {counted} {available} {name} {triton_ahead.short(tile)}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

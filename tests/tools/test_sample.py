@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from conftest import ALIKE, PARTS, QUARTERS, SLOW, TOOLS, WHOLE, sample
+from conftest import ALIKE, ONCE, PARTS, QUARTERS, SLOW, WHOLE, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = {path.stem: path for path in (ROOT / "tests").rglob("test_*.py")}
@@ -40,8 +40,8 @@ def test_files_whose_cases_are_no_grid_are_whole() -> None:
         assert sample(items(file, 10), 1)[1] == []
 
 
-def test_tests_of_tools_are_each_in_one_part() -> None:
-    for file in TOOLS:
+def test_some_tests_are_each_in_one_part() -> None:
+    for file in ONCE:
         whole = items(file, 3)
         kept = [item.name for part in range(PARTS) for item in sample(whole, part)[0]]
         assert sorted(kept) == sorted(item.name for item in whole)
