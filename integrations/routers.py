@@ -63,6 +63,7 @@ def route(model: nn.Module) -> dict[str, str]:
         for called in {model, getattr(model, "base_model", model)}:
             _, *names = inspect.signature(type(called).forward).parameters
             called.register_forward_pre_hook(partial(_note_padding, padding, tuple(names)), with_kwargs=True)
+            called.register_forward_hook(partial(_forget_padding, padding))
     return reasons
 
 
@@ -101,6 +102,11 @@ def _note_padding(
     implementation = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if implementation == "fusible" and not (model.training and _recomputes(model)):
         padding.valid = mask[:, -tokens.shape[1] :].bool()  # a cache has the others
+
+
+def _forget_padding(padding: PaddingMask, *call: object) -> None:
+    """Ends the call: parts of the model that run later, as in a recomputation, may belong to another one."""
+    padding.valid = None
 
 
 def _recomputes(model: nn.Module) -> bool:

@@ -21,6 +21,7 @@ if find_spec("transformers") is None:
 import transformers
 from hugging_face import make, relative
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import fusible.integrations.transformers  # noqa: F401  # registers "fusible"
 from fusible.integrations import routers
@@ -258,6 +259,32 @@ def test_padding_is_kept_out_where_all_of_a_step_agrees() -> None:
     assert masks_reach(model.eval())
     model.set_experts_implementation("eager")
     assert not masks_reach(model)
+
+
+def test_layers_that_run_after_the_call_have_no_mask_of_it() -> None:
+    model = model_of("qwen3").eval()
+    routers.route(model)
+    layer, x = model.model.layers[0].mlp, torch.randn(2, 11, 32)
+    with torch.no_grad():
+        expected = layer(x)
+        model(IDS, attention_mask=MASK)
+        assert torch.equal(layer(x), expected)
+
+
+def test_recomputations_have_no_mask_of_another_call() -> None:
+    """Layers that somebody else checkpoints, as with FSDP, with two calls before the backward, as in DPO."""
+    other, found = MASK.flip(0), []
+    for recomputed in (False, True):
+        model = model_of("qwen3")
+        routers.route(model)
+        if recomputed:
+            apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__.endswith("DecoderLayer"))
+        losses = [model(IDS, attention_mask=mask, use_cache=False).logits[mask.bool()] for mask in (MASK, other)]
+        torch.cat(losses).square().mean().backward()
+        found.append([p.grad for p in model.parameters() if p.grad is not None])
+
+    assert len(found[0]) == len(found[1])
+    assert max(map(relative, *found)) < 1e-5
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
