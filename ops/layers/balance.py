@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...fuser import ArgumentError
 from ..routed.choose import SCORES, ChoiceRule, log_scores, wide
-from ..values.checks import check_numbers, check_sizes
+from ..values.checks import check_numbers, check_sizes, check_switches
 from .route import Routes
 
 _NUMBERS_AT_ONCE = 2**21
@@ -47,6 +47,7 @@ class SignBias:
 
     def __post_init__(self) -> None:
         check_numbers("SignBias", rate=self.rate)
+        check_switches("SignBias", centre=self.centre)
 
     def check(self, num_experts: int, rule: ChoiceRule) -> None:
         """Accepts every rule."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...fuser import ArgumentError
 from ..routed.choose import probabilities, tokens_per_expert, wide
 from ..values.checks import check_numbers
+from .route import check_place
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -156,14 +157,15 @@ def _sequence_of_token(sequences: Tensor | int | None, tokens: int, device: torc
 
 def checked_losses(op: str, losses: Sequence[Loss]) -> tuple[Loss, ...]:
     """The losses; raises for one without a sequence around it, and for what cannot be called."""
-    listed = tuple(losses) if isinstance(losses, Iterable) else (None,)
+    listed = tuple(losses) if isinstance(losses, Iterable) and not isinstance(losses, Tensor) else (None,)
     if all(callable(loss) and not isinstance(loss, type) for loss in listed):
         return listed
     raise ArgumentError(f"{op}: losses must be a sequence of losses, such as (SwitchLoss(0.01),), got {losses!r}")
 
 
-def check_sequences(op: str, losses: tuple[Loss, ...], sequences: object, tokens: int) -> None:
+def check_sequences(op: str, losses: tuple[Loss, ...], sequences: object, logits: Tensor) -> None:
     """Raises for sequences that are missing, or that do not fit the tokens."""
+    tokens = logits.shape[0]
     if sequences is None and any(isinstance(loss, SequenceLoss) for loss in losses):
         raise ArgumentError(
             f"{op}: SequenceLoss needs sequences, the number of each token's sequence, whole numbers [T], T={tokens}, "
@@ -174,7 +176,7 @@ def check_sequences(op: str, losses: tuple[Loss, ...], sequences: object, tokens
     if isinstance(sequences, Tensor):
         whole = not (sequences.is_floating_point() or sequences.is_complex() or sequences.dtype == torch.bool)
         if whole and sequences.shape == (tokens,):
-            return
+            return check_place(op, logits, sequences=sequences)
         came = f"{str(sequences.dtype).removeprefix('torch.')} {list(sequences.shape)}"
     else:
         came = repr(sequences)

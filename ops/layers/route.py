@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ...fuser import ArgumentError
 from ...fuser.contract.config import active_config, constant
+from ...fuser.contract.spec import layout_of, not_dense
 from ...fuser.contract.torch_private import serialized_as
 from ...fuser.contract.tracing import has_no_data
 from ...fuser.runtime.autograd import Runtime, run
 from ..routed.choose import SCORES, ChoiceRule, Choose, probabilities, wide
-from ..values.checks import check_numbers, check_sizes
+from ..values.checks import check_numbers, check_sizes, check_switches, is_dense
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,8 @@ def route(
     floating = isinstance(bias, Tensor) and bias.is_floating_point()
     if bias is not None and not (floating and bias.shape == logits.shape[1:]):
         raise ArgumentError(f"route: bias must be floating-point [E], E={logits.shape[1]}, got {form(bias)}")
-    _check_device("route", logits, bias=bias)
-    rule = rule_of(top_k, scores, top_k > 1 if normalize is None else normalize, scale, groups)
+    check_place("route", logits, bias=bias)
+    rule = rule_of(top_k, scores, normalizes("route", top_k, normalize), scale, groups)
     if torch.compiler.is_dynamo_compiling():
         _register_with_dynamo()
         index, weights, counts = _in_graph(logits, bias, valid, whole(ids), *vars(rule).values())
@@ -170,6 +171,14 @@ def rule_of(
     return ChoiceRule(top_k, scores, normalize, float(scale), *limited or (1, 1, 1), tallied=tallied)
 
 
+def normalizes(op: str, top_k: int, normalize: bool | None) -> bool:
+    """Whether weights are normalised: by default all but single ones, which would be 1."""
+    if normalize is None:
+        return top_k > 1
+    check_switches(op, normalize=normalize)
+    return normalize
+
+
 def whole(ids: Tensor | None) -> Tensor | None:
     """The ids in the form of the kernels."""
     return None if ids is None else ids.long()
@@ -196,6 +205,8 @@ def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids
     """Raises for tensors of another shape or dtype; with ``config(debug=True)`` also for ids without an expert."""
     if not isinstance(logits, Tensor) or logits.dim() != 2 or not logits.is_floating_point():
         raise ArgumentError(f"{op}: logits must be floating-point [T, E], got {form(logits)}")
+    if logits.layout is not torch.strided:
+        raise not_dense(f"{op}: logits", layout_of(logits))
     if valid is None and ids is None:
         return
     tokens, experts = logits.shape
@@ -205,7 +216,7 @@ def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids
             f"{op}: valid must be bool [T], True for a real token, T={tokens}; got {form(valid)}; "
             "a padding mask is valid=~mask"
         )
-    _check_device(op, logits, valid=valid)
+    check_place(op, logits, valid=valid)
     if ids is None:
         return
     is_tensor = isinstance(ids, Tensor)
@@ -215,14 +226,19 @@ def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids
             f"{op}: ids must be whole numbers [T, top_k], T={tokens}, top_k={top_k}, -1 for a missing row; "
             f"got {form(ids)}"
         )
-    _check_device(op, logits, ids=ids)
+    check_place(op, logits, ids=ids)
     if active_config().debug and not torch.compiler.is_dynamo_compiling() and not has_no_data(ids):
         _check_ids(op, ids, experts)
 
 
-def _check_device(op: str, logits: Tensor, **tensors: Tensor | None) -> None:
+def check_place(op: str, logits: Tensor, /, **tensors: Tensor | None) -> None:
+    """Raises for tensors that are sparse, or on another device than the logits."""
     for name, tensor in tensors.items():
-        if tensor is not None and tensor.device != logits.device:
+        if tensor is None:
+            continue
+        if not is_dense(tensor):
+            raise not_dense(f"{op}: {name}", layout_of(tensor))
+        if tensor.device != logits.device:
             raise ArgumentError(f"{op}: {name} must be on {logits.device}, as the logits, got {tensor.device}")
 
 

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,11 +16,11 @@ from ...fuser import ArgumentError, Sequential
 from ..parameters.wide_buffers import WideBuffers
 from ..routed.choose import SCORES, Choose
 from ..routed.gate import Gate, logits_of
-from ..values.checks import check_numbers, check_sizes
+from ..values.checks import check_numbers, check_sizes, check_switches
 from .balance import Balance, check_balance
 from .losses import Loss, Tally, check_sequences, checked_losses
 from .record import Record
-from .route import Groups, Routes, check_choice, check_tensors, form, rule_of
+from .route import Groups, Routes, check_choice, check_tensors, form, normalizes, rule_of
 from .token_count import TokenCount
 
 if TYPE_CHECKING:
@@ -91,9 +92,10 @@ class Router(WideBuffers):
         sizes = {"features": features, "num_experts": num_experts, "top_k": top_k}
         check_sizes("Router", dtype, **sizes)
         check_numbers("Router", scale=scale)
+        check_switches("Router", selection_bias=selection_bias, bias=bias)
         self.groups = _groups(groups, top_groups)
         check_choice("Router", num_experts, top_k, scores, self.groups)
-        normalize = top_k > 1 if normalize is None else normalize
+        normalize = normalizes("Router", top_k, normalize)
         if normalize and top_k == 1:
             warnings.warn(
                 "Router: normalize=True with top_k=1: the weight is 1 whatever the scores, so the router has no "
@@ -160,7 +162,7 @@ class Router(WideBuffers):
         logits = logits_of(self.gate, x, weight, self.bias)
         check_tensors("Router", logits, rule.top_k, valid, ids)
         if sequences is not None or self.losses:
-            check_sequences("Router", self.losses, sequences, x.shape[0])
+            check_sequences("Router", self.losses, sequences, logits)
         keywords = {"selection_bias": self.selection_bias, "valid": valid, "ids": None if ids is None else ids.long()}
         chosen = self.choice(logits, **{name: tensor for name, tensor in keywords.items() if tensor is not None})
         weights, index, counts, *tallies = chosen
@@ -181,6 +183,9 @@ class Router(WideBuffers):
         if self.token_count is None or self.balance is None or not self.token_count.counts(y):
             return y
         assert self.selection_bias is not None
+        top_k, scores = routes.top_k_index.shape[1], SCORES[routes.scores]
+        if top_k != self.top_k or scores != self.rule.scores:  # routes of another router
+            self.balance.check(self.num_experts, replace(self.rule, top_k=top_k, scores=scores))
         counted: Tensor = self.token_count(y, self.balance.count(routes, self.selection_bias))
         return counted
 

@@ -39,6 +39,13 @@ def check_numbers(op: str, **numbers: object) -> None:
             raise ArgumentError(f"{op}: {name} must be a finite number, got {number!r}")
 
 
+def check_switches(op: str, **switches: object) -> None:
+    """Checks arguments that are on or off: a tensor given to one would only switch it on."""
+    for name, switch in switches.items():
+        if not isinstance(switch, bool):
+            raise ArgumentError(f"{op}: {name} must be True or False, got {switch!r}")
+
+
 def check_split_sizes(split_sizes: object, groups: int, x: TensorSpec | None) -> None:
     """Checks sizes: int32 or int64 [groups], on the device of ``x`` or the host; values only if that needs no sync.
 

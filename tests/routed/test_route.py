@@ -253,6 +253,8 @@ GOOD = torch.zeros(T, E)
         ({"top_k": 0}, "route: top_k must be at least 1, got 0"),
         ({"top_k": True}, "route: top_k must be an int, got True"),
         ({"scale": "2"}, "route: scale must be a finite number, got '2'"),
+        ({"normalize": "no"}, "route: normalize must be True or False, got 'no'"),
+        ({"logits": GOOD.to_sparse()}, "route: logits: expected a dense tensor, got a torch.sparse_coo one"),
         ({"groups": 4}, "route: groups must be a fusible.Groups, such as Groups(8, keep=4), got 4"),
         ({"top_k": 9}, "route: top_k must be at most num_experts=8, got 9"),
         ({"groups": Groups(3, 1)}, "route: groups must divide num_experts=8, got groups=3"),
@@ -308,6 +310,8 @@ def test_routes_have_their_logits() -> None:
         ({"bias": torch.zeros(4).int()}, "route: bias must be floating-point [E], E=4, got int32 [4]"),
         ({"bias": torch.zeros(4, device="meta")}, "route: bias must be on cpu, as the logits, got meta"),
         ({"valid": torch.ones(2, device="meta").bool()}, "route: valid must be on cpu, as the logits, got meta"),
+        ({"valid": torch.ones(2).bool().to_sparse()}, "route: valid: expected a dense tensor, got a torch.sparse_coo"),
+        ({"ids": torch.ones(2, 2).long().to_sparse()}, "route: ids: expected a dense tensor, got a torch.sparse_coo"),
     ],
 )
 def test_tensors_that_kernels_would_read_past_their_end(given: dict[str, torch.Tensor], words: str) -> None:

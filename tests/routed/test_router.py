@@ -377,6 +377,31 @@ def test_a_record_of_unequal_calls_says_so() -> None:
         record.ids  # noqa: B018
 
 
+def test_a_record_of_other_numbers_of_choices_says_so() -> None:
+    routers = nn.ModuleList(Router(H, E, k) for k in (2, K))
+    with record_routes(routers) as record:
+        for part in routers:
+            part(torch.randn(4, H))
+
+    with pytest.raises(RuntimeError, match="record: all routers must make as many choices a token, got 0: 2, 1: 3"):
+        record.ids  # noqa: B018
+
+
+def test_a_record_of_no_router_says_so() -> None:
+    with record_routes(nn.Linear(H, H)) as record, pytest.raises(RuntimeError, match="as the others, got no router"):
+        record.ids  # noqa: B018
+
+
+def test_ids_above_16_bits_are_recorded() -> None:
+    part = Router(2, 2**15 + 1, 1)
+    with torch.no_grad():
+        part.weight.zero_()[-1] = 1.0
+    with part.record() as record:
+        part(torch.ones(3, 2))
+
+    assert record.ids.tolist() == [[2**15]] * 3
+
+
 def test_a_layer_takes_the_routes_of_another_router() -> None:
     layer, other, x = (
         MoE(H, 8, E, K, balance_loss=1.0),
@@ -400,6 +425,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: Router(H, E, K, losses=ZLoss(0.1)),
         "Router: losses must be a sequence of losses, such as (SwitchLoss(0.01),), got",
     ),
+    (lambda: Router(H, E, K, losses=torch.tensor(0.1)), "Router: losses must be a sequence of losses"),
     (lambda: Router(H, E, K, losses=(0.01,)), "Router: losses must be a sequence of losses"),
     (lambda: Router(H, E, K, losses=(ZLoss,)), "Router: losses must be a sequence of losses"),
     (lambda: MoE(H, 8, E, K, balance_loss=0.1, losses=0.1), "MoE: losses must be a sequence of losses"),
@@ -451,6 +477,26 @@ WRONG: list[tuple[Callable[[], object], str]] = [
         lambda: MoE(H, 8, E, K)(torch.zeros(T, H), routes=torch.zeros(T, K)),
         "MoE: routes must be those that a Router returns, got a Tensor",
     ),
+    (
+        lambda: MoE(H, 8, E, K, scores="sigmoid", balance=QuantileBias())(
+            torch.zeros(T, H), routes=router()(numbers(T, H))
+        ),
+        "QuantileBias needs scores='sigmoid' without groups, as scores lie between 0 and 1; got scores='softmax'",
+    ),
+    (
+        lambda: MoE(H, 8, E, K, scores="sigmoid", balance=QuantileBias())(
+            torch.zeros(T, H), routes=Router(H, E, E, scores="sigmoid")(torch.zeros(T, H))
+        ),
+        "QuantileBias needs experts that are not chosen; got top_k=num_experts=8",
+    ),
+    (
+        lambda: router(SequenceLoss(1.0))(numbers(T, H), sequences=torch.zeros(T, dtype=torch.int64, device="meta")),
+        "Router: sequences must be on cpu, as the logits, got meta",
+    ),
+    (lambda: router(bias=torch.zeros(E)), "Router: bias must be True or False, got tensor"),
+    (lambda: router(selection_bias=torch.zeros(E)), "Router: selection_bias must be True or False, got tensor"),
+    (lambda: router(normalize=1), "Router: normalize must be True or False, got 1"),
+    (lambda: SignBias(1e-3, centre="no"), "SignBias: centre must be True or False, got 'no'"),
     (
         lambda: MoE(H, 8, E, K, bias_update_rate=1e-3, balance=QuantileBias()),
         "MoE: bias_update_rate=u is balance=SignBias(u); give one of them",
