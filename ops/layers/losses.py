@@ -16,7 +16,7 @@ from torch import Tensor
 from ...fuser import ArgumentError
 from ..routed.choose import probabilities, tokens_per_expert, wide
 from ..values.checks import check_numbers
-from .route import check_place
+from .route import check_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -176,7 +176,7 @@ def check_sequences(op: str, losses: tuple[Loss, ...], sequences: object, logits
     if isinstance(sequences, Tensor):
         whole = not (sequences.is_floating_point() or sequences.is_complex() or sequences.dtype == torch.bool)
         if whole and sequences.shape == (tokens,):
-            return check_place(op, logits, sequences=sequences)
+            return check_device(op, logits, sequences=sequences)
         came = f"{str(sequences.dtype).removeprefix('torch.')} {list(sequences.shape)}"
     else:
         came = repr(sequences)

@@ -95,12 +95,13 @@ def route(
     Args:
         logits: [T, E], of any floating-point dtype; computed in at least float32.
         top_k: k, from 1 to E.
-        scores: ``"softmax"`` over the experts, ``"sigmoid"`` of each (arxiv 2412.19437, equation 15), or
-            ``"sqrtsoftplus"``, the square root of ``log(1 + exp(logit))``.
-        normalize: whether the weights of a token are divided by their sum: for softmax, a softmax over the chosen
-            logits. None: if ``top_k`` is above 1, as a single weight would be 1 and have no gradient.
-        scale: a factor of every weight, applied last.
-        bias: [E], added to the scores for the choice of experts, but not to the weights.
+        scores: ``"softmax"`` over the experts (arxiv 2101.03961, equation 1), ``"sigmoid"`` of each (arxiv 2412.19437,
+            equation 15), or ``"sqrtsoftplus"``, ``sqrt(log(1 + exp(logit)))`` (DeepSeek-V4).
+        normalize: whether the weights of a token are divided by their sum (arxiv 2412.19437, equation 13): for softmax,
+            a softmax over the chosen logits (arxiv 2401.04088, section 2.1). None: if ``top_k`` is above 1, as a single
+            weight would be 1 and have no gradient.
+        scale: a factor of every weight, applied last; ``routed_scaling_factor`` of DeepSeek-V2 (arxiv 2405.04434).
+        bias: [E], added to the scores for the choice of experts, but not to the weights (arxiv 2408.15664).
         groups: the groups of experts, from some of which a token chooses; None: it chooses from all experts.
         valid: bool [T], True for a real token. Other tokens go to no expert, are not counted, and get no gradient,
             whatever their logits. A padding mask is ``valid=~mask``.
@@ -126,7 +127,7 @@ def route(
     floating = isinstance(bias, Tensor) and bias.is_floating_point()
     if bias is not None and not (floating and bias.shape == logits.shape[1:]):
         raise ArgumentError(f"route: bias must be floating-point [E], E={logits.shape[1]}, got {form(bias)}")
-    check_place("route", logits, bias=bias)
+    check_device("route", logits, bias=bias)
     rule = rule_of(top_k, scores, normalizes("route", top_k, normalize), scale, groups)
     if torch.compiler.is_dynamo_compiling():
         _register_with_dynamo()
@@ -216,7 +217,7 @@ def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids
             f"{op}: valid must be bool [T], True for a real token, T={tokens}; got {form(valid)}; "
             "a padding mask is valid=~mask"
         )
-    check_place(op, logits, valid=valid)
+    check_device(op, logits, valid=valid)
     if ids is None:
         return
     is_tensor = isinstance(ids, Tensor)
@@ -226,12 +227,12 @@ def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids
             f"{op}: ids must be whole numbers [T, top_k], T={tokens}, top_k={top_k}, -1 for a missing row; "
             f"got {form(ids)}"
         )
-    check_place(op, logits, ids=ids)
+    check_device(op, logits, ids=ids)
     if active_config().debug and not torch.compiler.is_dynamo_compiling() and not has_no_data(ids):
         _check_ids(op, ids, experts)
 
 
-def check_place(op: str, logits: Tensor, /, **tensors: Tensor | None) -> None:
+def check_device(op: str, logits: Tensor, /, **tensors: Tensor | None) -> None:
     """Raises for tensors that are sparse, or on another device than the logits."""
     for name, tensor in tensors.items():
         if tensor is None:
