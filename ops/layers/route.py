@@ -124,10 +124,7 @@ def route(
         raise ArgumentError(f"route: groups must be a fusible.Groups, such as Groups(8, keep=4), got {groups!r}")
     check_tensors("route", logits, top_k, valid, ids)
     check_choice("route", logits.shape[1], top_k, scores, groups)
-    floating = isinstance(bias, Tensor) and bias.is_floating_point()
-    if bias is not None and not (floating and bias.shape == logits.shape[1:]):
-        raise ArgumentError(f"route: bias must be floating-point [E], E={logits.shape[1]}, got {form(bias)}")
-    check_device("route", logits, bias=bias)
+    _check_bias(logits, bias)
     rule = rule_of(top_k, scores, normalizes("route", top_k, normalize), scale, groups)
     if torch.compiler.is_dynamo_compiling():
         _register_with_dynamo()
@@ -230,6 +227,13 @@ def check_tensors(op: str, logits: Tensor, top_k: int, valid: Tensor | None, ids
     check_device(op, logits, ids=ids)
     if active_config().debug and not torch.compiler.is_dynamo_compiling() and not has_no_data(ids):
         _check_ids(op, ids, experts)
+
+
+def _check_bias(logits: Tensor, bias: Tensor | None) -> None:
+    floating = isinstance(bias, Tensor) and bias.is_floating_point()
+    if bias is not None and not (floating and bias.shape == logits.shape[1:]):
+        raise ArgumentError(f"route: bias must be floating-point [E], E={logits.shape[1]}, got {form(bias)}")
+    check_device("route", logits, bias=bias)
 
 
 def check_device(op: str, logits: Tensor, /, **tensors: Tensor | None) -> None:

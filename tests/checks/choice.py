@@ -66,10 +66,9 @@ def keys_and_bounds(p: Choosing) -> tuple[Tensor, Tensor]:
     """The keys that the choice compares, in float64 [T, E], and how far float32 may be from them.
 
     Logits are compared as they are. A score s is the exponential of its logarithm. With u = 2^-24, exp, log and log1p
-    are right within 2 u (1 ulp). Of the logarithm of softmax, ``x - (top + log total)``, the sum of at most 4096
-    exponentials in a tree of depth 41 is within (41 + 2 + log 4096) u, its logarithm adds 2 log 4096 u, the two
-    additions |log-sum-exp| u and |log s| u. Logarithms of the other scores are within (3 + 2 |log s|) u. The
-    exponential adds 2 u; the bias, one rounding.
+    are right within 2 u (1 ulp). Of softmax, ``exp(x - top) / total``, the difference is within |log s| u, the sum of
+    up to 4096 exponentials in a tree of depth 41 within (41 + 2 + log 4096) u; its inverse and the product add 2 u.
+    Logarithms of the other scores are within (3 + 2 |log s|) u. The exponential adds 2 u; the bias, one rounding.
     """
     logits, rule, unit = p.logits.double(), p.rule, 2.0**-24
     if p.bias is None and rule.groups == 1:
@@ -77,7 +76,7 @@ def keys_and_bounds(p: Choosing) -> tuple[Tensor, Tensor]:
     logs, fixed = reference.log_scores(logits, rule.scores), torch.tensor(5.0).double()
     if rule.scores == "softmax":
         total = logits.logsumexp(-1, keepdim=True)
-        logs, fixed = logs - total, 72 + total.abs()
+        logs, fixed = logs - total, torch.tensor(72.0).double()
     scores = logs.exp()
     keys = scores if p.bias is None else scores + p.bias.double()
     return keys, unit * (scores * (fixed + 2 * logs.abs()) + keys.abs())
@@ -217,6 +216,22 @@ def check_odd(device: str, scores: str, experts: int, by_scores: bool) -> None:
     true_grad = reference.backward(ChoosingBackward(p.logits, p.rule, out.ids, *d))
     torch.testing.assert_close(grad, true_grad, rtol=1e-3, atol=1e-3)
     assert grad.isfinite().all()
+
+
+def check_large(device: str, biased: bool) -> None:
+    """Large logits, whose logsumexp has no bits left for their differences."""
+    for level in (-3e4, 3e4, 3e8, -1e38):
+        x = level + 2 * numbers(device, 5, 60)
+        bias = torch.zeros(60, device=device) if biased else None
+        p = Choosing(x, ChoiceRule(8, "softmax", False, 1.0), bias, None, None)
+        out = chosen(p)
+        true = x.double().softmax(-1)
+        torch.testing.assert_close(out.weights.double(), true.gather(-1, out.ids), rtol=4e-6, atol=0)
+        assert (true.gather(-1, out.ids) >= true.topk(8).values * (1 - 4e-6)).all()
+        torch.testing.assert_close(reference.forward(p).weights, out.weights, rtol=4e-6, atol=0)
+        d = numbers(device, 5, 8, seed=3), None, None
+        exact = reference.backward(ChoosingBackward(x.double(), p.rule, out.ids, *_doubled(d)))
+        torch.testing.assert_close(gradient(p, out.ids, *d).double(), exact, rtol=1e-4, atol=1e-6)
 
 
 def check_beside_odd(device: str, scores: str, normalize: bool) -> None:

@@ -68,6 +68,11 @@ def test_odd_numbers(scores: str, by_scores: bool) -> None:
     choice.check_odd("cuda", scores, 60, by_scores)
 
 
+@pytest.mark.parametrize("biased", [True, False])
+def test_large_logits(biased: bool) -> None:
+    choice.check_large("cuda", biased)
+
+
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_numbers_beside_odd_ones(scores: str, normalize: bool) -> None:

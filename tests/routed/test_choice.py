@@ -134,6 +134,11 @@ def test_odd_numbers(scores: str, by_scores: bool) -> None:
     choice.check_odd("cpu", scores, 60, by_scores)
 
 
+@pytest.mark.parametrize("biased", [True, False])
+def test_large_logits(biased: bool) -> None:
+    choice.check_large("cpu", biased)
+
+
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_numbers_beside_odd_ones(scores: str, normalize: bool) -> None:

@@ -82,8 +82,15 @@ DEVICE float scores_of(float (&scores)[kCount], const float (&x)[kCount], float 
   for (int i = 0; i < kCount; ++i) total += scores[i] = x[i] == -kInfinity ? 0.f : expf(log_score<kScores>(x[i]) - top);
   return team.sum(total);
 }
-// The logarithm that softmax divides by, from the sum of scores by the highest, which is NaN for infinities.
-DEVICE float log_total_of(float highest, float total) { return highest == kInfinity ? highest : highest + logf(total); }
+// A score is exp(its logarithm - top) * share: of softmax, whose difference to the highest logit is exact however large
+// logits are. Beside infinity, for which the sum of scores is NaN, other scores are 0.
+struct ScoreOf {
+  float top = 0.f, share = 1.f;
+  static DEVICE ScoreOf softmax(float highest, float total) {
+    return {highest, highest == kInfinity ? 1.f : 1.f / total};
+  }
+  DEVICE float operator()(float log_score) const { return expf(log_score - top) * share; }
+};
 template <Scores kScores, int kCount, int kParts>
 DEVICE float total_of(const float (&x)[kCount], float highest, const Team<kParts>& team) {
   float scores[kCount];
@@ -92,9 +99,9 @@ DEVICE float total_of(const float (&x)[kCount], float highest, const Team<kParts
 
 // The weight of the slot of this lane, without the scale, from the logarithm of its score; lanes without an expert have
 // -infinity. Slots are in the same lanes of all warps of a team.
-DEVICE float weight_of(float log_score, float log_total, bool normalize) {
+DEVICE float weight_of(float log_score, const ScoreOf& score, bool normalize) {
   const bool never = log_score == -kInfinity;
-  if (!normalize) return never ? 0.f : expf(log_score - log_total);
+  if (!normalize) return never ? 0.f : score(log_score);
   const float most = number_of(__reduce_max_sync(~0u, key_of(log_score)));
   const Team<1> warp{};
   const float total = warp.sum(never ? 0.f : expf(log_score - most));

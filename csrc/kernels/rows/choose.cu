@@ -113,14 +113,15 @@ struct LaneKeys {
 
 // The chosen expert of this lane's slot; -1 in lanes without a slot.
 template <Scores kScores, int kCount, int kParts>
-DEVICE int chosen(const float (&x)[kCount], const Choice& c, float log_total, float* row, const Team<kParts>& team) {
+DEVICE int chosen(const float (&x)[kCount], const Choice& c, const ScoreOf& score, float* row,
+                  const Team<kParts>& team) {
   uint32_t keys[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int expert = expert_of<kCount>(i, team);
     float compared = x[i];
     if (c.bias || c.groups > 1) {
-      compared = x[i] == -kInfinity ? 0.f : expf(log_score<kScores>(x[i]) - log_total);
+      compared = x[i] == -kInfinity ? 0.f : score(log_score<kScores>(x[i]));
       if (c.bias && expert < c.rule.experts) compared += c.bias[expert];
     }
     keys[i] = expert < c.rule.experts ? key_of(compared) : 0;
@@ -164,11 +165,11 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 2)
     load_logits(x, r, token, vectors, team);
     const float highest = highest_of(x, team);
     const bool regular = is_finite(highest), tallied = block.tallied && regular, by_scores = c.bias || c.groups > 1;
-    float log_total = 0.f;  // the logarithm that softmax divides by
+    ScoreOf score;
     if (tallied || (kScores == Scores::kSoftmax && (by_scores || !r.normalize))) {
       float scores[kCount];
       const float total = scores_of<kScores>(scores, x, highest, team);
-      if (kScores == Scores::kSoftmax) log_total = log_total_of(highest, total);
+      if (kScores == Scores::kSoftmax) score = ScoreOf::softmax(highest, total);
       if (tallied) {
         const float share = 1.f / total;
 #pragma unroll
@@ -180,17 +181,18 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, 2)
           for (int j = 0; j < 4; ++j) four.values[j] += scores[i + j] * share;
           four_of(sums, expert) = four;
         }
-        float lse = log_total;
-        if (kScores != Scores::kSoftmax) lse = highest + logf(total_of<Scores::kSoftmax>(x, highest, team));
+        float exponentials = total;
+        if (kScores != Scores::kSoftmax) exponentials = total_of<Scores::kSoftmax>(x, highest, team);
+        const float lse = highest + logf(exponentials);
         squares += lse * lse;
         if (team.part == 0 && team.lane == 0) atomicAdd(&counters[2 * r.experts], 1);
       }
     }
     int64_t id = c.given && team.lane < r.top_k ? c.given[slot] : -1;
-    if (!__ballot_sync(~0u, id != -1)) id = chosen<kScores>(x, c, log_total, shared + layout.keys(own), team);
+    if (!__ballot_sync(~0u, id != -1)) id = chosen<kScores>(x, c, score, shared + layout.keys(own), team);
     const bool exists = id >= 0 && id < r.experts;
     const float at = exists ? read_number(r.logits, r.type, token * r.experts + id) : -kInfinity;
-    const float weight = weight_of(exists ? log_score<kScores>(at) : -kInfinity, log_total, r.normalize);
+    const float weight = weight_of(exists ? log_score<kScores>(at) : -kInfinity, score, r.normalize);
     if (writes) {
       c.ids[slot] = id;
       c.weights[slot] = exists ? r.scale * weight : 0.f;

@@ -13,7 +13,7 @@ namespace {
 
 // Numbers of a token that its whole row reads.
 struct DenseTerms {
-  float log_total = 0.f;         // the logarithm that softmax divides by
+  ScoreOf score;
   float top = 0.f, share = 1.f;  // the highest logarithm of a score, and what makes scores by it probabilities
   float lse = 0.f, pull = 0.f;   // the logsumexp of the logits; the mean of d_sums by the probabilities
   float of_weights = 0.f;        // the gradient that unnormalised softmax weights share
@@ -41,7 +41,8 @@ DEVICE DenseTerms dense_terms(float (&x)[kCount], float* d_sums, const ChoiceBac
   float total = 0.f;
   if constexpr (kScores == Scores::kSoftmax) {
     total = scores_of<kScores>(x, x, highest, team);
-    d.lse = d.log_total = log_total_of(highest, total);
+    d.score = ScoreOf::softmax(highest, total);
+    d.lse = highest + logf(total);
   } else {
     total = total_of<kScores>(x, highest, team);
   }
@@ -83,7 +84,7 @@ DEVICE float dense_gradient(float x, float d_sum, const DenseTerms& d) {
 // Puts the gradients of the chosen logits into the row, of each expert once. Returns the sum of the gradients of the
 // logarithms of the weights.
 template <Scores kScores, int kParts>
-DEVICE float scatter_chosen(float* row, const ChoiceBackward& c, int64_t token, int id, float log_total,
+DEVICE float scatter_chosen(float* row, const ChoiceBackward& c, int64_t token, int id, const ScoreOf& score,
                             const Team<kParts>& team) {
   const ChoiceRule& r = c.rule;
   const Team<1> warp{team.lane, 0, nullptr};
@@ -92,7 +93,7 @@ DEVICE float scatter_chosen(float* row, const ChoiceBackward& c, int64_t token, 
   const float at = exists ? read_number(r.logits, r.type, token * r.experts + id) : -kInfinity;
   if (!__ballot_sync(~0u, given != 0.f)) return 0.f;  // without gradients of weights, even of NaN
   const bool never = at == -kInfinity;
-  const float weight = weight_of(never ? -kInfinity : log_score<kScores>(at), log_total, r.normalize);
+  const float weight = weight_of(never ? -kInfinity : log_score<kScores>(at), score, r.normalize);
   const float product = never ? 0.f : r.scale * given * weight, of_all = warp.sum(product);
   const float d_log = r.normalize ? product - weight * of_all : product;
   const float d = never ? 0.f : d_log * slope<kScores>(at);
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kParts>, kCount > 16 ? 3 : 4)
     team.meet();
     if (valid) {
       const int expert = id >= 0 && id < r.experts ? static_cast<int>(id) : -1;
-      const float of_weights = scatter_chosen<kScores>(row, c, token, expert, terms.log_total, team);
+      const float of_weights = scatter_chosen<kScores>(row, c, token, expert, terms.score, team);
       if (spreads) terms.of_weights = of_weights;
     }
     team.meet();

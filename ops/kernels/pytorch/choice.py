@@ -104,10 +104,11 @@ def _within_groups(keys: Tensor, rule: ChoiceRule) -> Tensor:
 
 def _weights(logits: Tensor, ids: Tensor, rule: ChoiceRule) -> Tensor:
     """The scores at the ids, [T, k], without the scale; 0 for no expert, or where a logit of -inf excludes it."""
+    if rule.scores == "softmax" and not rule.normalize:
+        return _at(_shares(logits), ids).masked_fill(_chosen(logits, ids)[1], 0)
     chosen, never = _chosen(logits, ids)
     chosen = log_scores(chosen, rule.scores)
     if not rule.normalize:
-        chosen = chosen - logits.logsumexp(-1, keepdim=True) if rule.scores == "softmax" else chosen
         return chosen.masked_fill(never, 0).exp().masked_fill(never, 0)
     nothing = never.all(-1, keepdim=True)
     chosen = chosen.masked_fill(never & ~nothing, -math.inf).masked_fill(nothing, 0)
@@ -116,9 +117,13 @@ def _weights(logits: Tensor, ids: Tensor, rule: ChoiceRule) -> Tensor:
 
 def _chosen(logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     """The logits at the ids, [T, k], and where there is no expert or a logit of -inf."""
-    exists = (ids >= 0) & (ids < logits.shape[-1])
-    chosen = logits.gather(-1, ids.masked_fill(~exists, 0))
-    return chosen, ~exists | (chosen == -math.inf)
+    chosen = _at(logits, ids)
+    return chosen, (ids < 0) | (ids >= logits.shape[-1]) | (chosen == -math.inf)
+
+
+def _at(numbers: Tensor, ids: Tensor) -> Tensor:
+    """The numbers at the ids, [T, k]; any of them where there is no expert."""
+    return numbers.gather(-1, ids.clamp(0, numbers.shape[-1] - 1))
 
 
 def _tallies(logits: Tensor, ids: Tensor, rule: ChoiceRule) -> tuple[Tensor, Tensor, Tensor]:
