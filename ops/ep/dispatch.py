@@ -173,6 +173,8 @@ class EPDispatch(Op):
         for said in (self.group.settings.rounding(self.group.size), self.group.mover.overlaps.reason):
             if said is not None:
                 trace.note(said)
+        if self.group.settings.float8_gradients:
+            trace.note("gradients of combined tokens are quantised before they travel")
         return DispatchedRows(table, rows, scales)
 
     def bwd(self, saved: Saved, dy: Tensor, *, scales: Tensor, **indices: Tensor) -> Grads:
@@ -220,17 +222,19 @@ def start_sum(
 
 
 def pulled(group: Group, tokens: Tensor, table: Table, kind: str, fill: bool) -> Tensor:
-    """Pulls rows [Q, H] of this rank's experts from the tokens of all ranks, by the table of an earlier dispatch.
+    """Pulls gradients [Q, H] of this rank's rows from those of all ranks' tokens, by the table of a dispatch.
 
     Args:
         fill: whether the tail must be zero; else it is arbitrary.
     """
+    in_8_bits, hidden = group.settings.float8_gradients, tokens.shape[1]
     if trace.active():
-        rows = tokens.new_empty(table.num_rows, tokens.shape[1])
+        rows = tokens.new_empty(table.num_rows, float8_rows.width(hidden) if in_8_bits else hidden)
         group.mover.foresee(kind, rows)
-        return rows
+        return tokens.new_empty(table.num_rows, hidden)
     with Moving(group) as transport:
-        return transport.pull(tokens, table, kind, fill)
+        rows = transport.pull(float8_rows.packed(tokens) if in_8_bits else tokens, table, kind, fill)
+    return float8_rows.arrived(rows, hidden).values() if in_8_bits else rows
 
 
 def returned(group: Group, dscales: Tensor, table: Table, dtype: torch.dtype) -> Tensor:

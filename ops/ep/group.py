@@ -147,6 +147,9 @@ class Group:
             rows to the ranks of their tokens as it computes them (in bfloat16; otherwise right after it), so that each
             rank sums from its own memory. It takes memory for ``max_tokens * top_k`` more rows in each lane. None: if
             that gains, as above.
+        float8_gradients: whether the gradients of combined tokens are quantised before they are sent, to e4m3 with a
+            power of two for each 128 values, which halves the traffic; for a group in bfloat16. The gradients of
+            dispatched tokens are summed in 16 bits.
 
     Attributes:
         rank, size: the index of this rank; the number of ranks.
@@ -179,10 +182,11 @@ class Group:
         overlap: int | None = None,
         overlap_dispatch: int | None = None,
         overlap_combine: bool | None = None,
+        float8_gradients: bool = False,
     ) -> None:
         self.settings = Settings(
             *(num_experts, max_tokens, top_k, hidden, dtype, capacity, overflow, combine),
-            *(transport, lanes, timeout, overlap, overlap_dispatch, overlap_combine),
+            *(transport, lanes, timeout, overlap, overlap_dispatch, overlap_combine, float8_gradients),
         )
         self.process_group = process_group if process_group is not None else _world()
         self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)

@@ -36,6 +36,7 @@ class Settings(NamedTuple):
     overlap: int | None
     overlap_dispatch: int | None
     overlap_combine: bool | None
+    float8_gradients: bool
 
     def problem(self, ranks: int) -> str | None:
         """The first problem of the settings for this number of ranks, or None."""
@@ -62,6 +63,10 @@ class Settings(NamedTuple):
                 yield f"{name} must be a number of multiprocessors, 0 for none, got {blocks!r}"
         if self.overlap_combine is not None and type(self.overlap_combine) is not bool:
             yield f"overlap_combine must be True, False or None, got {self.overlap_combine!r}"
+        if type(self.float8_gradients) is not bool:
+            yield f"float8_gradients must be True or False, got {self.float8_gradients!r}"
+        elif self.float8_gradients and self.dtype != torch.bfloat16:
+            yield f"float8_gradients needs torch.bfloat16, which holds the values exactly, got {self.dtype}"
         if not _is_number(self.timeout) or self.timeout < 0:
             yield f"timeout must be a number of seconds, 0 for none, got {self.timeout!r}"
         if not self._is_capacity():

@@ -125,6 +125,7 @@ def test_which_moves_run_beside_products(
 ) -> None:
     rest = {"dtype": torch.bfloat16, "capacity": 2.0, "overflow": "raise", "combine": "exact"}
     rest |= {"transport": "symmetric", "lanes": 1, "timeout": 60.0}
+    rest["float8_gradients"] = False
     overlaps = dict.fromkeys(("overlap", "overlap_dispatch", "overlap_combine"))
 
     chosen = Overlaps.of(Settings(**{**rest, **overlaps, **problem}), ranks)

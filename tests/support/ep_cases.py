@@ -259,6 +259,22 @@ def tokens_of_8_bits_are_the_rows_of_their_recipe(world: World) -> None:
 
 
 @case
+def gradients_of_8_bits_are_rounded_before_they_are_sent(world: World) -> None:
+    """A step has the bits of one process whose gradients were rounded before, by fused and by unfused ops."""
+    for recipe, hidden in itertools.product((None, Float8Block()), (H, 272)):
+        group = world.group(dtype=torch.bfloat16, hidden=hidden, float8_gradients=True)
+        batch = wide_batch(group, counts_of(world))
+        batch = batch._replace(x=batch.dy, dy=batch.x)  # which has magnitudes of all kinds
+        with config(recipe=recipe):
+            expected = trained(whole(group), batch._replace(dy=rounded(batch._replace(x=batch.dy)).x))
+            for fusions in (set(), {"EPGroupedMLP", "GroupedMLP"}):
+                with config(disable_fusions=fusions):
+                    same(trained(part(group), batch.of(world.rank)), expected.of(batch.counts, group))
+    said = part(group).explain(batch.x[:1], top_k_index=batch.ids[:1], top_k_weights=batch.weights[:1])
+    assert "gradients of combined tokens are quantised before they travel" in str(said)
+
+
+@case
 def tokens_of_8_bits_are_within_half_a_step(world: World) -> None:
     """Rows are tokens to half a step of e4m3, or of the smallest step of their block; sums are near float64's."""
     group = world.group(dtype=torch.bfloat16, hidden=272)
@@ -1070,6 +1086,11 @@ def settings_that_are_wrong(world: World) -> None:
         ({"max_tokens": 1.5}, "max_tokens must be a positive int, got 1.5"),
         ({"top_k": True}, "top_k must be a positive int, got True"),
         ({"dtype": torch.int32}, "dtype must be a floating-point dtype of at least 16 bits, got torch.int32"),
+        ({"float8_gradients": 1}, "float8_gradients must be True or False, got 1"),
+        (
+            {"float8_gradients": True},
+            "float8_gradients needs torch.bfloat16, which holds the values exactly, got torch.float32",
+        ),
         ({"capacity": "all"}, "capacity must be a factor .*, got 'all'"),
         ({"capacity": -1.0}, "capacity must be a factor .*, got -1.0"),
         ({"overflow": "ignore"}, "overflow must be one of 'raise', 'drop', got 'ignore'"),

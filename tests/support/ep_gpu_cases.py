@@ -16,6 +16,7 @@ from ep_cases import (
     batch_for,
     check_checkpoints,
     counts_of,
+    gradients_of_8_bits_are_rounded_before_they_are_sent,
     largest,
     of_one_owner,
     raises,
@@ -112,6 +113,7 @@ def sums_by_rank_are_near_those_of_one_gpu_and_repeat(world: World) -> None:
 
 
 case(tokens_of_8_bits_are_the_rows_of_their_recipe)
+case(gradients_of_8_bits_are_rounded_before_they_are_sent)
 
 
 @case

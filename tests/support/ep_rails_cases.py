@@ -121,6 +121,14 @@ def tokens_of_8_bits_cross_between_hosts(world: World) -> None:
 
 
 @case
+def gradients_of_8_bits_cross_between_hosts(world: World) -> None:
+    group = rails(world, dtype=torch.bfloat16, hidden=272, float8_gradients=True)
+    batch = wide_batch(group, counts_of(world))
+    gradients = rounded_tokens(batch._replace(x=batch.dy)).x
+    same(trained(part(group), batch.of(world.rank)), expected_of(group, batch._replace(dy=gradients)))
+
+
+@case
 def rows_are_sent_to_slots_where_it_is_asked_for(world: World) -> None:
     group = rails(world, overlap_dispatch=2, overlap_combine=True, dtype=torch.bfloat16)
     check(group, batch_for(group, counts_of(world)))

@@ -53,6 +53,7 @@ SHARED = (
     ep_cases.frozen_parts_get_no_gradients_and_the_rest_keeps_its_bits,
     ep_cases.tokens_of_8_bits_are_the_rows_of_their_recipe,
     ep_cases.tokens_of_8_bits_are_within_half_a_step,
+    ep_cases.gradients_of_8_bits_are_rounded_before_they_are_sent,
     ep_cases.rows_of_8_bits_are_not_quantised_again,
     ep_cases.ranks_that_send_tokens_of_other_bits,
     ep_cases.exchanges_that_are_not_paired,
