@@ -260,6 +260,8 @@ PYBIND11_MODULE(_C, module) {
   def<fusible::PackedGemmLaunch>(
       module,
       "A grouped product (NT) of bf16 rows and packed weights, for few rows. Formats: 0 MXFP8, 1 NVFP4, 2 MXFP4.");
+  def<fusible::StoredGemmLaunch>(
+      module, "A grouped product (NT or NN) of bf16 rows and MXFP4 weights as they are stored, for many rows.");
   module.def("xla_handlers", &xla_handlers, "Handlers for XLA's foreign function interface, by name.");
   module.attr("XLA_FFI_API") =
       py::make_tuple(fusible::xla_ffi::api_version().first, fusible::xla_ffi::api_version().second);

@@ -107,6 +107,10 @@ GemmConfig scaled_config(const GemmProblem& p, int multiprocessors) {
   return complete(p, multiprocessors, false, 0, &kScaledVariant);
 }
 
+GemmConfig packed_config(const GemmProblem& p, int multiprocessors) {
+  return complete(p, multiprocessors, false, 0, &kPackedVariant);
+}
+
 GemmConfig choose_scaled_wgrad_config(const GemmProblem& p, int multiprocessors, int variant) {
   const bool chosen = variant < 0;
   if (chosen) variant = choose_scaled_wgrad_variant(p);

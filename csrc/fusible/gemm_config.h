@@ -33,11 +33,14 @@ struct TileVariant {
   constexpr bool large() const {
     return tile_m * tile_n > 160 * 256;
   }  // leaves few registers beside the accumulators, and little shared memory
-  constexpr int token_box() const { return swap_ab ? 32 : 64; }  // tokens that a copy moves
-  constexpr int cut() const { return swap_ab ? 16 : 64; }        // rows that tiles of a group do not share
+  constexpr bool packed() const { return swap_ab && tile_n == 128; }  // weights, which take few bytes of a stage
+  constexpr int token_box() const { return swap_ab ? 32 : 64; }       // tokens that a copy moves
+  constexpr int cut() const { return swap_ab ? 16 : 64; }             // rows that tiles of a group do not share
   // The bytes that a consumer stores to shared memory at a time.
-  constexpr int smem_out_bytes() const { return tile_n == 64 ? 16384 : tile_n == 192 || large() ? 24576 : 32768; }
-  constexpr int smem_out_rows() const { return swap_ab && large() ? 32 : 64; }
+  constexpr int smem_out_bytes() const {
+    return packed() ? 12288 : tile_n == 64 ? 16384 : tile_n == 192 || large() ? 24576 : 32768;
+  }
+  constexpr int smem_out_rows() const { return swap_ab && (large() || packed()) ? 32 : 64; }
   constexpr int smem_out_columns() const { return swap_ab ? tile_n / 2 : tile_n; }
 };
 inline constexpr TileVariant kTileVariants[] = {
@@ -56,6 +59,8 @@ inline constexpr TileVariant kTileVariants[] = {
 // For e4m3 operands: each consumer has two units of 64 x 128 (device/gemm/scaled_mainloop.cuh).
 inline constexpr TileVariant kScaledVariant = {128, 256, 2, 1, 3, 8};  // of rows of tokens
 inline constexpr TileVariant kScaledWgradVariants[] = {{128, 256, 2, 1, 3, 8}, {256, 128, 1, 2, 3, 8}};
+// For packed weights: the pair shares the tokens, which have nearly all bytes.
+inline constexpr TileVariant kPackedVariant = {256, 128, 1, 2, 5, 8, true};
 // Rows of a tile of weight gradients: with few long groups, higher tiles are halved (device/gemm/tile_scheduler.cuh).
 inline constexpr int kLeastRows = 128;
 // Limits for a split depth of weight gradients: tiles times slices of the split groups, and slices of a group.
@@ -135,6 +140,8 @@ GemmConfig choose_config(const GemmProblem& problem, int multiprocessors, int va
 // For e4m3 operands.
 GemmConfig scaled_config(const GemmProblem& problem, int multiprocessors);
 GemmConfig choose_scaled_wgrad_config(const GemmProblem& problem, int multiprocessors, int variant = -1);
+// For bf16 rows and packed weights.
+GemmConfig packed_config(const GemmProblem& problem, int multiprocessors);
 
 std::ostream& operator<<(std::ostream& out, const GemmProblem& problem);
 std::ostream& operator<<(std::ostream& out, const GemmConfig& config);

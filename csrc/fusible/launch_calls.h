@@ -16,6 +16,7 @@
 #include "fusible/routed_mlp.h"
 #include "fusible/routing.h"
 #include "fusible/scaled_gemm.h"
+#include "fusible/stored_gemm.h"
 #include "fusible/wrong_sizes.h"
 #include "fusible/zeroing.h"
 
@@ -129,6 +130,26 @@ struct GroupedGemmLaunch : GemmLaunch {
     gemm.problem.scale_bias |= e.row_scale || e.bias_scale || e.alphas || e.alpha != 1;
   }
   void run() const { grouped_gemm(gemm, device, stream); }
+};
+
+struct StoredGemmLaunch : GemmLaunch {
+  static constexpr const char* kName = "stored_gemm";
+  const uint8_t* b_scales = nullptr;
+
+  void fields(Fields& v) {
+    visit_product(v), FUSIBLE_FIELDS(v, b_scales), v.field("out", gemm.out.data), v.field("out_pitch", gemm.out.pitch);
+    FUSIBLE_FIELDS(v, gemm.workspace);
+    v.optional();
+    visit_bias(v), FUSIBLE_FIELDS(v, gemm.epilogue.row_scale, gemm.zero_tail), visit_second_pair(v);
+  }
+  void complete() {
+    const EpilogueArguments& e = gemm.epilogue;
+    gemm.problem.output = gemm.problem.operand;
+    GemmLaunch::complete();
+    gemm.b.type = DType::kE4M3;  // of a byte
+    gemm.problem.scale_bias |= e.row_scale || e.bias_scale;
+  }
+  void run() const { stored_gemm({gemm, b_scales}, device, stream); }
 };
 
 // The common fields of products of e4m3 operands.

@@ -54,11 +54,11 @@ struct GroupDimensions {
 
 // The matrices of the groups, `rows` x `columns` each.
 CUtensorMap matrices_map(const MatrixView& m, int64_t groups, int64_t rows, int64_t columns,
-                         const std::array<uint32_t, 4>& box) {
+                         const std::array<uint32_t, 4>& box, CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_128B) {
   const Bytes bytes(m);
   const GroupDimensions g(m, groups);
   return encode<4>(bytes.base, m.type, {Extent(columns), Extent(rows), g.near, g.far},
-                   {bytes.pitch, g.near_bytes, g.far_bytes}, box);
+                   {bytes.pitch, g.near_bytes, g.far_bytes}, box, swizzle);
 }
 
 }  // namespace
@@ -113,6 +113,11 @@ CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t hal
 
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n) {
   return matrices_map(b, groups, k, n, {subtile_columns(b.type), depth(b.type) / (tile_n / 64 % 2 ? 2 : 1), 1, 1});
+}
+
+CUtensorMap packed_weight_map(const MatrixView& b, int64_t groups, int64_t n, int64_t k, bool transposed) {
+  if (transposed) return matrices_map(b, groups, n, k / 2, {64, 32, 1, 1}, CU_TENSOR_MAP_SWIZZLE_64B);
+  return matrices_map(b, groups, n, k / 2, {32, 64, 1, 1}, CU_TENSOR_MAP_SWIZZLE_32B);
 }
 
 CUtensorMap blocked_tokens_map(const MatrixView& a, int64_t blocks, int64_t columns, int box) {

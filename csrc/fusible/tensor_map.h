@@ -52,6 +52,8 @@ CUtensorMap gate_up_columns_map(const MatrixView& b, int64_t groups, int64_t hal
 // b[k, n] of each group, 64 values of k x 64 columns, or 32 x 64: an odd number of chunks of 64 columns does not divide
 // between two blocks.
 CUtensorMap weight_columns_map(const MatrixView& b, int64_t groups, int64_t k, int64_t n, int tile_n);
+// b[n, k / 2] of each group, two codes of 4 bits a byte: 64 rows x 64 values of k, or (transposed) 32 rows x 128.
+CUtensorMap packed_weight_map(const MatrixView& b, int64_t groups, int64_t n, int64_t k, bool transposed);
 // a[blocks, columns, 128] of a type of one byte: `box` columns of one block.
 CUtensorMap blocked_tokens_map(const MatrixView& a, int64_t blocks, int64_t columns, int box);
 // Scales [blocks, rows of an operand], `pitch` floats from a block to the next: `box` rows of one block.

@@ -157,7 +157,7 @@ class RoutedLoRA(RoutedOp):
         if saved.fc2.weight is None:
             of_groups = _of_groups(vectors, saved.routing.split_sizes)
             return ActivationGrads(rows, None, kernels.activate(preact, spec, saved.scales, *of_groups))
-        if multiplies_apart(saved.fc2.weight, saved.fc2.recipe, rows):
+        if multiplies_apart(saved.fc2.weight, saved.fc2.recipe, rows, self.fc2.rank):
             dpostact, sizes = input_grad(rows, dlow, saved.fc2), saved.fc2.split_sizes
             read, sizes_of_groups = _of_groups(vectors, sizes)
             return kernels.activate_backward(

@@ -156,7 +156,7 @@ class GroupedLoRA(ExpertParameters):
 
     def multiplies_apart(self, rows: Tensor) -> bool:
         """Whether the product with such rows ends without an epilogue."""
-        return self.is_quantized and multiplies_apart(self._stored(), self.recipe, rows)
+        return self.is_quantized and multiplies_apart(self._stored(), self.recipe, rows, self.rank)
 
     def _stored(self) -> Weight:
         return Weight(stacked(self.matrices("weight")), *self.quantized_buffers())  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from ..kernels.doors.decoding import decode_weight, decoding_runs, multiply_runs
 from ..kernels.doors.gathered_wgrad import gathered_wgrad
 from ..kernels.doors.packed import packed_gemm
 from ..kernels.doors.quantized import ScaledSums, scaled_gemm, scaled_wgrad
+from ..kernels.doors.stored import decodes_within, stored_product
 from ..kernels.doors.transposition import transpose_bytes
 from ..values.switches import active_switches
 from .operands import GatheredTokens, Tokens
@@ -188,11 +189,17 @@ def values_of(weight: Matrices | Weight | None, recipe: Recipe | None, like: Ten
     return decoded(recipe, weight, like)
 
 
-def multiplies_apart(weight: Matrices | Weight | None, recipe: Recipe | None, like: Tensor) -> bool:
-    """Whether products of a weight with such rows end without an epilogue: of its bytes, or of several runs."""
+def multiplies_apart(weight: Matrices | Weight | None, recipe: Recipe | None, like: Tensor, rank: int = 0) -> bool:
+    """Whether products of a weight with such rows end without an epilogue: of its bytes, or of several runs.
+
+    Args:
+        rank: the depth of the second pair of operands.
+    """
     if not isinstance(weight, Weight):
         return False
-    return not isinstance(recipe, WeightOnly) or len(decoding_runs(weight.data, recipe.values_in_byte, like)) > 1
+    if not isinstance(recipe, WeightOnly) or decodes_within(like, weight, recipe, rank):
+        return True
+    return len(decoding_runs(weight.data, recipe.values_in_byte, like)) > 1
 
 
 def weight_product(
@@ -216,11 +223,21 @@ def weight_product(
 def decoded_product(
     layout: Layout, rows: Tensor, recipe: Recipe, weight: Weight, split_sizes: Tensor, **options: Any
 ) -> Tensor:
-    """The product of rows and a weight that is decoded for it, as :func:`multiply_runs` does."""
+    """The product of rows and a weight that is decoded within it, or before it as :func:`multiply_runs` does."""
+    terms: Terms = options.get("terms", NO_TERMS)
+    rank = 0 if terms.second is None else terms.second.a.shape[1]
+    if _gives_rows(rows, terms, options) and decodes_within(rows, weight, recipe, rank):
+        return stored_product(layout, rows, weight, split_sizes, terms, options.get("out"))
     runs = decoding_runs(weight.data, recipe.values_in_byte, rows)
     return multiply_runs(
         *(runs, lambda run: decoded(recipe, part_of(weight, run), rows), layout, rows, split_sizes), **options
     )
+
+
+def _gives_rows(rows: Tensor, terms: Terms, options: dict[str, Any]) -> bool:
+    """Whether a product alone is wanted, in the dtype of the rows."""
+    extras = terms.alpha, terms.beta, terms.slots
+    return all([extra is None for extra in extras]) and options.get("out_dtype", rows.dtype) == rows.dtype
 
 
 def decoded(recipe: Recipe, weight: Weight, like: Tensor) -> Tensor:

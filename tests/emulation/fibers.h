@@ -59,6 +59,8 @@ struct Product {
   int columns;
   bool accumulate, transpose_a, transpose_b;
   Elements elements;
+  bool a_in_registers = false;
+  uint32_t registers[4] = {};
   bool same(const Product& p) const {
     return a == p.a && b == p.b && columns == p.columns && accumulate == p.accumulate && transpose_a == p.transpose_a &&
            transpose_b == p.transpose_b && elements == p.elements;
@@ -159,7 +161,7 @@ uint32_t shared_address(const void* pointer);                         // within 
 uint8_t* shared_pointer(Block& block, uint32_t address, size_t bytes);
 inline uint8_t* shared_pointer(uint32_t address, size_t bytes) { return shared_pointer(*current->block, address, bytes); }
 // Where the 128-byte swizzle puts a byte.
-inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+inline uint32_t swizzled(uint32_t address, uint32_t span = 128) { return address ^ (address >> 7 & (span / 16 - 1)) << 4; }
 
 void* variable_of_block(const void* key, size_t bytes);
 template <class T>

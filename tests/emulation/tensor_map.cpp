@@ -19,7 +19,7 @@ struct Map {
   uint32_t last[5];     // size - 1 of each dimension
   uint16_t box[5];
   uint8_t rank, type;
-  bool swizzled;
+  uint8_t span;  // bytes of a row that a swizzle permutes; 0: none
   uint64_t element() const { return strides[0]; }
 };
 static_assert(sizeof(Map) <= sizeof(CUtensorMap));
@@ -48,6 +48,15 @@ void change(CUtensorMap* map, Change change) {
 uint64_t element_bytes(CUtensorMapDataType type) {
   if (type == CU_TENSOR_MAP_DATA_TYPE_UINT8) return 1;
   return type == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : type == CU_TENSOR_MAP_DATA_TYPE_FLOAT16 || type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 ? 2 : 0;
+}
+
+uint8_t span_of(CUtensorMapSwizzle swizzle) {
+  switch (swizzle) {
+    case CU_TENSOR_MAP_SWIZZLE_32B: return 32;
+    case CU_TENSOR_MAP_SWIZZLE_64B: return 64;
+    case CU_TENSOR_MAP_SWIZZLE_128B: return 128;
+    default: return 0;
+  }
 }
 
 // Calls row(address of the row of the box, its offset in the box, how many of its bytes are within bounds: [from, to)) for every row of a
@@ -114,9 +123,9 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
                       const cuuint32_t* box, const cuuint32_t* element_strides, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
                       CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
   const uint64_t element = element_bytes(type);
-  Map m{.magic = kMagic, .base = reinterpret_cast<uint64_t>(base), .strides = {element}, .rank = static_cast<uint8_t>(rank), .type = static_cast<uint8_t>(type), .swizzled = swizzle == CU_TENSOR_MAP_SWIZZLE_128B};
+  Map m{.magic = kMagic, .base = reinterpret_cast<uint64_t>(base), .strides = {element}, .rank = static_cast<uint8_t>(rank), .type = static_cast<uint8_t>(type), .span = span_of(swizzle)};
   bool good = element && rank >= 1 && rank <= 5 && m.base % 16 == 0 && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
-              (m.swizzled || swizzle == CU_TENSOR_MAP_SWIZZLE_NONE) && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;  // the only ones that are emulated
+              (m.span || swizzle == CU_TENSOR_MAP_SWIZZLE_NONE) && fill == CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE;  // the only ones that are emulated
   for (uint32_t d = 0; good && d < rank; ++d) {
     good &= sizes[d] >= 1 && sizes[d] <= 1ull << 32 && box[d] >= 1 && box[d] <= 256 && element_strides[d] == 1;
     m.last[d] = static_cast<uint32_t>(sizes[d] - 1), m.box[d] = static_cast<uint16_t>(box[d]);
@@ -124,7 +133,7 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
     good &= strides[d - 1] % 16 == 0 && strides[d - 1] < 1ull << 40;
     m.strides[d] = strides[d - 1];
   }
-  good = good && box[0] * element % 16 == 0 && (!m.swizzled || box[0] * element <= 128);
+  good = good && box[0] * element % 16 == 0 && (!m.span || box[0] * element <= m.span);
   if (!good) return CUDA_ERROR_INVALID_VALUE;
   std::memset(map, 0, sizeof *map);
   std::memcpy(map, &m, sizeof m);
@@ -135,10 +144,10 @@ void check_map(const CUtensorMap* map) { (void)read(map); }
 
 void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, uint32_t blocks, std::initializer_list<int> coordinates) {
   const Map m = checked(map, to, coordinates.size());
-  check(m.swizzled || *coordinates.begin() * static_cast<int64_t>(m.element()) % 16 == 0, "a bulk load without a swizzle begins at coordinate ", *coordinates.begin(),
+  check(m.span || *coordinates.begin() * static_cast<int64_t>(m.element()) % 16 == 0, "a bulk load without a swizzle begins at coordinate ", *coordinates.begin(),
         ", which is no multiple of 16 bytes");
   const uint64_t width = m.box[0] * m.element();
-  check(!m.swizzled || width == 128, "only boxes of 128 bytes a row are emulated with a swizzle");
+  check(!m.span || width == m.span, "only boxes as wide as their swizzle are emulated");
   const auto& cluster = current->block->cluster->blocks;
   const uint32_t shared = shared_address(to);
   int64_t total = 0;
@@ -151,7 +160,7 @@ void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, uint32_t bloc
       if (from < end) check_memory(address + from, end - from, "a bulk load"), reads = true;
       for (uint64_t at = 0; at < width; at += 16) {  // what a swizzle keeps together
         const uint32_t linear = static_cast<uint32_t>(shared + offset + at);
-        uint8_t* target = shared_pointer(*cluster[rank], m.swizzled ? swizzled(linear) : linear, 16);
+        uint8_t* target = shared_pointer(*cluster[rank], m.span ? swizzled(linear, m.span) : linear, 16);
         const uint64_t first = std::clamp(from, at, at + 16), last = std::clamp(end, at, at + 16);
         std::memset(target, 0, 16);
         if (first < last) std::memcpy(target + (first - at), reinterpret_cast<const void*>(address + first), last - first);
@@ -165,7 +174,7 @@ void load_box(const CUtensorMap* map, uint64_t* barrier, void* to, uint32_t bloc
 
 void store_box(const CUtensorMap* map, const void* from, bool add, std::initializer_list<int> coordinates) {
   const Map m = checked(map, from, coordinates.size());
-  check(m.swizzled, "only swizzled stores are emulated");
+  check(m.span == 128, "only stores with a swizzle of 128 bytes are emulated");
   const std::vector<int> at = coordinates;
   const uint32_t shared = shared_address(from);
   current->stores.open.push_back([=] {

@@ -114,10 +114,19 @@ void multiply_e4m3(const Product& p, float* const accumulators[128]) {
   });
 }
 
-void multiply(const Product& p, float* const accumulators[128]) {
+// The left operand of a product that has it in registers, [16, 64].
+void gather_registers(const uint32_t (*registers)[4], float* to) {
+  for (int t = 0; t < 128; ++t)
+    for (int i = 0; i < 4; ++i)
+      for (int j = 0; j < 2; ++j)
+        to[(i / 2 * 8 + t % 4 * 2 + j) * 64 + t / 32 * 16 + t % 32 / 4 + i % 2 * 8] = table<__nv_bfloat16>()[registers[t][i] >> 16 * j & 0xFFFF];
+}
+
+void multiply(const Product& p, float* const accumulators[128], const uint32_t (*registers)[4]) {
   if (p.elements == Elements::kE4M3) return multiply_e4m3(p, accumulators);
   static float a[16 * 64], b[16 * 256], sums[64 * 256];
-  load_operand(p.a, p.transpose_a, p.elements == Elements::kBFloat16, 64, a);
+  if (p.a_in_registers) gather_registers(registers, a);
+  else load_operand(p.a, p.transpose_a, p.elements == Elements::kBFloat16, 64, a);
   load_operand(p.b, p.transpose_b, p.elements == Elements::kBFloat16, p.columns, b);
   std::memset(sums, 0, sizeof(sums));
   for (int row = 0; row < 64; ++row)
@@ -144,11 +153,13 @@ void wait_for_products(int newest) {
     for (int t = 0; t < 128; ++t) threads[t].products.complete_all_but(newest, [&](const Product& p) { products[t].push_back(p); });
     for (size_t i = 0; i < products[0].size(); ++i) {
       float* accumulators[128];
+      static uint32_t registers[128][4];
       for (int t = 0; t < 128; ++t) {
         check(products[t].size() == products[0].size() && products[t][i].same(products[0][i]), "threads of a warpgroup issue different products");
         accumulators[t] = products[t][i].accumulator;
+        std::memcpy(registers[t], products[t][i].registers, sizeof registers[t]);
       }
-      multiply(products[0][i], accumulators);
+      multiply(products[0][i], accumulators, registers);
     }
   });
 }

@@ -13,10 +13,10 @@
 
 namespace fusible {
 
-template <int kTileM, int kTileN, int kStages>
+template <int kBytesOfA, int kBytesOfB, int kStages>
 struct Stages {
-  uint8_t a[kStages][kTileM * kSwizzleBytes];
-  uint8_t b[kStages][kTileN * kSwizzleBytes];
+  uint8_t a[kStages][kBytesOfA];
+  uint8_t b[kStages][kBytesOfB];
 };
 
 struct Unicast {  // a copy for this block alone
@@ -63,7 +63,7 @@ DEVICE void produce(typename K::Storage& s, const typename K::Params& p, int ran
     const int rows = (tile.rows + K::A::kRows - 1) / K::A::kRows;  // blocks of A
     const bool share_b = K::kCluster > 1 && !tile.share_a;
     const int pieces = tile.idle ? 0 : K::narrow(tile, p) ? K::kNarrowColumns / K::B::kChunkColumns : K::B::kPieces;
-    uint32_t bytes = rows * (K::A::kRows * kSwizzleBytes) + pieces * (K::kTileN / K::B::kPieces * kSwizzleBytes);
+    uint32_t bytes = rows * (K::A::kRows * kSwizzleBytes) + pieces * (K::kTileN / K::B::kPieces * K::B::kRowBytes);
     if constexpr (K::Scaling::kScaled) bytes += decltype(s.scales)::kBytes;
     const int blocks = k_blocks_of<K>(tile, p);
     typename K::Scaling::template Putting<K> putting(p, tile);

@@ -25,6 +25,8 @@ struct OperandOf {
   static constexpr int kTileK = tile_k(sizeof(T));                 // values of k in a stage
   static constexpr int kStepK = 32 / sizeof(T);                    // of them in one wgmma
   static constexpr int kChunkColumns = kSwizzleBytes / sizeof(T);  // MN-major: columns side by side in shared memory
+  static constexpr bool kPacked = false;                           // decoded in registers (packed_operands.cuh)
+  static constexpr int kRowBytes = kSwizzleBytes;                  // of a stage, for each row or column of the tile
 };
 // kStep: bytes from one wgmma's values of k to the next one's.
 template <class T>

@@ -7,7 +7,7 @@
 // and a group's tokens can be shared evenly among its tiles (tile_scheduler.cuh). Each consumer has half of the
 // weights, in blocks of 64, and all tokens.
 #pragma once
-#include "device/gemm/mainloop.cuh"
+#include "device/gemm/packed_mainloop.cuh"
 
 namespace fusible {
 
@@ -63,16 +63,17 @@ DEVICE void multiply_swap_ab(SwapAbAccumulators<K>& acc, typename K::Storage& s,
   multiply_tokens<K, kTokens>(acc, s, state, blocks, short_end, consumer, lane);
 }
 
-// acc = scale * acc + bias_scale * bias, for a block of 64 weights and all tokens.
-template <int kTileM, int kTileN>
-DEVICE void apply_swap_ab(const EpilogueStage<kTileM, kTileN, false>& stage, float (&acc)[kTileM / 2], int first_weight,
-                          int warp, int lane) {
+// acc = scale * acc + bias_scale * bias, for a block of 64 weights and kTokens tokens from the first on.
+template <int kTokens, int kTileM, int kTileN>
+DEVICE void apply_swap_ab(const EpilogueStage<kTileM, kTileN, false>& stage, float (&acc)[kTokens / 2], int first_token,
+                          int first_weight, int warp, int lane) {
   const int weight = first_weight + warp * 16 + lane / 4;
   const float bias[2] = {stage.bias[weight], stage.bias[weight + 8]};
 #pragma unroll
-  for (int vector = 0; vector < kTileM / 8; ++vector) {
-    const float2 scale = *reinterpret_cast<const float2*>(&stage.scale[vector * 8 + lane % 4 * 2]);
-    const float2 of_bias = *reinterpret_cast<const float2*>(&stage.bias_scale[vector * 8 + lane % 4 * 2]);
+  for (int vector = 0; vector < kTokens / 8; ++vector) {
+    const int token = first_token + vector * 8 + lane % 4 * 2;
+    const float2 scale = *reinterpret_cast<const float2*>(&stage.scale[token]);
+    const float2 of_bias = *reinterpret_cast<const float2*>(&stage.bias_scale[token]);
 #pragma unroll
     for (int lower = 0; lower < 2; ++lower) {
       float* x = acc + vector * 4 + lower * 2;
@@ -107,31 +108,52 @@ DEVICE void consume_swap_ab(typename K::Storage& s, const typename K::Params& p,
   PipelineState<Layout::kSlots> slot;
   [[maybe_unused]] uint32_t epilogue_phase = 0;
   SwapAbAccumulators<K> acc;
-  for (WorkTile tile; tiles.next(tile);) {
-    if (tile.idle) skip<K>(s, state, p.k_blocks, lane);
-    else multiply_swap_ab<K>(acc, s, state, tile.rows, p.k_blocks, K::Groups::short_end(p), consumer, lane);
+  // ptxas serialises products that go on from stage to stage if other instructions write their accumulators.
+  constexpr bool kInParts = K::B::kPacked;
+  const auto end_tile = [&] {
     if constexpr (K::kScaleBias) {
-      barrier_wait(&s.epilogue.full, epilogue_phase);
-#pragma unroll
-      for (int i = 0; i < kWeightBlocks<K>; ++i)
-        apply_swap_ab(s.epilogue.stage, acc[i], weight_block<K>(consumer, i) * 64, warp, lane);
       barrier_arrive(&s.epilogue.empty);
       epilogue_phase ^= 1;
+    }
+  };
+  for (WorkTile tile; tiles.next(tile);) {
+    if (tile.idle) skip<K>(s, state, p.k_blocks, lane);
+    else if constexpr (K::B::kPacked) multiply_packed<K>(acc[0], s, state, p, tile, consumer, warp, lane);
+    else multiply_swap_ab<K>(acc, s, state, tile.rows, p.k_blocks, K::Groups::short_end(p), consumer, lane);
+    if constexpr (K::kScaleBias) barrier_wait(&s.epilogue.full, epilogue_phase);
+    if constexpr (K::kScaleBias && !kInParts) {
+#pragma unroll
+      for (int i = 0; i < kWeightBlocks<K>; ++i)
+        apply_swap_ab<K::kTileM>(s.epilogue.stage, acc[i], 0, weight_block<K>(consumer, i) * 64, warp, lane);
+      end_tile();
     }
 #pragma unroll
     for (int block = 0; block < (K::kTileM + Layout::kRows - 1) / Layout::kRows; ++block) {
       if (block >= K::row_blocks(tile, consumer)) break;
       barrier_wait(&s.out_empty[consumer][slot.stage], slot.phase ^ 1);
 #pragma unroll
-      for (int i = 0; i < kWeightBlocks<K>; ++i)
-        store_to_smem_swap_ab<typename K::Out, Layout::kRows>(
-            acc[i] + block * (Layout::kRows / 2), min(Layout::kRows, K::kTileM - block * Layout::kRows),
-            s.smem_out[consumer] + slot.stage * Layout::kPartBytes + i * Layout::kSubtileBytes, warp, lane);
+      for (int i = 0; i < kWeightBlocks<K>; ++i) {
+        float* from = acc[i] + block * (Layout::kRows / 2);
+        [[maybe_unused]] float part[Layout::kRows / 2];
+        if constexpr (K::kScaleBias && kInParts) {
+#pragma unroll
+          for (int j = 0; j < Layout::kRows / 2; ++j) part[j] = from[j];
+          apply_swap_ab<Layout::kRows>(s.epilogue.stage, part, block * Layout::kRows, weight_block<K>(consumer, i) * 64,
+                                       warp, lane);
+          from = part;
+        }
+        const int tokens = min(Layout::kRows, K::kTileM - block * Layout::kRows);
+        uint8_t* to = s.smem_out[consumer] + slot.stage * Layout::kPartBytes + i * Layout::kSubtileBytes;
+        if constexpr (K::B::kPacked && K::B::kTranspose)
+          K::B::template store_to_smem<typename K::Out, Layout::kRows>(from, to, warp, lane);
+        else store_to_smem_swap_ab<typename K::Out, Layout::kRows>(from, tokens, to, warp, lane);
+      }
       ptx::async_proxy_fence();
       if constexpr (!K::kWholeWarp) __syncwarp();
       if (K::kWholeWarp || lane == 0) barrier_arrive(&s.out_full[consumer][slot.stage]);
       slot.advance();
     }
+    if constexpr (kInParts) end_tile();
   }
 }
 

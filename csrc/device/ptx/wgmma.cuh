@@ -82,6 +82,29 @@ DEVICE void wgmma_e4m3(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulat
 }
 #undef WGMMA_E4M3
 
+// A in registers, which stay as they are until the product is done. Thread t = 32 w + l of the warpgroup holds row 16w
+// + l/4 of the columns 2(l%4) and the next in a[0], eight columns further in a[2], and 8 rows below those in a[1] and
+// a[3].
+#define WGMMA_REGISTERS(n, registers, a0, a1, a2, a3, b_, accumulate_, ...)                                           \
+  if constexpr (kSize == n / 2)                                                                                       \
+  asm volatile("{\n .reg .pred accumulate;\n setp.ne.b32 accumulate, " accumulate_                                    \
+               ", 0;\n"                                                                                               \
+               " wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" registers "}, {" a0 "," a1 "," a2 "," a3 \
+               "}, " b_ ", accumulate, 1, 1, 0;\n}"                                                                   \
+               : __VA_ARGS__                                                                                          \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)))
+// The product of bf16 whose left operand is in registers; the right one is K-major.
+template <int kSize>
+DEVICE void wgmma_registers(float (&d)[kSize], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  static_assert(kSize % 32 == 0 && kSize <= 128, "products are 64, 128, 192 or 256 columns wide");
+  WGMMA_REGISTERS(64, REGISTERS32, "%32", "%33", "%34", "%35", "%36", "%37", ACC32(0));
+  WGMMA_REGISTERS(128, REGISTERS64, "%64", "%65", "%66", "%67", "%68", "%69", ACC32(0), ACC32(32));
+  WGMMA_REGISTERS(192, REGISTERS96, "%96", "%97", "%98", "%99", "%100", "%101", ACC32(0), ACC32(32), ACC32(64));
+  WGMMA_REGISTERS(256, REGISTERS128, "%128", "%129", "%130", "%131", "%132", "%133", ACC32(0), ACC32(32), ACC32(64),
+                  ACC32(96));
+}
+#undef WGMMA_REGISTERS
+
 #define WGMMA_OF_SIZE(n)                    \
   if constexpr (kSize == n / 2) {           \
     if constexpr (kBf16) WGMMA_##n("bf16"); \

@@ -33,7 +33,7 @@ struct GroupedGemmKernel {
   static constexpr bool kWholeWarp = Epilogue::kStoreWarps > 0, kApart = Epilogue::kStoreWarps > 1;
   static_assert(!kApart || kConsumers * Epilogue::kStoreWarps == 6, "two beside the producer, and a warpgroup");
   static constexpr int kThreads = 128 * (1 + kConsumers + kApart);
-  static constexpr bool kSpareRegisters = !kVariant.large() && !kApart;  // beside the accumulators
+  static constexpr bool kSpareRegisters = !kVariant.large() && !kApart && !B::kPacked;  // beside the accumulators
   using Scheduler = typename Groups::template Scheduler<kVariant, !kRaggedDepth>;
   using Out = Out_;
   static constexpr bool kSplits = kVariant.split_k;
@@ -51,7 +51,7 @@ struct GroupedGemmKernel {
     uint64_t full, empty;
   };
   struct __align__(1024) Storage {
-    Stages<kTileM, kTileN, kStages> stages;
+    Stages<kTileM * A::kRowBytes, kTileN * B::kRowBytes, kStages> stages;
     uint8_t smem_out[kConsumers][Layout::kBytes];
     [[no_unique_address]] typename Scaling::template Stages<kTileM, kTileN, kStages> scales;
     uint64_t full[kStages], empty[kStages];
@@ -78,7 +78,8 @@ struct GroupedGemmKernel {
       barrier_init(&s.epilogue.full, 32);
       barrier_init(&s.epilogue.empty, kConsumers * 128);
     }
-    constexpr int kReaders = kConsumers * (128 + (kWholeWarp ? 32 * Epilogue::kStoreWarps : 1)) + (kScaleBias ? 32 : 0);
+    constexpr int kReaders =
+        kConsumers * (128 + (kWholeWarp ? 32 * Epilogue::kStoreWarps : 1)) + (kScaleBias || B::kPacked ? 32 : 0);
     s.work.init(kReaders);  // threads of the consumers, of the store warps, of the warp that fetches
     barrier_init_fence();
   }

@@ -88,6 +88,20 @@ struct WithSecondPair : Params {
   SecondPair second;
 };
 
+// Weights as bytes: two codes each, with a scale for each 32 values of k. The second pair's are read from here, in
+// bf16: [E, n, r] (kNT) or [E, r, k] (kNN).
+struct PackedWeights {
+  const uint8_t* scales;  // [E, rows, blocks]
+  int rows, blocks;       // n, and those of k
+  const void* second;
+  int64_t second_pitch, second_group;
+  int second_k, columns;  // 0: there is none; of the output
+};
+template <class Params>
+struct WithPackedWeights : Params {
+  PackedWeights packed;
+};
+
 struct KernelEntry {
   const void* function;
   int threads, shared_bytes;
@@ -100,6 +114,10 @@ KernelEntry kernel_entry(bool fp32_output, bool scale_bias, int variant);
 // The same with a second pair of operands, of kNT and kNN, into the operands' type (kernels/gemm/pair_nt_bf16.cu, ...).
 template <Layout kLayout, DType kOperand>
 KernelEntry pair_entry(bool scale_bias, int variant);
+
+// The same with packed weights, of bf16; the second pair may be none (kernels/gemm/packed_nt_bf16.cu, ...).
+template <Layout kLayout>
+KernelEntry packed_entry();
 
 KernelEntry find_kernel(const GemmProblem& problem, int variant);
 

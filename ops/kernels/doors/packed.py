@@ -16,8 +16,8 @@ from ...formats.copies import PackedFormat
 from ...formats.packed import values_in_byte
 from .. import dispatch
 from ..operators.custom_ops import kernel
-from ..problems.gemm import NO_TERMS, Layout, Terms, stacked
-from ..problems.quantized import PackedGemm
+from ..problems.gemm import NO_TERMS, GroupedGemm, Layout, Terms, stacked
+from ..problems.quantized import PackedGemm, StoredGemm
 from .decoding import decode_packed, decoding_runs, multiply_runs
 
 
@@ -54,9 +54,18 @@ def packed_gemm(
     problem = PackedGemm(a, data, scales, format, split_sizes, out, vectors, *factors, fresh)
     choice = dispatch.choose(problem, trace.active())
     if choice.is_fallback:
-        return _multiply_in_16_bits(problem, choice.words)
+        return out if _is_decoded_within(problem) else _multiply_in_16_bits(problem, choice.words)
     dispatch.solve(problem, choice)
     return out
+
+
+def _is_decoded_within(p: PackedGemm) -> bool:
+    """Solves the problem by the kernel for many rows, if that takes it."""
+    if p.format is not PackedFormat.MXFP4:
+        return False
+    terms = p.alpha, None, p.bias, p.bias_scale, p.row_scale
+    product = GroupedGemm(Layout.NT, p.a, p.data, p.split_sizes, p.out, *terms, p.fresh)
+    return dispatch.is_solved(StoredGemm(product, p.scales))
 
 
 def _multiply_in_16_bits(p: PackedGemm, why: str) -> Tensor:

@@ -28,6 +28,7 @@ from . import (
     rows,
     scaled_activation,
     scaled_gemm,
+    stored_gemm,
     transpose,
 )
 
@@ -99,5 +100,6 @@ KERNELS: Implementations = (
     (kinds.FAKE_QUANTIZER, _of(f"{NAME} (quantise)", fake_quantize.run, fake_quantize.refusal)),
     (kinds.SCALED_PRODUCT, _of(f"{NAME} (e4m3)", scaled_gemm.run, scaled_gemm.refusal)),
     (kinds.ACTIVATED_PRODUCT, _of(scaled_activation.NAME, scaled_activation.run, scaled_activation.refusal)),
+    (kinds.STORED, _of(f"{NAME} (stored weight)", stored_gemm.run, stored_gemm.refusal)),
     (kinds.PACKED, _of(f"{NAME} (packed weight)", packed_gemm.run, _packed_refusal)),
 )

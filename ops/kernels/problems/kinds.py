@@ -11,7 +11,7 @@ from .gate import GateProduct
 from .gemm import GroupedGemm
 from .interface import Kind, Measured
 from .low_rank import LowRankPass
-from .quantized import ActivatedScaledGemm, Multiplying, PackedGemm, Quantizing
+from .quantized import ActivatedScaledGemm, Multiplying, PackedGemm, Quantizing, StoredGemm
 from .ragged import RaggedGemm
 from .routing import Permuting
 from .rows import Activating, FunctionOfRows, PointwisePass, RowPass
@@ -96,8 +96,18 @@ PACKED: Kind[PackedGemm] = Kind(
     by_door=True,
     configuration=str,
 )
+STORED: Kind[StoredGemm] = Kind(
+    "product of stored weights",
+    StoredGemm,
+    attrgetter("product.a"),
+    is_empty=lambda p: not p.product.rows,
+    flops=FLOPS,
+    optional=True,
+    by_door=True,
+    configuration=str,
+)
 
 KINDS = (
     *(GEMM, RAGGED, ACTIVATION, FUNCTION, POINTWISE, ROW_PASS, TRANSPOSITION, DECODING, LOW_RANK),
-    *(PERMUTATION, CHOICE, GATE, QUANTIZER, FAKE_QUANTIZER, SCALED_PRODUCT, ACTIVATED_PRODUCT, PACKED),
+    *(PERMUTATION, CHOICE, GATE, QUANTIZER, FAKE_QUANTIZER, SCALED_PRODUCT, ACTIVATED_PRODUCT, PACKED, STORED),
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...formats.copies import Columns, PackedFormat, Rows, Scaling
 from ...values.activation_spec import ActivationSpec
-from .gemm import Counted, Matrices, Operands, SourceRows, first, nbytes
+from .gemm import Counted, GroupedGemm, Matrices, Operands, SourceRows, first, nbytes
 
 
 class QuantizedWeight(NamedTuple):
@@ -370,6 +370,33 @@ class PackedGemm(_GroupedProduct, Counted):
 
     def __str__(self) -> str:
         return f"NT {' x '.join(map(str, self.mnk))}, {self.format.value}, {self.bytes / 1e6:.1f} MB"
+
+
+@dataclass(slots=True)
+class StoredGemm:
+    """A product of bfloat16 rows and an MXFP4 weight, which is decoded within it.
+
+    Attributes:
+        product: the product, where ``b`` is the bytes [E, N, K / 2], which NN contracts over N.
+        scales: e8m0 [E, N, K / 32].
+    """
+
+    product: GroupedGemm
+    scales: Tensor
+
+    @property
+    def flops(self) -> int:
+        p = self.product
+        return 2 * p.rows * first(p.out).shape[1] * (p.a.shape[1] + (0 if p.second is None else p.second.a.shape[1]))
+
+    @property
+    def bytes(self) -> int:
+        return self.product.bytes + nbytes(self.scales)
+
+    def __str__(self) -> str:
+        p = self.product
+        sizes = f"{p.rows} x {first(p.out).shape[1]} x {p.a.shape[1]}"
+        return f"{p.layout.value} {sizes}, {PackedFormat.MXFP4.value}, {self.bytes / 1e6:.1f} MB"
 
 
 Quantizing = QuantizeRows | QuantizeWeight | QuantizeActivation | QuantizeActivationBackward

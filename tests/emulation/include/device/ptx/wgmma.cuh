@@ -30,6 +30,12 @@ DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
   emulation::current->products.open.push_back({d, a, b, kSize * 2, accumulate, kTransposeA != 0, kTransposeB != 0,
                                                 kBf16 ? emulation::Elements::kBFloat16 : emulation::Elements::kFloat16});
 }
+// The registers are read when the product is issued.
+template <int kSize>
+DEVICE void wgmma_registers(float (&d)[kSize], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+  static_assert(kSize % 32 == 0 && kSize <= 128, "64, 128, 192 or 256 columns");
+  emulation::current->products.open.push_back({d, 0, b, kSize * 2, accumulate, false, false, emulation::Elements::kBFloat16, true, {a[0], a[1], a[2], a[3]}});
+}
 template <class T, int kTransposeA, int kTransposeB, int kSize>
   requires(sizeof(T) == 1)
 DEVICE void wgmma(float (&d)[kSize], uint64_t a, uint64_t b, bool accumulate) {
