@@ -313,6 +313,14 @@ def stage_rows(
     tokens: int, columns: int, top_k: int, row_of_slot: int, firsts: int, capacity: int, at: int, out: int,
     source: int, pitch: int, slot_of_row: int = ..., slots: int = ...,
 ) -> None: ...
+def stored_gemm(
+    *, layout: int, operand: int, device: int, stream: int, groups: int, tokens: int, n: int, k: int, a: int,
+    a_pitch: int, b: int, b_pitch: int, b_group: int, b_addresses: list[int], sizes: int, int64_sizes: bool,
+    b_scales: int, out: int, out_pitch: int, workspace: int, bias: int = ..., bias_type: int = ...,
+    bias_pitch: int = ..., bias_addresses: list[int] = ..., bias_scale: int = ..., row_scale: int = ...,
+    zero_tail: bool = ..., second_k: int = ..., second_a: int = ..., second_a_pitch: int = ..., second_b: int = ...,
+    second_b_pitch: int = ..., second_b_group: int = ...,
+) -> None: ...
 def sum_parts(
     *, device: int, stream: int, rank: int, buffers: list[int], state: int, report: int, exchange: int, type: int,
     tokens: int, columns: int, top_k: int, row_of_slot: int, firsts: int, capacity: int, at: int, out: int,

@@ -42,6 +42,8 @@ HALF, WIDE_HALF = X.bfloat16(), WIDE.bfloat16()
 ROW_COPY, BYTES = reference.quantize_rows(HALF, True)[:2], reference.quantize_weight(WEIGHT, 1, True)[:2]
 NIBBLES = mxfp4.quantize_weight(torch.randn(3, 16, 32))[:2]
 PACKED = (*mxfp8.quantize_rows(WEIGHT)[:2], SIZES, "MXFP8")
+STORED = (*NIBBLES, SIZES)
+LONG_HALF, SECOND_PAIR = torch.randn(ROWS, 32).bfloat16(), (HALF, torch.randn(3, 8, 32).bfloat16())
 COLUMNS, WIDE_COLUMNS = (reference.quantize_columns(each, SIZES, True)[:2] for each in (HALF, WIDE_HALF))
 PLAIN = (None, None, None, None, None, "auto")  # no factor, no bias, no scales
 
@@ -183,6 +185,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "packed into": (
         OPS.packed_gemm_out,
         (HALF, *PACKED, [torch.ones(ROWS, 16)], None, [*BIAS], None, SCALES, "loop"),
+    ),
+    "stored": (OPS.stored_gemm, ("NT", LONG_HALF, *STORED, [BIAS], SCALES, SCALES, False, "auto")),
+    "stored into, with a second pair": (
+        OPS.stored_gemm_out,
+        ("NN", WIDE_HALF, *STORED, [torch.ones(ROWS, 32).bfloat16()], None, None, None, False, "loop", *SECOND_PAIR),
     ),
     "gathered wgrad": (OPS.gathered_wgrad, (X[:6], WIDE, *ROUTING, False, torch.float32, "auto")),
     "gathered wgrad whose tokens lead": (OPS.gathered_wgrad, (X[:6], WIDE, *ROUTING, True, torch.float64, "auto")),

@@ -7,7 +7,7 @@ import torch
 from checks import runs as checks
 from emulation import build
 
-from fusible import MXFP4, NF4, Float8Weight
+from fusible import NF4, Float8Weight, Int4
 from fusible.ops.formats.weight_only import WeightOnly
 from fusible.ops.kernels import Layout
 from fusible.ops.kernels.doors import decoding
@@ -40,12 +40,12 @@ def test_features_that_kernels_do_not_take_are_one_run(
     assert len(decoding.decoding_runs(data, 2, torch.empty(3, 64, dtype=torch.bfloat16))) == runs
 
 
-@pytest.mark.parametrize("format", [MXFP4(), NF4(), Float8Weight("rows")], ids=repr)
+@pytest.mark.parametrize("format", [Int4(), NF4(), Float8Weight("rows")], ids=repr)
 def test_layers(format: WeightOnly) -> None:
     ids = torch.tensor([[0, 3], [3, 4], [4, 0], [3, 0], [0, 4], [4, 3]])  # experts 1 and 2 have no rows
     checks.check_layer("cpu", format, 5, ids, 2 * 2 * 128 * 64)
 
 
-@pytest.mark.parametrize("format", [MXFP4(), NF4(), Float8Weight()], ids=repr)
+@pytest.mark.parametrize("format", [Int4(), NF4(), Float8Weight()], ids=repr)
 def test_linears(format: WeightOnly) -> None:
     checks.check_linears("cpu", format, [40, 0, 13, 30, 0], 2 * 2 * 128 * 64)

@@ -18,3 +18,7 @@ pytestmark = [
 @pytest.mark.parametrize("recipe", [MXFP4(), NF4(nested=True)], ids=repr)
 def test_trains(recipe: WeightOnly) -> None:
     checks.check("cpu", recipe, experts=3, features=64, hidden=64, rows=(12,))
+
+
+def test_products_decode_the_bytes() -> None:
+    checks.check_decoded_within("cpu")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import stored_formats
 import torch
+from kernels_asked import noted
 from torch import Tensor
 
 import fusible
@@ -26,6 +28,8 @@ from fusible import (
 )
 from fusible.ops.formats.recipe import Recipe
 from fusible.ops.formats.weight_only import WeightOnly, in_words
+from fusible.ops.kernels.hopper import stored_gemm
+from fusible.ops.kernels.problems.kinds import DECODING, STORED
 
 from . import lora
 from .device import synchronize
@@ -142,3 +146,19 @@ def check(
         synchronize(device)
         assert_close(found, exact_step(model, given), recipe)
     assert [each.name for each in model.explain().steps] == ["RoutedLoRA"]
+
+
+def check_decoded_within(device: str) -> None:
+    """Products read the bytes of MXFP4, and give what they give of decoded weights."""
+    model = layer(device, MXFP4(), 3, 64, 64)
+    given = Inputs.draw(model, 40)
+    with config(backend="hopper"):
+        with noted(STORED) as within, noted(DECODING) as before:
+            found = step(model, given)
+        assert len(within) == 4, "forward and backward of both linears"
+        assert not before
+        with patch.object(stored_gemm, "weight_refusal", lambda *_: "is not asked"), noted(STORED) as within:
+            expected = step(layer(device, MXFP4(), 3, 64, 64), given)
+        assert not within
+    synchronize(device)
+    assert_close(found, [each.detach().double().cpu() for each in expected], MXFP4())

@@ -7,7 +7,7 @@ import torch
 from checks import runs as checks
 from checks.device import needs_hopper
 
-from fusible import MXFP4, NF4, Float8Weight
+from fusible import NF4, Float8Weight, Int4
 from fusible.ops.formats.weight_only import WeightOnly
 from fusible.ops.kernels import Layout
 
@@ -25,7 +25,7 @@ def test_more_groups_than_a_launch_takes() -> None:
     checks.check_product("cuda", Layout.NT, [i % 3 for i in range(896)], 600)
 
 
-@pytest.mark.parametrize("format", [MXFP4(), NF4(), Float8Weight("rows")], ids=repr)
+@pytest.mark.parametrize("format", [Int4(), NF4(), Float8Weight("rows")], ids=repr)
 def test_layers(format: WeightOnly) -> None:
     ids = torch.rand(200, 5, device="cuda").argsort(-1)[:, :2]
     checks.check_layer("cuda", format, 5, ids, 2 * 2 * 128 * 64)

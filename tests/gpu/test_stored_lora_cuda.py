@@ -86,6 +86,22 @@ def test_padding_of_any_value_reaches_nothing(recipe: Recipe) -> None:
     single(model[1])
 
 
+def test_products_decode_the_bytes() -> None:
+    checks.check_decoded_within("cuda")
+
+
+def test_no_decoded_weight_is_in_memory() -> None:
+    model = checks.layer("cuda", MXFP4(), 8, 2048, 1024)
+    given = checks.Inputs.draw(model, 200)
+    checks.step(model, given)  # what is made once is there
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    checks.step(model, given)
+    decoded = 2 * 2 * model[1].weight.numel()  # bytes of bfloat16, two values for each byte
+    assert torch.cuda.max_memory_allocated() - before < decoded // 2
+
+
 def single(linear: Any) -> None:
     """A linear alone, whose last rows are of no group."""
     x, sizes = torch.randn(70, linear.in_features, device="cuda").bfloat16(), torch.tensor([3, 0, 17, 1, 40])

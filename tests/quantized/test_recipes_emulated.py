@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from checks import packed, recipes
+from checks import packed, recipes, stored
 from checks.recipes import ALL, DEQUANTISED, MULTIPLIED, WEIGHTS, Kernels, Layers
 from emulation import build, harness
 
@@ -133,3 +133,7 @@ def test_weights_that_stay_quantised_are_transposed_in_replays(name):
 @pytest.mark.parametrize("recipe", [fusible.MXFP8(), fusible.MXFP4(), fusible.NVFP4()], ids=str)
 def test_few_rows_of_quantised_experts_are_those_of_dequantised_weights(recipe):
     packed.check_experts(KERNELS, recipe, "auto")
+
+
+def test_many_rows_of_experts_are_those_of_decoded_weights() -> None:
+    stored.check_experts(KERNELS, "auto")

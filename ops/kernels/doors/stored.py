@@ -61,10 +61,10 @@ def stored_gemm(
     product.second, product.tail_unspecified = terms.second, terms.tail_unspecified
     if dispatch.is_solved(StoredGemm(product, scales)):
         return out
-    runs = decoding_runs(data, 2, a)
+    runs, into = decoding_runs(data, 2, a), {} if fresh else {"out": out}
     return multiply_runs(
         *(runs, lambda run: decode_packed(data[run], scales[run], PackedFormat.MXFP4), layout, a, split_sizes),
-        **({} if fresh else {"out": out}),
+        **into,  # type: ignore[arg-type]
         terms=terms,
     )
 
