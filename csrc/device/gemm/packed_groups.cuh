@@ -29,7 +29,11 @@ struct PackedGroups : TokenGroupsOfPairs {
         if (lane == 0) barrier_arrive(&s.full[state.stage]);
         state.advance();
       }
-      if constexpr (K::kScaleBias) fetch_of_tile<K>(s, p, tile, phase);
+      if constexpr (K::kScaleBias) {
+        barrier_wait(&s.epilogue.empty, phase ^ 1);
+        ::fusible::fill(s.epilogue.stage, p.epilogue, tile, lane);
+        barrier_arrive(&s.epilogue.full);
+      }
     }
   }
 };

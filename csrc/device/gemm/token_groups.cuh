@@ -36,17 +36,15 @@ struct TokenGroups {
   template <class K>
   DEVICE static void fetch(typename K::Storage& s, const typename K::Params& p) {
     if constexpr (K::kScaleBias) {
+      const int lane = threadIdx.x % 32;
       WorkTileReader tiles(s.work);
       uint32_t phase = 0;
-      for (WorkTile tile; tiles.next(tile); phase ^= 1) fetch_of_tile<K>(s, p, tile, phase);
+      for (WorkTile tile; tiles.next(tile); phase ^= 1) {
+        barrier_wait(&s.epilogue.empty, phase ^ 1);
+        ::fusible::fill(s.epilogue.stage, p.epilogue, tile, lane);
+        barrier_arrive(&s.epilogue.full);
+      }
     }
-  }
-  template <class K>
-  DEVICE static void fetch_of_tile(typename K::Storage& s, const typename K::Params& p, const WorkTile& tile,
-                                   uint32_t phase) {
-    barrier_wait(&s.epilogue.empty, phase ^ 1);
-    ::fusible::fill(s.epilogue.stage, p.epilogue, tile, threadIdx.x % 32);
-    barrier_arrive(&s.epilogue.full);
   }
 };
 
