@@ -28,7 +28,7 @@ from fusible import (
 )
 from fusible.ops.formats.recipe import Recipe
 from fusible.ops.formats.weight_only import WeightOnly, in_words
-from fusible.ops.kernels.hopper import stored_gemm
+from fusible.ops.kernels.doors import stored
 from fusible.ops.kernels.problems.kinds import DECODING, STORED
 
 from . import lora
@@ -157,8 +157,9 @@ def check_decoded_within(device: str) -> None:
             found = step(model, given)
         assert len(within) == 4, "forward and backward of both linears"
         assert not before
-        with patch.object(stored_gemm, "weight_refusal", lambda *_: "is not asked"), noted(STORED) as within:
+        with patch.object(stored, "MOST_ROWS", 1), noted(STORED) as within, noted(DECODING) as before:
             expected = step(layer(device, MXFP4(), 3, 64, 64), given)
         assert not within
+        assert len(before) == 4, "many rows read decoded weights"
     synchronize(device)
     assert_close(found, [each.detach().double().cpu() for each in expected], MXFP4())

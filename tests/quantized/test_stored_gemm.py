@@ -11,6 +11,7 @@ from checks import stored
 from checks.stored import Case
 from emulation import build
 
+from fusible.ops.kernels.doors import stored as door
 from fusible.ops.kernels.hopper import stored_gemm as hopper
 from fusible.ops.kernels.problems.gemm import Layout
 from fusible.ops.kernels.problems.quantized import StoredGemm
@@ -81,3 +82,9 @@ def test_what_is_refused() -> None:
     }
     for words, other in refused.items():
         assert words in (hopper.refusal(StoredGemm(other, problem.scales)) or ""), words
+
+
+def test_many_rows_are_decoded_before() -> None:
+    data = torch.empty(3, 8, 32, dtype=torch.uint8)
+    assert door.rows_refusal(torch.empty(3 * 256, 64), data) is None
+    assert "at most 256 rows per group, got 257" in (door.rows_refusal(torch.empty(3 * 257, 64), data) or "")

@@ -19,6 +19,7 @@ from ..operators.custom_ops import kernel
 from ..problems.gemm import NO_TERMS, GroupedGemm, Layout, Terms, stacked
 from ..problems.quantized import PackedGemm, StoredGemm
 from .decoding import decode_packed, decoding_runs, multiply_runs
+from .stored import rows_refusal
 
 
 def new_packed_product(a: Tensor, data: Tensor, out_dtype: torch.dtype | None) -> Tensor:
@@ -61,7 +62,7 @@ def packed_gemm(
 
 def _is_decoded_within(p: PackedGemm) -> bool:
     """Solves the problem by the kernel for many rows, if that takes it."""
-    if p.format is not PackedFormat.MXFP4:
+    if p.format is not PackedFormat.MXFP4 or rows_refusal(p.a, p.data) is not None:
         return False
     terms = p.alpha, None, p.bias, p.bias_scale, p.row_scale
     product = GroupedGemm(Layout.NT, p.a, p.data, p.split_sizes, p.out, *terms, p.fresh)
