@@ -7,7 +7,7 @@
 // and a group's tokens can be shared evenly among its tiles (tile_scheduler.cuh). Each consumer has half of the
 // weights, in blocks of 64, and all tokens.
 #pragma once
-#include "device/gemm/packed_mainloop.cuh"
+#include "device/gemm/mainloop.cuh"
 
 namespace fusible {
 

@@ -2,6 +2,7 @@
 // Turns a layout into the kernel whose weights are packed. Only rows of a forward have biases and factors.
 #pragma once
 #include "device/gemm/packed_groups.cuh"
+#include "device/gemm/packed_mainloop.cuh"
 #include "kernels/gemm/instantiate.cuh"
 
 namespace fusible {
