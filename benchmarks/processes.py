@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,15 @@ from torch.multiprocessing.spawn import ProcessException, start_processes
 Measure = Callable[[Any], dict[str, Any]]
 
 
-def run(measure: Measure, setting: Any, ranks: int, device: str) -> dict[str, Any]:
+def run(measure: Measure, setting: Any, ranks: int, device: str, forked_with: Sequence[str] = ()) -> dict[str, Any]:
     """Starts the ranks; returns the results of the first, or ``{"failure": …}`` with the error of one that fails.
 
     Args:
         measure: a function of a module, called with ``setting`` on every rank.
         device: ``"cuda"`` (a GPU for each rank, over NCCL) or ``"cpu"`` (over gloo).
+        forked_with: more modules than that of ``measure`` to import once for all ranks.
     """
-    multiprocessing.set_forkserver_preload([measure.__module__])  # imports once, and not once a process
+    multiprocessing.set_forkserver_preload([measure.__module__, *forked_with])  # once, and not once a process
     with tempfile.TemporaryDirectory() as folder:
         try:
             start_processes(_rank, (measure, setting, ranks, device, folder), ranks, start_method="forkserver")  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import fusible.integrations.transformers  # here, so that ranks are forked with it
+import fusible
 
 from ..arguments import add_plot_argument, command, file, positive
 from ..left_out import LeftOut, footer
@@ -36,7 +36,7 @@ from ..timing import markdown, peak_bytes
 from .decoding import LOOPS, OneGraph, Options
 from .plot import draw
 from .slices import SLICES, Work, config_of, layers_here, model_of, size_of, work_of
-from .ways import WAYS, routed
+from .ways import FORKED_WITH, WAYS, routed
 
 CHECKED = 64  # tokens
 WARM_UP = 2  # calls
@@ -77,6 +77,8 @@ class Served(NamedTuple):
 
 def measure(job: Request) -> dict[str, Any]:
     """Error, and what is known of each batch up to the largest that fits into memory."""
+    import fusible.integrations.transformers  # noqa: F401
+
     way, device = WAYS[job.way], of_rank(job.device)
     torch.manual_seed(0)
     config = config_of(job.preset, job.layers, job.shrink, job.prompt + job.new)
@@ -181,7 +183,7 @@ def report_on(args: argparse.Namespace, report: Report, preset: str) -> None:
         print(f"{preset}: {way} …", file=sys.stderr, flush=True)
         sizes = (layers, args.shrink, args.prompt, args.new, tuple(args.batch))
         request = Request(preset, way, *sizes, args.rounds, args.device, args.loop, args.tune)
-        results[way] = run(measure, request, 1, args.device)
+        results[way] = run(measure, request, 1, args.device, FORKED_WITH)
         report.say(f"{way}: {line(results[way])}")
         report.draft(*findings())
     report.add(*findings())

@@ -30,7 +30,7 @@ from .plot import draw
 from .regions import OPTIMIZER, bottleneck
 from .slices import FORMULA, SLICES, Work, layers_here, work_of
 from .trainer import PHASES, Job, measure
-from .ways import WAYS, exchanges, refusal
+from .ways import FORKED_WITH, WAYS, exchanges, refusal
 
 UNSPREAD = "none"
 SEEDS = (1, 2, 0)  # of the contestant that others are compared with; all train from the last
@@ -163,7 +163,7 @@ def findings_of(args: argparse.Namespace, preset: str, ranks: int) -> Iterator[F
         name = name_of(job)
         print(f"{preset}, {ranks} ranks: {name} …", file=sys.stderr, flush=True)
         why = refusal(WAYS[job.way], preset, ranks, args.device)
-        results = run(measure, job, ranks, args.device) if why is None else {"failure": why}
+        results = run(measure, job, ranks, args.device, FORKED_WITH) if why is None else {"failure": why}
         yield Finding(name, job, results)
 
 

@@ -14,7 +14,6 @@ from torch import distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 
-import fusible.integrations.transformers  # noqa: F401  # here, so that ranks are forked with it
 from fusible.examples.moe_lm import read_text
 
 from ..processes import of_rank
@@ -23,7 +22,7 @@ from .main_weights import MainWeights, adamw, groups_of, state_of
 from .regions import OPTIMIZER, profiled
 from .slices import SLICES, config_of, model_of
 from .titan import PUBLISHED, SMALL, TitanModel, titan_of
-from .ways import WAYS, Way, make_room, routed
+from .ways import WAYS, Way, hold_all_rows, routed
 
 PHASES = ("forward", "backward", "optimizer")
 
@@ -113,6 +112,8 @@ def _bytes(tensor: Tensor) -> int:
 def _model(job: Job, way: Way, dtype: torch.dtype, device: torch.device) -> Any:
     if way.titan:
         return titan_of(PUBLISHED if job.shrink == 1 else SMALL, job.layers, way.is_ours, dtype, device)
+    import fusible.integrations.transformers  # noqa: F401
+
     config = config_of(job.preset, job.layers, job.shrink, job.sequence)
     config.use_cache = False
     attention = SLICES[job.preset].attention if device.type == "cuda" else None
@@ -136,7 +137,7 @@ def _sharded(model: Any, way: Way, exchange: str | None) -> Any:
             compile_layer(layer, exchange is not None)
     ranks = dist.get_world_size()
     if exchange is not None:
-        make_room()
+        hold_all_rows()
     experts = {} if exchange is None else {"ep_size": ranks, "ep_implementation": exchange}
     asked = distributed.DistributedConfig(fsdp_size=ranks, fsdp_mixed_precision=True, **experts)
     asked, _, meshes = type(model).prepare_distribute_model(asked)

@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import fusible
 from fusible.integrations.routers import route
 
+FORKED_WITH = ("fusible.integrations.transformers",)
+"""Modules that a process of ranks imports once, and the command line never: it may be missing."""
+
 
 class Way(NamedTuple):
     """A contestant.
@@ -81,7 +84,7 @@ def exchanges(way: Way) -> list[str]:
     return ["all_to_all", *ours]
 
 
-def make_room() -> None:
+def hold_all_rows() -> None:
     """Registers ``fusible_symmetric`` with memory for all rows: routers of random weights are far from even."""
     ours: Any = import_module("fusible.integrations.transformers_ep")
     ours.register("fusible_symmetric", transport="symmetric", capacity="worst")
