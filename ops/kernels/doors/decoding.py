@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ....fuser.contract import tracing as trace
 from ...formats.copies import PackedFormat, Weight
-from ...formats.packed import DECODINGS, new_unpacked, unpack_into
+from ...formats.packed import DECODINGS, new_unpacked, unpack_into, values_in_byte
 from ...formats.weight_only import WeightOnly
 from .. import dispatch, grouped_gemm
 from ..hopper import gemm
@@ -84,6 +84,24 @@ def decode_weight(data: Tensor, scales: Tensor, factors: Tensor | None, like: Te
     define = partial(recipe.decode_into, weight=Weight(data, scales, factors))
     dispatch.run(WeightDecoding(data, scales, factors, out, recipe.name, recipe.decoding, define))
     return out
+
+
+def multiply_unpacked(
+    layout: Layout,
+    rows: Tensor,
+    data: Tensor,
+    scales: Tensor,
+    split_sizes: Tensor,
+    format: PackedFormat,
+    **options: Any,
+) -> Tensor:
+    """The product of rows and a weight that :func:`decode_packed` decodes for it, as :func:`multiply_runs` does."""
+    return multiply_runs(
+        decoding_runs(data, values_in_byte(format), rows),
+        lambda run: decode_packed(data[run], scales[run], format),
+        *(layout, rows, split_sizes),
+        **options,
+    )
 
 
 def decode_packed(data: Tensor, scales: Tensor, format: PackedFormat) -> Tensor:

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from ....fuser.contract import tracing as trace
 from ...formats.copies import PackedFormat
-from ...formats.packed import values_in_byte
 from .. import dispatch
 from ..operators.custom_ops import kernel
 from ..problems.gemm import NO_TERMS, GroupedGemm, Layout, Terms, stacked
 from ..problems.quantized import PackedGemm, StoredGemm
-from .decoding import decode_packed, decoding_runs, multiply_runs
+from .decoding import multiply_unpacked
 from .stored import rows_refusal
 
 
@@ -74,9 +73,4 @@ def _multiply_in_16_bits(p: PackedGemm, why: str) -> Tensor:
         trace.note(f"the weights are dequantised: {why}")
     into: dict[str, Any] = {"out_dtype": p.out.dtype} if p.fresh else {"out": p.out}
     terms = Terms(p.alpha, None, p.bias, p.bias_scale, p.row_scale)
-    runs = decoding_runs(p.data, values_in_byte(p.format), p.a)
-    return multiply_runs(
-        *(runs, lambda run: decode_packed(p.data[run], p.scales[run], p.format), Layout.NT, p.a, p.split_sizes),
-        **into,
-        terms=terms,
-    )
+    return multiply_unpacked(Layout.NT, p.a, p.data, p.scales, p.split_sizes, p.format, terms=terms, **into)

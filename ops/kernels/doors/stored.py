@@ -17,12 +17,12 @@ from ..hopper import stored_gemm as hopper
 from ..operators.custom_ops import kernel
 from ..problems.gemm import NO_TERMS, GroupedGemm, Layout, Terms
 from ..problems.quantized import StoredGemm
-from .decoding import decode_packed, decoding_runs, multiply_runs
+from .decoding import multiply_unpacked
 
 MOST_ROWS = 256
 """Rows a group on average, up to which decoding within the product is faster than before it: on an H200, 1.24 to 1.51 ×
-for gpt-oss-120b's experts. With 512 rows it gains 4 to 6 %, less than an epilogue, which products that decode have not;
-with 1024 it is slower (docs/lab/experiments.md, "Adapters over stored weights")."""
+for gpt-oss-120b's experts. With 512 rows the product alone gains 4 to 6 %, and then the activation is a kernel of its
+own; with 1024 rows it is slower (docs/lab/experiments.md, "Adapters over stored weights")."""
 
 
 def decodes_within(rows: Tensor, weight: Weight, recipe: Recipe | None, rank: int = 0) -> bool:
@@ -74,12 +74,8 @@ def stored_gemm(
     product.second, product.tail_unspecified = terms.second, terms.tail_unspecified
     if dispatch.is_solved(StoredGemm(product, scales)):
         return out
-    runs, into = decoding_runs(data, 2, a), {} if fresh else {"out": out}
-    return multiply_runs(
-        *(runs, lambda run: decode_packed(data[run], scales[run], PackedFormat.MXFP4), layout, a, split_sizes),
-        **into,  # type: ignore[arg-type]
-        terms=terms,
-    )
+    into = {} if fresh else {"out": out}
+    return multiply_unpacked(layout, a, data, scales, split_sizes, PackedFormat.MXFP4, terms=terms, **into)
 
 
 def stored_product(
