@@ -30,7 +30,7 @@ DEVICE uint32_t read_pair(const PackedWeights& p, int64_t at, bool exists) {
 // B [N, K / 2] of each group, in halves: rows of 32 bytes, swizzled. A row of the product is one of the weights.
 struct PackedRows : KMajor<__nv_bfloat16> {
   static constexpr bool kHalves = false, kPacked = true;
-  static constexpr int kRowBytes = 32, kPieces = 2, kRows = 64, kWords = 256;  // words of factors in a stage
+  static constexpr int kRowBytes = 32, kPieces = 2, kRows = 64;
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
     issue(stage + i * kRows * kRowBytes, k / 2, tile.column * (kPieces * kRows) + i * kRows, tile.coordinate.near,
@@ -103,7 +103,8 @@ struct PackedRows : KMajor<__nv_bfloat16> {
 // first two as the rows lane / 4 and 8 + lane / 4 of their 16, odd ones the last two.
 struct PackedColumns : MnMajor<__nv_bfloat16> {
   static constexpr bool kHalves = false, kPacked = true;
-  static constexpr int kRowBytes = 32, kPieces = 2, kDepth = 32, kBytes = 64, kWords = 256;
+  static constexpr int kRowBytes = 32, kPieces = 2, kDepth = 32, kBytes = 64;
+  static constexpr int kWords = 256;  // of factors in a stage
   template <class Issue>
   DEVICE static void copy(Issue issue, uint8_t* stage, int i, int k, const WorkTile& tile) {
     issue(stage + i * kDepth * kBytes, tile.column * kBytes, k + i * kDepth, tile.coordinate.near, tile.coordinate.far);
