@@ -116,7 +116,7 @@ def _launchers(events: list[Any]) -> list[Any]:
     """The events that launched kernels, in the order of time.
 
     torch also lists an op's kernels under records that have its id: calls of CUDA that by chance have its number, and
-    each wait of the host for room in a full launch queue, which an optimizer's op has many of.
+    each wait of the host while the launch queue is full. An optimizer's op has many such waits.
     """
     first: dict[int, Any] = {}
     for event in events:

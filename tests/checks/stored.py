@@ -28,7 +28,7 @@ from .recipes import Kernels
 from .scaled import HALF_STEP, bits
 
 ACCUMULATION = 1e-5
-"""Of the sum of |a| |b|: what sums in float32 lose, at most."""
+"""The most that sums in float32 lose, relative to the sum of |a| |b|."""
 SCALES = (0, 1, 2, 64, 100, 120, 126, 127, 128, 129, 136, 137, 150, 200, 253, 254)
 """Bytes of scales: the smallest, the largest, and those around one, and around where a factor alone does not do."""
 

@@ -272,7 +272,7 @@ def test_layers_that_run_after_the_call_have_no_mask_of_it() -> None:
 
 
 def test_recomputations_have_no_mask_of_another_call() -> None:
-    """Layers that somebody else checkpoints, as with FSDP, with two calls before the backward, as in DPO."""
+    """FSDP checkpoints the layers, not the model; two calls come before the backward, as in DPO."""
     other, found = MASK.flip(0), []
     for recomputed in (False, True):
         model = model_of("qwen3")

@@ -41,7 +41,7 @@ def started(cache: str) -> Iterator[Compile]:
 
 
 def _printed(script: str, arguments: tuple[str, ...], cache: str) -> list[str]:
-    """What the script prints, in the process, which imports Triton only now."""
+    """The output of the script in the process, which imports Triton only now."""
     os.environ.update(TRITON_INTERPRET="0", TRITON_CACHE_DIR=cache)
     with redirect_stdout(io.StringIO()) as printed:
         import_module(script).main(arguments)
