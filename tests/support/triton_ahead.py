@@ -226,9 +226,9 @@ def summary(kernel: Any) -> str:
 
 
 def of_amd(text: str) -> tuple[int, int]:
-    """Registers of a thread, and how many of them are spilled."""
-    found = {name: int(n) for name, n in re.findall(r"\.(\w+_count):\s+(\d+)", text)}
-    return found["vgpr_count"], found["vgpr_spill_count"] + found["sgpr_spill_count"]
+    """Registers of a thread, and its bytes in memory; scalars that spill go to registers, not to memory."""
+    found = {name: int(n) for name, n in re.findall(r"\.(vgpr_count|private_segment_fixed_size):\s+(\d+)", text)}
+    return found["vgpr_count"], found["private_segment_fixed_size"]
 
 
 def ptxas(kernel: Any) -> tuple[int, int]:
