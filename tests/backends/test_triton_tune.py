@@ -119,6 +119,18 @@ def test_the_fastest_is_found(interpreter: Any, monkeypatch: pytest.MonkeyPatch,
     assert printed in map(tune.line, fastest)
 
 
+def test_a_tile_that_writes_nothing_gives_no_results(interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what PyTorch computed nor what the tile before was timed with counts as its own."""
+    idle = FAST._replace(m=32)
+    monkeypatch.setattr(interpreter, "run", lambda problem, tile: None if tile == idle else loop.run(problem))
+    monkeypatch.setattr(tune, "_clock", lambda device: lambda function: function() or 1.0)
+    for order in ([idle, FAST], [FAST, idle]):
+        monkeypatch.setattr(tiles, "candidates", lambda *form, order=order: order)
+        fastest, _ = tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
+
+        assert {(each.tile, each.tried) for each in fastest} == {(FAST, 1)}
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)

@@ -58,6 +58,7 @@ def measure(
         deadline = time.monotonic() + seconds / len(kinds)
         times, right = dict[ProgramTile, float](), _Expected(problem)
         for tile in tiles.candidates(launch.architecture_of(device), kind):
+            right.wipe()
             try:
                 launch.run(problem, tile)
             except _DOES_NOT_RUN:
@@ -73,7 +74,7 @@ def measure(
 
 
 class _Expected:
-    """The results of a problem by PyTorch, which those of a tile replace."""
+    """The results of a problem by PyTorch, and where those of a tile go."""
 
     def __init__(self, problem: GroupedGemm) -> None:
         epilogue, results = problem.epilogue, [first(problem.out)]
@@ -85,12 +86,16 @@ class _Expected:
         loop.run(problem)
         self._expected = [each.float() for each in results]
 
+    def wipe(self) -> None:
+        """Wipes the results, so that none of PyTorch or of another tile counts as a tile's own."""
+        for result in self._results:
+            result.fill_(torch.nan)
+
     def are_there(self) -> bool:
-        """Whether the results are the expected ones up to rounding. It wipes them, for the next tile."""
+        """Whether the results are the expected ones up to rounding."""
         right = True
         for result, expected in zip(self._results, self._expected, strict=True):
             right &= bool((result.float() - expected).abs().max() <= _TOLERANCE * expected.abs().max())
-            result.fill_(torch.nan)
         return right
 
 
@@ -98,8 +103,10 @@ _TOLERANCE = 2.0**-6  # of the largest number, in bfloat16
 
 
 def problems(sizes: ExpertSizes, device: torch.device, few: bool) -> dict[str, GroupedGemm]:
-    """The products of gated experts, by kind. ``few``: with 256 rows a group; otherwise with twice the most that counts
-    as few.
+    """The products of gated experts, by kind; none writes what another reads.
+
+    Args:
+        few: with 256 rows a group; otherwise with twice the most that counts as few.
     """
     groups, hidden, features = sizes
     rows = groups * (256 if few else 2 * tiles.FEW_ROWS)
@@ -112,9 +119,9 @@ def problems(sizes: ExpertSizes, device: torch.device, few: bool) -> dict[str, G
     up, down = random(groups, 2 * features, hidden), random(groups, hidden, features)
     scales = torch.rand(rows, device=device)
     grads = ActivationGrads(torch.empty_like(h), torch.empty_like(scales), torch.empty_like(a))
-    forward, backward = Activate(_SWIGLU, scales, h), ActivateBackward(_SWIGLU, scales, h, grads)
+    forward, backward = Activate(_SWIGLU, scales, torch.empty_like(h)), ActivateBackward(_SWIGLU, scales, h, grads)
     return {
-        "activate": GroupedGemm(Layout.NT, x, up, split_sizes, a, fresh=True, epilogue=forward),
+        "activate": GroupedGemm(Layout.NT, x, up, split_sizes, torch.empty_like(a), fresh=True, epilogue=forward),
         "nt": GroupedGemm(Layout.NT, a, down, split_sizes, torch.empty_like(x), fresh=True),
         "activate_backward": GroupedGemm(Layout.NN, x, down, split_sizes, grads.preact, fresh=True, epilogue=backward),
         "nn": GroupedGemm(Layout.NN, h, up, split_sizes, torch.empty_like(x), fresh=True),
