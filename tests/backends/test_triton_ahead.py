@@ -54,5 +54,5 @@ def test_every_tile_takes_less_shared_memory_than_its_card_has(card: str) -> Non
         for rows, itemsize, odd in product((1.0, 40.0, 500.0, 1e4), (2, 4), (False, True)):
             tile = tiles.choose(card, kind, rows, itemsize, odd=odd)
             assert tiles.shared_bytes(tile, itemsize) <= available, (kind, rows, itemsize, odd)
-        for tile in tiles.candidates(card, kind):
+        for tile in (*tiles.candidates(card, kind), *tiles.candidates(card, kind, few=True)):
             assert tiles.shared_bytes(tile, 2) <= available, (kind, tile)

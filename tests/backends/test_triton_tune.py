@@ -36,12 +36,15 @@ def card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]
         function.cache_clear()
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("architecture", tiles.TABLE)
 @pytest.mark.parametrize("kind", tiles.TABLE["sm_80"])
-def test_candidates_fit_the_card(architecture: str, kind: str) -> None:
-    found = list(tiles.candidates(architecture, kind))
+def test_candidates_fit_the_card(architecture: str, kind: str, few: bool) -> None:
+    """The first one is that of the table for as many rows as are measured, and that for many rows is tried, too."""
+    found = list(tiles.candidates(architecture, kind, few))
 
-    assert found[0] == tiles.choose(architecture, kind, tiles.FEW_ROWS + 1, 2)
+    assert found[0] == tiles.choose(architecture, kind, tiles.MEASURED_ROWS[few], 2)
+    assert tiles.choose(architecture, kind, tiles.MEASURED_ROWS[False], 2) in found
     assert len(found) == len({*found}) > 4
     for tile in found:
         assert tile.stages * (tile.m + tile.n) * tile.k * 2 <= tiles.SHARED[architecture] * 1024

@@ -68,6 +68,8 @@ BY_ROWS: dict[str, dict[str, tuple[tuple[int, ProgramTile], ...]]] = {
 }
 """The faster choices for groups of up to so many rows, where measured; the first that holds."""
 FEW_ROWS, _SHORT_ROWS = 768, 64
+MEASURED_ROWS = {True: 256, False: 2 * FEW_ROWS}
+"""The rows of a group for which tiles are measured on a card: few, and many."""
 TABLE |= {"sm_86": TABLE["sm_89"], "sm_120": TABLE["sm_89"], "sm_103": TABLE["sm_100"], "gfx950": TABLE["gfx942"]}
 SHARED = {
     **{"sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99},
@@ -130,18 +132,22 @@ def choose(
     return _fitted(tile, architecture, itemsize)
 
 
-def candidates(architecture: str, kind: str) -> Iterator[ProgramTile]:
-    """Tiles for 16 bits that may be faster on a card than the table's, which is the first; all fit its memory."""
+def candidates(architecture: str, kind: str, few: bool = False) -> Iterator[ProgramTile]:
+    """Tiles for 16 bits that may be faster on a card than the table's, which is the first; all fit its memory.
+
+    Args:
+        few: for groups of few rows, for which the tile for many rows is the second, where that is another.
+    """
     architecture = nearest(architecture)
-    first = choose(architecture, kind, FEW_ROWS + 1, 2)
-    yield first
+    first, of_many = (choose(architecture, kind, MEASURED_ROWS[rows], 2) for rows in (few, False))
     forms = [first]
     if kind == "activate_backward":
         forms += [first._replace(apart=not first.apart)]
-        yield forms[1]
+    of_table = [*forms, of_many] if of_many not in forms else forms
+    yield from of_table
     for (m, n), k, stages, form in product(_SIDES, (64, 32), (3, 4, 2), forms):
         tile = form._replace(m=m, n=n, k=k, stages=stages, warps=8 if m * n > _OF_FOUR_WARPS else 4)
-        if tile == _fitted(tile, architecture, 2) and tile not in forms:
+        if tile == _fitted(tile, architecture, 2) and tile not in of_table:
             yield tile
 
 

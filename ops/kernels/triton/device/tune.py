@@ -57,7 +57,7 @@ def measure(
     for few, kind, problem in kinds:
         deadline = time.monotonic() + seconds / len(kinds)
         times, right = dict[ProgramTile, float](), _Expected(problem)
-        for tile in tiles.candidates(launch.architecture_of(device), kind):
+        for tile in tiles.candidates(launch.architecture_of(device), kind, few):
             right.wipe()
             try:
                 launch.run(problem, tile)
@@ -106,10 +106,10 @@ def problems(sizes: ExpertSizes, device: torch.device, few: bool) -> dict[str, G
     """The products of gated experts, by kind; none writes what another reads.
 
     Args:
-        few: with 256 rows a group; otherwise with twice the most that counts as few.
+        few: with few rows a group, or with many: see :data:`tiles.MEASURED_ROWS`.
     """
     groups, hidden, features = sizes
-    rows = groups * (256 if few else 2 * tiles.FEW_ROWS)
+    rows = groups * tiles.MEASURED_ROWS[few]
     split_sizes = torch.full((groups,), rows // groups, device=device)
 
     def random(*shape: int) -> torch.Tensor:
