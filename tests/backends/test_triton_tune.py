@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,25 @@ def test_others_may_not_write_them(tmp_path: Path) -> None:
     assert tuned.tiles_of(CARD) == {}
 
 
+def test_a_full_disk_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def replace(source: str, target: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", replace)
+
+    assert tuned.keep(CARD, {("nt", True): FAST}) == "could not be written"
+    assert tuned.tiles_of(CARD) == {}
+
+
+def test_a_damaged_file_is_no_file(tmp_path: Path) -> None:
+    tuned.keep(CARD, {("nt", True): FAST})
+    (file,) = tmp_path.glob("*.cubin")
+    for damaged in (b"", b"[]", file.read_bytes()[:-1], file.read_bytes() + b" "):
+        file.write_bytes(damaged)
+        tuned.tiles_of.cache_clear()
+        assert tuned.tiles_of(CARD) == {}
+
+
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[Any]:
     with triton_interpreter.interpreted() as launch:
@@ -132,6 +153,14 @@ def test_a_tile_that_writes_nothing_gives_no_results(interpreter: Any, monkeypat
         fastest, _ = tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
 
         assert {(each.tile, each.tried) for each in fastest} == {(FAST, 1)}
+
+
+@pytest.mark.parametrize("name", ["--hidden", "--features"])
+def test_tiles_serve_rows_of_whole_16_bytes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tiles that were measured on others would serve rows for which they were not measured."""
+    with pytest.raises(SystemExit):
+        main(["tune", name, "1407"])
+    assert f"argument {name}: expected a multiple of 8, got '1407'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

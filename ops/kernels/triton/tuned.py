@@ -23,11 +23,12 @@ def tiles_of(device: torch.device) -> CardTiles:
 
 
 def keep(device: torch.device, tiles: CardTiles) -> str | None:
-    """Keeps the tiles for this process and later ones; returns the reason why they are not on disk, or None."""
-    content = json.dumps([(kind, few, list(tile)) for (kind, few), tile in tiles.items()])
-    kernel_cache().write(_key(device), content.encode())
+    """Keeps the tiles on disk, for this process and later ones; returns the reason why it cannot, or None."""
+    content = json.dumps([(kind, few, list(tile)) for (kind, few), tile in tiles.items()]).encode()
+    kernels, key = kernel_cache(), _key(device)
+    kernels.write(key, content)
     tiles_of.cache_clear()
-    return kernel_cache().refusal
+    return kernels.refusal or (None if kernels.read(key) == content else "could not be written")
 
 
 def _key(device: torch.device) -> str:

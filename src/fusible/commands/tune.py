@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -22,8 +23,8 @@ def main(argv: Sequence[str]) -> None:
     parser = command("tune", __doc__)
     parser.add_argument("--seconds", type=duration, default=60.0, help="how long to try")
     parser.add_argument("--experts", type=positive, default=16)
-    parser.add_argument("--hidden", type=positive, default=2048, help="features of a token")
-    parser.add_argument("--features", type=positive, default=1024, help="features inside an expert")
+    parser.add_argument("--hidden", type=aligned, default=2048, help="features of a token")
+    parser.add_argument("--features", type=aligned, default=1024, help="features inside an expert")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if (why := triton_refusal(torch.empty(0, device=device))) is not None:
@@ -35,6 +36,13 @@ def main(argv: Sequence[str]) -> None:
     else:
         kept = [] if why is None else [f"not kept: it {why}"]
         print("\n".join([torch.cuda.get_device_name(device), *map(line, fastest), *kept]))
+
+
+def aligned(text: str) -> int:
+    """A number of features whose rows are multiples of 16 bytes: tiles that are measured serve no others."""
+    if (features := positive(text)) % 8:
+        raise ArgumentTypeError(f"expected a multiple of 8, got {text!r}")
+    return features
 
 
 def run(device: torch.device, sizes: tuple[int, int, int], seconds: float) -> tuple[list[tune.TunedTile], str | None]:
