@@ -18,7 +18,7 @@ from fusible.ops import kernels
 from fusible.ops.kernels.problems.gemm import Activate, GroupedGemm, Layout
 from fusible.ops.kernels.pytorch import wrong_sizes
 from fusible.ops.kernels.triton import gemm as triton
-from fusible.ops.kernels.triton import row_kernels
+from fusible.ops.kernels.triton import row_kernels, tiles
 from fusible.ops.kernels.triton.shape import ProgramTile
 from fusible.ops.programs.program import OPERATIONS
 from fusible.ops.programs.triton import CODE
@@ -272,3 +272,31 @@ def test_matrices_too_long_for_offsets_of_32_bits(
     assert triton.refusal(problem) == f"needs matrices of {name} of fewer than 2^31 elements, got shape {shape}"
     if layout is not Layout.TN:
         assert triton.refusal(GroupedGemm(layout, long, matrix[:, :few], sizes, long)) is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *((layout, name) for layout in (Layout.NT, Layout.NN) for name in ("a", "out")),
+        (Layout.TN, "a"),
+        (Layout.TN, "b"),
+    ],
+)
+def test_rows_too_far_apart_for_offsets_of_32_bits(layout: Layout, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile begins at an offset of 64 bits; those of its rows from there have 32."""
+    monkeypatch.setattr(triton, "triton_refusal", lambda rows: None)
+
+    def refusal(pitch: int) -> str | None:
+        tensors = {each: torch.empty(40, 8, dtype=F16, device="meta") for each in ("a", "b", "out")}
+        tensors["out" if layout is Layout.TN else "b"] = torch.empty(1, 8, 8, dtype=F16, device="meta")
+        tensors[name] = torch.empty_strided((40, 8), (pitch, 1), dtype=F16, device="meta")
+        a, b, out = tensors.values()
+        return triton.refusal(GroupedGemm(layout, a, b, torch.empty(1, dtype=torch.int64, device="meta"), out))
+
+    assert refusal(2**23 - 8) is None
+    assert refusal(2**23) == f"needs rows of {name} that are fewer than 2^23 elements apart, got strides [8388608, 1]"
+
+
+def test_tiles_have_no_more_rows_than_offsets_of_32_bits_reach() -> None:
+    found = {tile for card in tiles.TABLE for kind in tiles.TABLE[card] for tile in tiles.candidates(card, kind)}
+    assert max(max(tile.m, tile.k) for tile in found) * 2**23 <= 2**31

@@ -31,7 +31,8 @@ def refusal(problem: GroupedGemm) -> str | None:
         return f"needs operands of one of bfloat16, float16 and float32, got {a.dtype} and {b.dtype}"
     if out.dtype not in (a.dtype, torch.float32):
         return f"gives {a.dtype} or float32, not {out.dtype}"
-    return groups_refusal(p.split_sizes, p.rows) or _factor_refusal(p) or _matrices_refusal(p) or _slower(p)
+    why = groups_refusal(p.split_sizes, p.rows) or _factor_refusal(p) or _matrices_refusal(p)
+    return why or _far_rows_refusal(p) or _slower(p)
 
 
 def _slower(p: GroupedGemm) -> str | None:
@@ -66,6 +67,16 @@ def _matrices_refusal(p: GroupedGemm) -> str | None:
             return f"needs matrices of {name} of fewer than 2^31 elements, got shape {list(tensor.shape)}"
         if not isinstance(matrices, Tensor) and any(matrix.stride() != tensor.stride() for matrix in matrices):
             return f"needs matrices of {name} with the same strides"
+    return None
+
+
+def _far_rows_refusal(p: GroupedGemm) -> str | None:
+    """Offsets of rows inside a tile, of up to 256, have 32 bits."""
+    of_groups = "out" if p.layout is Layout.TN else "b"
+    for name, matrices in (("a", p.a), ("b", p.b), ("out", p.out)):
+        strides = first(matrices).stride()
+        if name != of_groups and strides[-2] >= 2**23:
+            return f"needs rows of {name} that are fewer than 2^23 elements apart, got strides {list(strides)}"
     return None
 
 
