@@ -51,7 +51,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def run_here(measure: Any, job: Any, ranks: int, device: str) -> dict[str, Any]:
+def run_here(measure: Any, job: Any, *_: object) -> dict[str, Any]:
     """Measures in this process; a contestant that is compiled fails."""
     if ways.WAYS[job.way].compiled:
         return {"failure": "no compiler"}
@@ -123,8 +123,8 @@ def test_what_cannot_be_measured_is_refused_at_once(
 
 @pytest.mark.usefixtures("alone")
 def test_other_losses_end_with_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def run_wrong(measure: Any, job: trainer.Job, ranks: int, device: str) -> dict[str, Any]:
-        found = run_here(measure, job, ranks, device)
+    def run_wrong(measure: Any, job: trainer.Job, *_: object) -> dict[str, Any]:
+        found = run_here(measure, job)
         return found if job.way == "grouped_mm" else {**found, "losses": [[loss + 1 for loss in found["losses"][0]]]}
 
     monkeypatch.setattr(train, "run", run_wrong)
@@ -173,7 +173,7 @@ def test_a_failure_is_a_result(capfd: pytest.CaptureFixture[str]) -> None:
 def test_an_interrupted_run_leaves_what_it_knows(
     bench: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(measure: Any, job: Any, ranks: int, device: str) -> dict[str, Any]:
+    def interrupted(measure: Any, job: Any, *_: object) -> dict[str, Any]:
         if job.way == "fusible":
             raise KeyboardInterrupt
         return {"failure": "no memory"}
