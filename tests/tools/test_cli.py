@@ -22,6 +22,7 @@ from fusible.ops.kernels.hopper import ahead
 from fusible.ops.kernels.jit.cache import kernel_cache
 
 ACTIVATION = fusible.Pointwise(lambda gate, up: torch.tanh(gate) * up, halves="concat")
+BESSEL = fusible.Pointwise(torch.special.i0)
 
 
 def printed_by(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -300,6 +301,27 @@ def test_cache_compiles_the_functions_of_a_module(
 
     assert "compiled  2, or found" in printed_by(capsys, "cache", "--compile", f"{__name__}:ACTIVATION")
     assert ["pointwise_forward" in text for text in texts] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ("nonsense", "expected MODULE:NAME, got 'nonsense'"),
+        ("nosuch:name", "'nosuch:name' cannot be imported: No module named 'nosuch'; PYTHONPATH names the folders"),
+        ("torch:nosuch", "'torch:nosuch' cannot be imported: module 'torch' has no attribute 'nosuch'"),
+        ("torch:float32", "'torch:float32' is no function without arguments: torch.float32 is not a callable object"),
+        ("torch:tensor", "'torch:tensor' is no function without arguments: "),
+        ("pathlib:Path", "'pathlib:Path' returns a PosixPath, which is no module"),
+        ("torch.nn:ReLU", "'torch.nn:ReLU' has no Pointwise"),
+        (f"{__name__}:BESSEL", "Pointwise: special_i0: kernels do not know i0"),
+    ],
+)
+def test_what_cannot_be_compiled_ahead_is_refused_in_words(
+    asked: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["cache", "--compile", asked])
+    assert f"argument --compile: {why}" in capsys.readouterr().err
 
 
 def test_a_function_that_kernels_do_not_know_is_not_compiled() -> None:
