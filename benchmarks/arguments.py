@@ -21,9 +21,14 @@ class HelpWithDefaults(ArgumentDefaultsHelpFormatter):
 
 
 def command(name: str, description: str | None) -> ArgumentParser:
-    """The parser of a subcommand, described by the first line of a docstring. All of them take ``--json``."""
+    """The parser of a subcommand, described by the first line of a docstring. All of them take ``--json``.
+
+    Args:
+        name: of the subcommand of ``fusible``, or of a module that ``python -m`` runs.
+    """
     line = (description or "").partition("\n")[0]
-    parser = ArgumentParser(prog=f"fusible {name}", description=line, formatter_class=HelpWithDefaults)
+    program = f"python -m {name}" if name.startswith("fusible.") else f"fusible {name}"
+    parser = ArgumentParser(prog=program, description=line, formatter_class=HelpWithDefaults)
     parser.add_argument("--json", action="store_true", help="print only data, as JSON")
     return parser
 
@@ -53,6 +58,21 @@ def device(text: str) -> str:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ArgumentTypeError(f"no device {text!r} here: {str(error).splitlines()[0]}") from None
     return text
+
+
+def require_gpus(parser: ArgumentParser, device: str, ranks: int = 1) -> None:
+    """Refuses ``cuda`` where not every rank has a GPU."""
+    here = torch.cuda.device_count()
+    if device == "cuda" and here < ranks:
+        count = "a GPU" if ranks == 1 else f"{ranks} GPUs, one a rank"
+        parser.error(f"argument --device: cuda needs {count}, and here are {here}: --device cpu needs none")
+
+
+def require_packages(parser: ArgumentParser, *names: str) -> None:
+    """Refuses a command that imports a package which is not installed."""
+    missing = " ".join(name for name in names if find_spec(name) is None)
+    if missing:
+        parser.error(f"needs {missing}: pip install {missing}")
 
 
 def file(text: str) -> Path:

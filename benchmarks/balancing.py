@@ -111,7 +111,7 @@ def table(trainings: Mapping[str, LoadCurve], steps: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains with each method, and prints their loads."""
-    parser = command("benchmarks.balancing", __doc__)
+    parser = command("fusible.benchmarks.balancing", __doc__)
     parser.add_argument("--steps", type=positive, default=300, help="of each training")
     add_plot_argument(parser)
     args = parser.parse_args(argv)

@@ -29,7 +29,7 @@ from torch import distributed as dist
 from fusible import Combine, Dispatch, Float8Block, GroupedLinear, Scale, Sequential, SwiGLU, config, ep
 
 from . import vdev
-from .arguments import command, file, positive
+from .arguments import command, file, positive, require_gpus
 from .problem import DTYPES, PRESETS, InaccurateError, Preset
 from .processes import run as run_on_ranks
 from .report import Report
@@ -416,8 +416,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-check", action="store_true", help="do not compare with one rank that has everything")
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
     args = parser.parse_args(argv)
-    if args.device == "cuda" and args.ranks > gpus:
-        parser.error(f"argument --ranks: {args.ranks} ranks need as many GPUs, here are {gpus}")
+    require_gpus(parser, args.device, args.ranks)
     for preset in args.preset:
         if PRESETS[preset].experts % args.ranks:
             parser.error(

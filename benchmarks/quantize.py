@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command("bench quantize", __doc__)
+    parser = command("fusible.benchmarks.quantize", __doc__)
     sizes = "sizes of a published model's experts"
     parser.add_argument("--preset", choices=PRESETS, nargs="+", default=["mixtral", "qwen3", "gpt-oss"], help=sizes)
     parser.add_argument("--tokens", type=positive, nargs="+", default=[8192], help="in a batch")

@@ -188,13 +188,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             preset = PRESETS[name]._replace(experts=args.experts or PRESETS[name].experts)
             inputs = draw(preset, tokens, args.device, DTYPES[args.dtype])
             print(f"{name}, {tokens} tokens …", file=sys.stderr, flush=True)
-            asked = [part for part in parts(inputs) if part.name.startswith(tuple(args.parts or [""]))]
+            asked = _asked(args.parts, [*parts(inputs)])
             seconds = measure(asked, inputs.x.device, args.rounds, args.calls, args.graph_calls)
             where = torch.cuda.get_device_name() if args.device != "cpu" else "CPU"
             about = (
                 f"{name}, {preset.experts} experts, {tokens} tokens, {args.dtype}, {where}, torch {torch.__version__}"
             )
             report.add(f"### {about}\n\n{table(asked, bandwidth, seconds)}", [{"problem": about, "seconds": seconds}])
+
+
+def _asked(beginnings: Sequence[str] | None, found: Sequence[RoutingPart]) -> list[RoutingPart]:
+    """The parts whose names begin like one of these."""
+    asked = [part for part in found if part.name.startswith(tuple(beginnings or [""]))]
+    if not asked:
+        names = ", ".join(part.name for part in found)
+        sys.exit(f"--parts: none begins like {' or '.join(beginnings or [])}; there are {names}")
+    return asked
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

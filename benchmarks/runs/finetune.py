@@ -30,9 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import fusible.integrations.transformers  # noqa: F401
-
-from ..arguments import command, positive
+from ..arguments import HelpWithDefaults, positive, require_gpus, require_packages
 from ..timing import markdown, peak_bytes, phases_in_a_row
 from .main_weights import adamw, state_of
 from .slices import SLICES, config_of
@@ -141,6 +139,8 @@ def write_checkpoint(folder: Path, kind: Checkpoint, layers: int, shrink: int, d
 
 def adapted(folder: Path, kind: Checkpoint, implementation: str, device: str) -> Any:
     """The model of a checkpoint, with adapters, ready to train; in 16 bits for another implementation than ours."""
+    import fusible.integrations.transformers  # noqa: F401
+
     transformers = import_module("transformers")
     attention = SLICES[kind.slice].attention if device == "cuda" else "eager"
     options = {"dtype": torch.bfloat16, "experts_implementation": implementation, "attn_implementation": attention}
@@ -265,7 +265,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = command("runs.finetune", __doc__)
+    line = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(
+        prog="python -m fusible.benchmarks.runs.finetune", description=line, formatter_class=HelpWithDefaults
+    )
     parser.add_argument("--preset", choices=CHECKPOINTS, default="gpt-oss-20b", help="the checkpoint")
     parser.add_argument("--layers", type=positive, nargs=2, default=[2, 4], help="of the two slices")
     parser.add_argument("--shrink", type=positive, default=1, help="divide widths, heads and experts by this")
@@ -273,7 +276,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=positive, default=5, help="steps that are timed, in a row")
     parser.add_argument("--implementations", choices=(OURS, PEER), nargs="+", default=[OURS, PEER], help="of experts")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    require_packages(parser, "transformers", "peft")
+    require_gpus(parser, args.device)
+    if args.layers[0] == args.layers[1]:
+        parser.error(f"--layers: expected two different numbers, got {args.layers[0]} twice")
+    return args
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch import Tensor
 
 import fusible
 
-from ..arguments import add_plot_argument, command, file, positive
+from ..arguments import add_plot_argument, command, file, positive, require_gpus, require_packages
 from ..left_out import LeftOut, footer
 from ..processes import of_rank, run
 from ..report import Report
@@ -242,8 +242,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
     add_plot_argument(parser)
     args = parser.parse_args(argv)
+    require_packages(parser, "transformers")
+    require_gpus(parser, args.device)
     if args.new < 2:
         parser.error("--new must be at least 2: decoding is timed from one token to the next")
+    if args.tune and args.loop != "graph":
+        parser.error(f"--tune: only --loop graph compiles with timed tiles, not {args.loop}")
+    if args.tune and not any(WAYS[way].compiled for way in args.contestants):
+        parser.error("--tune: none of the contestants is compiled, add one that ends in +compile")
     return args
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arguments import add_plot_argument, command, file, positive
+from ..arguments import add_plot_argument, command, file, positive, require_gpus, require_packages
 from ..left_out import LeftOut, footer
 from ..processes import run
 from ..report import Report
@@ -198,9 +198,9 @@ def line(finding: Finding, work: Work) -> str:
 
 def section(about: str, findings: Sequence[Finding], work: Work, is_profiled: bool) -> str:
     """The contestants so far, as Markdown."""
-    text = f"### {about}\n\n{table(findings, work)}\n\n{FORMULA}: {work.flops / 1e9:.4g} GFLOP"
+    formula = f"{FORMULA}: {work.flops / 1e9:.4g} GFLOP"
     details = profiles(findings) if is_profiled else ""
-    return f"{text}\n\n{details}" if details else text
+    return "\n\n".join(filter(None, (f"### {about}", table(findings, work), formula, details)))
 
 
 def data(findings: Sequence[Finding]) -> list[dict[str, Any]]:
@@ -245,12 +245,18 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=file, metavar="PREFIX", help="write PREFIX.md and PREFIX.json as well")
     add_plot_argument(parser)
     args = parser.parse_args(argv)
+    require_packages(parser, "transformers")
+    require_gpus(parser, args.device, max(args.ranks))
+    _check_exchanges(parser, args)
+    return args
+
+
+def _check_exchanges(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     offered = {UNSPREAD, *(name for way in args.contestants for name in exchanges(WAYS[way]))}
     if missing := {*(args.exchanges or ())} - offered:
         parser.error(f"--exchanges: no contestant has {', '.join(sorted(missing))}, only {', '.join(sorted(offered))}")
     if 1 in args.ranks and UNSPREAD not in (args.exchanges or (UNSPREAD,)):
         parser.error(f"--exchanges: one rank has all experts, add {UNSPREAD!r} or leave 1 out of --ranks")
-    return args
 
 
 if __name__ == "__main__":

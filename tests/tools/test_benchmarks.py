@@ -10,6 +10,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -842,3 +843,16 @@ def test_balancing_evens_loads_out(capsys: pytest.CaptureFixture[str], tmp_path:
     balancing.main(["--steps", "1", "--json", "--plot", str(tmp_path / "loads.svg")])
     assert json.loads(capsys.readouterr().out).keys() == balancing.METHODS.keys()
     assert all(name in (tmp_path / "loads.svg").read_text() for name in balancing.METHODS)
+
+
+@pytest.mark.parametrize("name", ["balancing", "quantize", "runs.finetune"])
+def test_the_usage_of_a_module_is_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = import_module(f"fusible.benchmarks.{name}")
+    with pytest.raises(SystemExit, match="0"):
+        module.main(["--help"])
+    assert f"usage: python -m {module.__name__} [-h]" in capsys.readouterr().out
+
+
+def test_parts_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(SystemExit, match="--parts: none begins like sort; there are choose"):
+        routing.main(["--tokens", "8", "--device", "cpu", "--parts", "sort"])

@@ -19,7 +19,7 @@ from absent import triton_if_missing
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from fusible.benchmarks import processes
+from fusible.benchmarks import arguments, processes
 from fusible.benchmarks.runs import (
     decoding,
     finetune,
@@ -110,15 +110,32 @@ def test_exchanges_are_known_before_a_model_is_loaded() -> None:
     [
         (train, ["--exchanges", "another"], "no contestant has another, only all_to_all"),
         (train, ["--exchanges", "fusible", "--ranks", "2", "1"], "one rank has all experts, add 'none'"),
+        (train, ["--device", "cuda", "--ranks", "1", "4"], "cuda needs 4 GPUs, one a rank, and here are 0"),
+        (generate, ["--device", "cuda"], "cuda needs a GPU, and here are 0: --device cpu needs none"),
         (generate, ["--new", "1"], "--new must be at least 2"),
+        (generate, ["--tune", "--loop", "generate"], "--tune: only --loop graph"),
+        (generate, ["--tune", "--contestants", "fusible"], "--tune: none of the contestants is compiled"),
+        (finetune, ["--device", "cuda"], "cuda needs a GPU"),
+        (finetune, ["--layers", "2", "2"], "--layers: expected two different numbers, got 2 twice"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(
-    of: Any, asked: list[str], why: str, capsys: pytest.CaptureFixture[str]
+    of: Any, asked: list[str], why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(SystemExit):
         of._arguments(asked)
     assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("of", [train, generate, finetune])
+def test_a_package_that_is_missing_is_named(
+    of: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        of._arguments([])
+    assert ": pip install transformers" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("alone")
