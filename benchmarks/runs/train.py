@@ -232,7 +232,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=positive, nargs="+", default=ranks, help="processes, with a GPU each on cuda")
     parser.add_argument("--layers", type=positive, help="instead of as many as train on a GPU of this memory")
     parser.add_argument("--shrink", type=positive, default=1, help="divide widths, heads and experts by this")
-    parser.add_argument("--sequence", type=positive, default=4096, help="tokens of a sequence")
+    parser.add_argument("--sequence", type=positive, default=4096, help="tokens of a sequence, at most --tokens")
     parser.add_argument("--tokens", type=positive, default=8192, help="of a step and rank")
     parser.add_argument("--steps", type=positive, default=50, help="of the loss curves")
     parser.add_argument("--rounds", type=positive, default=10, help="steps that are timed, in a row")
@@ -247,6 +247,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     require_packages(parser, "transformers")
     require_gpus(parser, args.device, max(args.ranks))
+    args.sequence = min(args.sequence, args.tokens)
+    if args.tokens % args.sequence:
+        parser.error(f"argument --tokens: expected a multiple of --sequence {args.sequence}, got {args.tokens}")
     _check_exchanges(parser, args)
     return args
 

@@ -32,7 +32,7 @@ class Job(NamedTuple):
 
     Attributes:
         exchange: how tokens reach experts of other ranks; None: every rank has all experts.
-        tokens: of a step and rank, in sequences of ``sequence``.
+        tokens: of a step and rank, in whole sequences of ``sequence``.
         seeds: of the weights; a loss curve of ``steps`` steps for each, the last one's model is timed.
     """
 
@@ -180,7 +180,7 @@ def text_batches(job: Job, vocabulary: int, device: torch.device) -> Iterator[Te
 
 
 def _shape(job: Job) -> tuple[int, int]:
-    return max(1, job.tokens // job.sequence), min(job.sequence, job.tokens)
+    return job.tokens // job.sequence, job.sequence
 
 
 # ---- what is measured

@@ -110,6 +110,7 @@ def test_exchanges_are_known_before_a_model_is_loaded() -> None:
     [
         (train, ["--exchanges", "another"], "no contestant has another, only all_to_all"),
         (train, ["--exchanges", "fusible", "--ranks", "2", "1"], "one rank has all experts, add 'none'"),
+        (train, ["--tokens", "24", "--sequence", "16"], "--tokens: expected a multiple of --sequence 16, got 24"),
         (train, ["--device", "cuda", "--ranks", "1", "4"], "cuda needs 4 GPUs, one a rank, and here are 0"),
         (generate, ["--device", "cuda"], "cuda needs a GPU, and here are 0: --device cpu needs none"),
         (generate, ["--new", "1"], "--new must be at least 2"),
@@ -136,6 +137,13 @@ def test_a_package_that_is_missing_is_named(
     with pytest.raises(SystemExit):
         of._arguments([])
     assert ": pip install transformers" in capsys.readouterr().err
+
+
+def test_a_sequence_has_at_most_the_tokens_of_a_step() -> None:
+    args = train._arguments(["--tokens", "64"])
+    (first, *_) = train.jobs(args, "qwen3", 1)
+
+    assert args.sequence == first.sequence == 64  # as many keys as the printed operations count
 
 
 @pytest.mark.usefixtures("alone")
