@@ -128,6 +128,20 @@ def table(findings: Sequence[Finding], work: Work) -> str:
     return "\n".join(filter(None, (markdown(HEADING, rows), footer(failed))))
 
 
+def uncompared(findings: Sequence[Finding]) -> list[str]:
+    """A sentence for each base that did not run, about the contestants whose losses it would be compared with."""
+    names: dict[str, list[str]] = {}
+    for finding in findings:
+        is_base = len(finding.job.seeds) > 1
+        if not (finding.has_failed or is_base or compared(finding, findings)):
+            names.setdefault(WAYS[finding.job.way].base, []).append(finding.name)
+    return [
+        f"Losses of {' and '.join(those)} are compared with no others: {base} did not run with every expert on every "
+        "rank and without checkpointing"
+        for base, those in names.items()
+    ]
+
+
 def profiles(findings: Sequence[Finding]) -> str:
     """Parts and largest kernels of a step of each contestant whose code is not compiled."""
     sections = []
@@ -200,7 +214,7 @@ def section(about: str, findings: Sequence[Finding], work: Work, is_profiled: bo
     """The contestants so far, as Markdown."""
     formula = f"{FORMULA}: {work.flops / 1e9:.4g} GFLOP"
     details = profiles(findings) if is_profiled else ""
-    return "\n\n".join(filter(None, (f"### {about}", table(findings, work), formula, details)))
+    return "\n\n".join(filter(None, (f"### {about}", table(findings, work), *uncompared(findings), formula, details)))
 
 
 def data(findings: Sequence[Finding]) -> list[dict[str, Any]]:

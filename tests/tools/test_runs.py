@@ -147,6 +147,17 @@ def test_a_sequence_has_at_most_the_tokens_of_a_step() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_losses_without_a_base_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(train, "run", run_here)
+    train.main([*TRAINING, "--contestants", "grouped_mm", "fusible", "--checkpointing", "on"])
+
+    said = "Losses of grouped_mm, checkpointing and fusible, checkpointing are compared with no others: "
+    assert f"{said}grouped_mm did not run with every expert on every rank and without checkpointing" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.usefixtures("alone")
 def test_other_losses_end_with_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def run_wrong(measure: Any, job: trainer.Job, *_: object) -> dict[str, Any]:
         found = run_here(measure, job)
