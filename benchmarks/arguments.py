@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Action, ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -68,6 +70,12 @@ def require_gpus(parser: ArgumentParser, device: str, ranks: int = 1) -> None:
         parser.error(f"argument --device: cuda needs {count}, and here are {here}: --device cpu needs none")
 
 
+def require_cuda(parser: ArgumentParser) -> None:
+    """Refuses a command that has no meaning on a CPU where no GPU is."""
+    if not torch.cuda.is_available():
+        parser.error("times kernels of a CUDA GPU, and here is none")
+
+
 def require_packages(parser: ArgumentParser, *names: str) -> None:
     """Refuses a command that imports a package which is not installed."""
     missing = " ".join(name for name in names if find_spec(name) is None)
@@ -81,6 +89,17 @@ def file(text: str) -> Path:
     if not path.parent.is_dir():
         raise ArgumentTypeError(f"no such folder: {str(path.parent)!r}")
     return path
+
+
+def read_json(parser: ArgumentParser, path: Path, *keys: str) -> dict[str, Any]:
+    """The data of a file, a dict with these keys; refuses other files."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"cannot read {str(path)!r} as JSON: {error}")
+    if not isinstance(data, dict) or not data.keys() >= {*keys}:
+        parser.error(f"expected a JSON object with the keys {', '.join(keys)} in {str(path)!r}")
+    return data
 
 
 def plot(text: str) -> Path:

@@ -515,6 +515,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="the beginning of names")
     options = parser.parse_args(arguments)
     if options.files[0] == "compare":
+        if len(options.files) != 3:
+            parser.error(f"compare: expected two files, got {len(options.files) - 1}")
         before, after = options.files[1:]
         return int(compare(Path(before), Path(after)) > 0)
     record(Path(options.files[0]), options.only)

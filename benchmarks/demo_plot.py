@@ -7,11 +7,10 @@ python -m fusible.benchmarks.demo_plot demo.json docs/plots/demo.svg
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .arguments import file, plot
+from .arguments import file, plot, read_json
 from .plots import bars
 
 LABELS = {
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("data", type=file, help="what `fusible demo --json` has printed")
     parser.add_argument("plot", type=plot)
     args = parser.parse_args(argv)
-    data = json.loads(args.data.read_text())
+    data = read_json(parser, args.data, "comparison", "problem")
     bars(args.plot, shares(data["comparison"]), title(data), "part of that op by op; less is better")
 
 

@@ -26,7 +26,7 @@ from fusible.ops.kernels.problems.gemm import nbytes
 from fusible.ops.quantized.linear import product
 from fusible.ops.quantized.operands import tokens_for
 
-from .arguments import positive
+from .arguments import positive, require_cuda
 from .problem import PRESETS, Preset
 from .timing import graph_of, interleaved, markdown
 
@@ -95,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=positive, nargs="+", default=[8, 32])
     parser.add_argument("--rounds", type=positive, default=7)
     args = parser.parse_args(argv)
+    require_cuda(parser)
     for name, tokens in pairs(args.preset, args.tokens):
         with torch.inference_mode():
             lines = rows_of(PRESETS[name], tokens, args.rounds)

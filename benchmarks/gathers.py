@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from fusible import Float8Block, GroupedLinear, Sequential, SwiGLU, gather_quantized
 from fusible.ops.formats.recipe import Recipe
 
-from .arguments import positive
+from .arguments import positive, require_cuda
 from .problem import PRESETS, Preset, split_sizes
 from .timing import markdown
 
@@ -89,6 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=positive, default=4)
     parser.add_argument("--steps", type=positive, default=10)
     args = parser.parse_args(argv)
+    require_cuda(parser)
     dist.init_process_group("nccl")
     device = torch.device("cuda", dist.get_rank())
     torch.cuda.set_device(device)

@@ -19,7 +19,7 @@ from fusible.ops.kernels import Layout
 from fusible.ops.kernels.doors import low_rank, routing
 from fusible.ops.kernels.problems.gemm import nbytes
 
-from .arguments import positive
+from .arguments import positive, require_cuda
 from .problem import PRESETS, Preset
 from .timing import graph_of, interleaved, markdown
 
@@ -72,6 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rank", type=positive, default=16)
     parser.add_argument("--rounds", type=positive, default=7)
     args = parser.parse_args(argv)
+    require_cuda(parser)
     sizes, all_passes = passes(PRESETS[args.preset], args.tokens, args.rank)
     rows = []
     for name, of in all_passes.items():

@@ -197,11 +197,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             report.add(f"### {about}\n\n{table(asked, bandwidth, seconds)}", [{"problem": about, "seconds": seconds}])
 
 
-def _asked(beginnings: Sequence[str] | None, found: Sequence[RoutingPart]) -> list[RoutingPart]:
+def _asked(beginnings: Sequence[str] | None, every: Sequence[RoutingPart]) -> list[RoutingPart]:
     """The parts whose names begin like one of these."""
-    asked = [part for part in found if part.name.startswith(tuple(beginnings or [""]))]
+    asked = [part for part in every if part.name.startswith(tuple(beginnings or [""]))]
     if not asked:
-        names = ", ".join(part.name for part in found)
+        names = ", ".join(part.name for part in every)
         sys.exit(f"--parts: none begins like {' or '.join(beginnings or [])}; there are {names}")
     return asked
 

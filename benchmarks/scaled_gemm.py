@@ -32,7 +32,7 @@ from fusible.ops.kernels.problems.gemm import GroupedGemm, Layout
 from fusible.ops.kernels.problems.quantized import ActivatedScaledGemm, QuantizeActivation, ScaledGemm, ScaledWgrad
 from fusible.ops.values.activation_spec import ActivationSpec
 
-from .arguments import positive
+from .arguments import positive, require_cuda
 from .peers import deepgemm
 from .problem import PRESETS, InaccurateError, split_sizes
 from .timing import interleaved, markdown
@@ -351,6 +351,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--linears", nargs="+", choices=LINEARS, default=["fc1"])
     parser.add_argument("--wgrad-tiles", nargs="*", type=int, default=[], help="by their numbers")
     arguments = parser.parse_args(argv)
+    require_cuda(parser)
     for linear, name in product(arguments.linears, arguments.shapes):
         o = operands((SHAPES | FEW_ROWS)[name], linear)
         flops = 2 * o.dy.numel() * o.x.shape[1]

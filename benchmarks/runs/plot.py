@@ -6,12 +6,11 @@ Run it with ``python -m fusible.benchmarks.runs.plot train.json generate.json do
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..arguments import file, plot
+from ..arguments import file, plot, read_json
 from ..plots import Groups, panels
 
 SPEED, PEAK = "training, 1000 tokens/s a GPU", "training, peak GB"
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("reports", type=file, nargs="+", help="what --out wrote, PREFIX.json")
     parser.add_argument("plot", type=plot)
     args = parser.parse_args(argv)
-    draw(args.plot, *(json.loads(report.read_text()) for report in args.reports))
+    draw(args.plot, *(read_json(parser, report, "commit", "gpu", "results") for report in args.reports))
 
 
 if __name__ == "__main__":

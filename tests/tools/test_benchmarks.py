@@ -856,3 +856,33 @@ def test_the_usage_of_a_module_is_a_command(name: str, capsys: pytest.CaptureFix
 def test_parts_that_do_not_exist_are_refused() -> None:
     with pytest.raises(SystemExit, match="--parts: none begins like sort; there are choose"):
         routing.main(["--tokens", "8", "--device", "cpu", "--parts", "sort"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("name", ["few_rows", "gathers", "low_rank", "scaled_gemm"])
+def test_kernels_are_timed_on_a_gpu_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        import_module(f"fusible.benchmarks.{name}").main([])
+    assert "error: times kernels of a CUDA GPU, and here is none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("{", "Expecting property name"), ("[1]", "a JSON object with the keys"), (None, "No such file")]
+)
+@pytest.mark.parametrize("name", ["demo_plot", "runs.plot"])
+def test_a_plot_of_other_data_is_refused_in_words(
+    name: str, text: str | None, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    data = tmp_path / "data.json"
+    if text is not None:
+        data.write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        import_module(f"fusible.benchmarks.{name}").main([str(data), str(tmp_path / "drawn.svg")])
+    assert why in capsys.readouterr().err
+
+
+def test_digests_of_one_file_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        bits.main(["compare", "a.json"])
+    assert "error: compare: expected two files, got 1" in capsys.readouterr().err
