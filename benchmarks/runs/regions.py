@@ -19,6 +19,7 @@ MARK = "part: "
 OPTIMIZER, REST, LOSS, SHARDS = "optimizer", "rest", "head and loss", "shards"
 ADVICE = {
     "attention": "choose a faster attn_implementation (flash_attention_3 on Hopper), or pack shorter sequences",
+    "shared experts": "compile the layer: torch.compile fuses the functions between their products",
     "router": "compile the layer: torch.compile fuses softmax, top-k and the casts around the router's product",
     "norm": "compile the model: torch.compile fuses norms with the additions around them",
     LOSS: "compute the loss in chunks of tokens, or by a fused linear cross entropy; more layers dilute it",
@@ -43,6 +44,8 @@ def part_of(name: str, module: nn.Module) -> str | None:
     last = name.rpartition(".")[2]
     if last in ("experts", "inner_experts"):
         return "experts"
+    if last == "shared_experts":
+        return "shared experts"
     if last in ("self_attn", "attention"):
         return "attention"
     if last in ("gate", "router"):

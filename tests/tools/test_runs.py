@@ -317,6 +317,21 @@ def test_parts_have_their_forward_and_their_backward() -> None:
     assert not layer.experts._forward_hooks
 
 
+@pytest.mark.parametrize("preset", slices.SLICES)
+def test_every_product_of_a_slice_belongs_to_a_part(preset: str) -> None:
+    model = slices.model_of(slices.config_of(preset, 1, 128, 8), "eager", torch.bfloat16, torch.device("meta"))
+    modules = dict(model.named_modules())
+    inside = {name for name, module in modules.items() if regions.part_of(name, module)}
+    outside = {
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and not any(f"{name}.".startswith(f"{part}.") for part in inside)
+    }
+
+    assert outside == set()
+    assert {regions.part_of(name, module) for name, module in modules.items()} - {None, "experts"} <= {*regions.ADVICE}
+
+
 def event(name: str, parent: Any = None, number: int = -1, kernels: Any = (), id: object = None) -> Any:
     return SimpleNamespace(name=name, cpu_parent=parent, sequence_nr=number, kernels=kernels, id=id or object())
 
