@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from fusible.integrations.routers import route
 
-from .arguments import add_common_arguments, command, positive
+from .arguments import add_common_arguments, command, positive, require_packages
 from .left_out import LeftOut, footer
 from .peers import PEERS
 from .peers.peer import in_one_line
@@ -339,7 +339,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, default=1, help="blocks in a row")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32", help="of tokens and weights")
     add_common_arguments(parser, rounds=10 if cuda else 3)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    require_packages(parser, "transformers")
+    return args
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from absent import triton_if_missing
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from fusible.benchmarks import arguments, processes
+from fusible.benchmarks import arguments, hf, processes
 from fusible.benchmarks.runs import (
     decoding,
     finetune,
@@ -129,7 +129,7 @@ def test_what_cannot_be_measured_is_refused_at_once(
     assert why in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("of", [train, generate, finetune])
+@pytest.mark.parametrize("of", [hf, train, generate, finetune])
 def test_a_package_that_is_missing_is_named(
     of: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
