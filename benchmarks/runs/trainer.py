@@ -196,9 +196,10 @@ def measure(job: Job) -> dict[str, Any]:
     curves.append(losses(trainer, job))
     batches = random_batches(job, _vocabulary(trainer.model), trainer.device)
     seconds = phases_in_a_row(lambda: trainer.phases(next(batches)), job.rounds, job.device)
-    peak = trainer.held_bytes() + peak_bytes(lambda: trainer.step(next(batches)), job.device)
-    measured: dict[str, Any] = {"losses": curves, "peak": peak}
-    measured["seconds"] = dict(zip(PHASES, _of_slowest(seconds, trainer.device), strict=True))
+    peak: float = trainer.held_bytes() + peak_bytes(lambda: trainer.step(next(batches)), job.device)
+    peak, *seconds = _highest_of_ranks([peak, *seconds], trainer.device)
+    measured: dict[str, Any] = {"losses": curves, "peak": int(peak)}
+    measured["seconds"] = dict(zip(PHASES, seconds, strict=True))
     if not job.is_profiled or trainer.way.compiled:
         return measured
     gradients = profiled(trainer.model, lambda: trainer.gradients(next(batches)), trainer.device)
@@ -219,7 +220,7 @@ def _vocabulary(model: nn.Module) -> int:
     return embedding.num_embeddings
 
 
-def _of_slowest(seconds: list[float], device: torch.device) -> list[float]:
-    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.tolist()
+def _highest_of_ranks(numbers: list[float], device: torch.device) -> list[float]:
+    highest = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return highest.tolist()

@@ -179,6 +179,18 @@ def test_every_slice_trains_to_the_losses_of_grouped_mm(preset: str) -> None:
     assert ours["losses"][0][1] != ours["losses"][0][0]
 
 
+@pytest.mark.usefixtures("alone")
+def test_the_peak_is_that_of_the_rank_with_the_highest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def another_rank_has_twice_as_much(tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
+        tensor.mul_(2 if op == dist.ReduceOp.MAX else 1)
+
+    task = job("grouped_mm", is_profiled=False)
+    here = trainer.measure(task)["peak"]
+    monkeypatch.setattr(dist, "all_reduce", another_rank_has_twice_as_much)
+
+    assert trainer.measure(task)["peak"] == 2 * here
+
+
 def test_ranks_share_shards_and_experts() -> None:
     found = processes.run(trainer.measure, job(exchange="all_to_all", checkpointing=True, steps=3), 2, "cpu")
 
