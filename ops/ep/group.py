@@ -12,7 +12,7 @@ from torch import distributed as dist
 from . import memory
 from .barrier import barrier
 from .collective import CollectiveTransport
-from .errors import CapacityError
+from .errors import CapacityError, PeerError
 from .rails import Hosts, RailsTransport, settings_inside
 from .settings import Settings
 from .symmetric import SymmetricTransport
@@ -105,7 +105,7 @@ class Moving(NamedTuple):
 
     def __exit__(self, kind: object, error: BaseException | None, where: object) -> None:
         if isinstance(error, self.group.mover.final):
-            self.group._ended = error
+            self.group._ended = _without_frames(error)
 
 
 class Group:
@@ -136,7 +136,7 @@ class Group:
             GPUs of one local rank; needs ``combine="reduced"``, as each host rounds its sums. ``"auto"``:
             ``"collective"``, which runs everywhere.
         lanes: the number of exchanges that may be open at once, for overlapping microbatches.
-        timeout: seconds to wait for a peer; 0: forever.
+        timeout: seconds to wait for a peer, from 0.001; 0: forever.
         overlap: with transport ``"symmetric"``, the number of multiprocessors that sum the gradients of tokens in an
             :class:`EPGroupedMLP` while the others compute gradients of weights; 0: no overlap. None: 32, or a quarter
             of a smaller device, unless there are too few rows.
@@ -160,7 +160,8 @@ class Group:
         transport: the name of the transport; ``transport_reason``: the reason of the choice.
 
     Raises:
-        ValueError: an argument is wrong, ranks differ in one, or a rank cannot use the transport.
+        ValueError: an argument is wrong, ranks differ in one, a rank cannot use the transport, or this process is not
+            of ``process_group``.
         RuntimeError: a GPU cannot access the memory of another.
     """
 
@@ -190,6 +191,8 @@ class Group:
         )
         self.process_group = process_group if process_group is not None else _world()
         self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
+        if self.rank < 0:
+            raise ValueError("Group: this process is no rank of the process group; make the group on its ranks alone")
         _agree(self.settings, self.size, self.process_group)
         owned = num_experts // self.size
         self.local_experts = slice(self.rank * owned, (self.rank + 1) * owned)
@@ -271,13 +274,13 @@ class Group:
             RuntimeError: the group is closed.
         """
         if self._ended is not None:
-            _raise_again(self._ended)
+            raise _without_frames(self._ended)
         if synchronize:
             self.mover.finish()
         try:
             self.mover.check()
         except self.mover.final as error:
-            self._ended = error
+            self._ended = _without_frames(error)
             raise
 
     def statistics(self) -> Statistics:
@@ -294,7 +297,7 @@ class Group:
         with suppress(CapacityError):
             self.check(synchronize=True)
         if self._ended is not None:  # others may not come
-            _raise_again(self._ended)
+            raise _without_frames(self._ended)
         for lane in self.lanes:
             lane.reset()
         barrier(self.process_group)
@@ -303,9 +306,14 @@ class Group:
         barrier(self.process_group)
 
     def close(self) -> None:
-        """Closes the group; its ops then raise. Collective, so that no rank still needs another."""
+        """Closes the group; its ops then raise.
+
+        Collective, so that no rank still needs another; if the group has failed, it waits for no rank.
+        """
         if self._ended is None:
-            self.mover.finish()
+            with suppress(CapacityError, PeerError):
+                self.check(synchronize=True)
+        if self._ended is None:
             barrier(self.process_group)
             self._ended = RuntimeError("the expert-parallel group is closed; make another one")
 
@@ -349,6 +357,6 @@ def _agree(settings: Settings, ranks: int, process_group: dist.ProcessGroup) -> 
         raise ValueError(f"Group: {difference}")
 
 
-def _raise_again(error: Exception) -> NoReturn:
-    """Raises a fresh copy: re-raising one error accumulates tracebacks and keeps their locals alive."""
-    raise type(error)(str(error))
+def _without_frames(error: Exception) -> Exception:
+    """A copy to keep, or to raise once more: a raised error keeps the locals of all frames alive."""
+    return type(error)(str(error))

@@ -13,6 +13,7 @@ COMBINE = ("exact", "reduced")
 TRANSPORTS = ("auto", "collective", "symmetric", "rails")
 FIXED = ("symmetric", "rails")  # transports whose host does not wait for sizes
 CAPACITIES = ("exact", "worst")
+_LEAST_SECONDS, _MOST_SECONDS = 1e-3, 1e9  # clocks count milliseconds in 64 bits, or nanoseconds
 
 
 class Settings(NamedTuple):
@@ -67,8 +68,8 @@ class Settings(NamedTuple):
             yield f"float8_gradients must be True or False, got {self.float8_gradients!r}"
         elif self.float8_gradients and self.dtype != torch.bfloat16:
             yield f"float8_gradients needs torch.bfloat16, which holds the values exactly, got {self.dtype}"
-        if not _is_number(self.timeout) or self.timeout < 0:
-            yield f"timeout must be a number of seconds, 0 for none, got {self.timeout!r}"
+        if not _is_number(self.timeout) or not (self.timeout == 0 or _LEAST_SECONDS <= self.timeout <= _MOST_SECONDS):
+            yield f"timeout must be a number of seconds from 0.001 to 1e9, or 0 for none, got {self.timeout!r}"
         if not self._is_capacity():
             yield (
                 "capacity must be a factor of max_tokens * top_k (a float), a number of rows (an int), "
@@ -130,7 +131,8 @@ class Settings(NamedTuple):
         """The first rank with other settings, and the difference; None if all are equal."""
         for rank, other in enumerate(others):
             for name, mine, theirs in zip(self._fields, self, other, strict=True):
-                if mine != theirs:
+                other_kind = name == "capacity" and type(mine) is not type(theirs)  # 2 rows are no factor of 2.0
+                if mine != theirs or other_kind:
                     return f"rank {rank} has {name}={theirs!r}, this rank has {mine!r}; give all ranks the same"
         return None
 

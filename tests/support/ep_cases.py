@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -1103,7 +1105,9 @@ def settings_that_are_wrong(world: World) -> None:
         ),
         ({"transport": "symmetric"}, "transport 'symmetric' cannot serve rank 0: it needs CUDA devices"),
         ({"lanes": 0}, "lanes must be a positive int"),
-        ({"timeout": -1}, "timeout must be a number of seconds"),
+        ({"timeout": -1}, "timeout must be a number of seconds from 0.001 to 1e9, or 0 for none, got -1"),
+        ({"timeout": float("inf")}, "timeout must be a number of seconds .*, or 0 for none, got inf"),
+        ({"timeout": 1e-4}, "timeout must be a number of seconds from 0.001 .*, got 0.0001"),
         ({"overlap": False}, "overlap must be a number of multiprocessors, 0 for none, got False"),
         ({"overlap": -1}, "overlap must be a number of multiprocessors, 0 for none, got -1"),
         ({"overlap_dispatch": 1.5}, "overlap_dispatch must be a number of multiprocessors, 0 for none, got 1.5"),
@@ -1150,6 +1154,18 @@ def settings_that_differ_between_ranks(world: World) -> None:
         world.group(max_tokens=5 if world.rank else 6)
     with raises(ValueError, "top_k must be" if world.rank == 1 else "on rank 1, top_k must be a positive int, got 0"):
         world.group(top_k=0 if world.rank == 1 else 3)
+    with raises(ValueError, r"rank \d has capacity=2(\.0)?, this rank has 2(\.0)?; give all ranks the same"):
+        world.group(capacity=2 if world.rank else 2.0)  # rows, and a factor
+
+
+@case
+def a_process_that_is_no_rank_is_told(world: World) -> None:
+    first, others = dist.new_group([0]), {"num_experts": 2, "max_tokens": 3, "top_k": 1, "hidden": H}
+    if world.rank == 0:
+        assert ep.Group(first, **others).size == 1
+    else:
+        with raises(ValueError, "Group: this process is no rank of the process group; make the group on its ranks"):
+            ep.Group(first, **others)
 
 
 @case
@@ -1252,6 +1268,26 @@ def ranks_that_want_different_gradients(world: World) -> None:
     x = mine.x.requires_grad_(world.rank == 0)
     with raises(ep.PeerError, r"rank \d wants gradients of \w+ in dispatch of exchange 0 .*set requires_grad alike"):
         part(group)(x, top_k_index=mine.ids, top_k_weights=mine.weights)
+
+
+@case
+def a_group_is_freed_with_its_last_reference(world: World) -> None:
+    """At once, also one that has failed: the frames that raised the error do not keep its memory."""
+    gc.disable()
+    try:
+        for fails in (False, True):
+            group = world.group()
+            mine = batch_for(group, counts_of(world)).of(world.rank)
+            layer, left = part(group), [weakref.ref(group), weakref.ref(group.mover)]
+            x = mine.x.requires_grad_(fails and world.rank == 0)
+            with pytest.raises(ep.PeerError) if fails else nullcontext():
+                layer(x, top_k_index=mine.ids, top_k_weights=mine.weights)
+                group.check(synchronize=True)
+            dist.barrier()
+            del layer, group
+            assert [reference() for reference in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 @case

@@ -56,6 +56,7 @@ SHARED = (
     ep_cases.gradients_of_8_bits_are_rounded_before_they_are_sent,
     ep_cases.rows_of_8_bits_are_not_quantised_again,
     ep_cases.ranks_that_send_tokens_of_other_bits,
+    ep_cases.a_group_is_freed_with_its_last_reference,
     ep_cases.exchanges_that_are_not_paired,
     ep_cases.a_closed_group_says_so,
 )
@@ -553,6 +554,24 @@ def a_rank_that_comes_late_is_an_error_and_others_live_on(world: World) -> None:
         group.reset()
     group.close()  # waits for nobody
     check_step(other, batch_for(other, counts_of(world)))
+
+
+@case
+def a_group_that_has_failed_unseen_closes_at_once(world: World) -> None:
+    """The host has not asked since: closing waits for the device, and for no rank."""
+    group = world.group(timeout=1)
+    mine, layer = batch_for(group, counts_of(world)).of(world.rank), part(group)
+    dist.barrier()
+    if world.rank == 1:
+        time.sleep(12)
+    with unchecked(group):
+        forward(group, mine, layer)
+    began = time.monotonic()
+    group.close()
+    assert time.monotonic() - began < 4
+    with raises(ep.PeerError, "did not take part in"):
+        forward(group, mine, layer)
+    dist.barrier()
 
 
 @case
