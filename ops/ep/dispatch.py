@@ -16,7 +16,7 @@ from ..routed.moe import check_choices, index_dtype
 from ..values.checks import check_floats, product_dtype
 from . import float8_rows
 from .group import Group, Moving
-from .messages import EIGHT_BITS
+from .messages import EIGHT_BITS, WIDE_WEIGHTS
 from .transport import DispatchedRows, Exchange, Table
 
 _WANTED = frozenset({"x", "top_k_weights"})  # of a dispatch
@@ -143,6 +143,8 @@ class EPDispatch(Op):
             exchange = self.group.lanes[self.lane].begin()
             if self.recipe is not None:
                 x, needs = float8_rows.packed(x), needs | {EIGHT_BITS}
+            if call.top_k_weights.dtype == torch.float64:  # others travel in 32 bits
+                needs |= {WIDE_WEIGHTS}
             sent = RoutedCall(x, call.top_k_index, call.top_k_weights, needs)
             return self._decoded(transport.dispatch(exchange, sent, fill, beside), as_sent)
 

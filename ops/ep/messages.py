@@ -8,9 +8,13 @@ from .settings import Settings
 
 WANTED = ("x", "top_k_weights")
 """The gradients that a backward of a dispatch gives; a bit each."""
-EIGHT_BITS = "8 bits"
-"""Beside them: tokens travel so. Its bit is behind theirs."""
-_FLAGS = (*WANTED, EIGHT_BITS)
+EIGHT_BITS, WIDE_WEIGHTS = "8 bits", "weights of 64 bits"
+"""Beside them: the form in which tokens and routing weights travel. Their bits are behind those of the gradients."""
+_FLAGS = (*WANTED, EIGHT_BITS, WIDE_WEIGHTS)
+_FORMS = (
+    (EIGHT_BITS, "sends tokens", 8, 16, "give EPDispatch the same recipe on all ranks"),
+    (WIDE_WEIGHTS, "has routing weights", 64, 32, "give them one dtype on all ranks"),
+)
 
 
 @lru_cache
@@ -32,16 +36,19 @@ def other_gradients(rank: int, theirs: int, mine: int, named: str) -> str:
     )
 
 
+def form_of(flags: int) -> int:
+    """The flags of the form in which an exchange travels, which determine the sizes of messages."""
+    return flags >> len(WANTED)
+
+
 def other_wishes(rank: int, theirs: int, mine: int, named: str) -> str:
-    """The error for a rank that runs another backward, or sends tokens in another form. Both arguments are flags."""
-    of_bits = 1 << len(WANTED)
-    if not (theirs ^ mine) & of_bits:
-        return other_gradients(rank, theirs, mine, named)
-    bits = (8, 16) if theirs & of_bits else (16, 8)
-    return (
-        f"rank {rank} sends tokens of {bits[0]} bits in {named}, this rank of {bits[1]}; give EPDispatch the same "
-        "recipe on all ranks"
-    )
+    """The error for a rank that runs another backward, or sends in another form. Both arguments are flags."""
+    for form, sends, with_it, without, fix in _FORMS:
+        bit = flags_of(frozenset({form}))
+        if (theirs ^ mine) & bit:
+            bits = (with_it, without) if theirs & bit else (without, with_it)
+            return f"rank {rank} {sends} of {bits[0]} bits in {named}, this rank of {bits[1]}; {fix}"
+    return other_gradients(rank, theirs, mine, named)
 
 
 def overflow(settings: Settings, named: str, rank: int, required: int, capacity: int, cures: str) -> str:

@@ -154,12 +154,19 @@ class RailsTransport:
         asked = self.inside.overlaps
         self.overlaps = asked._replace(reason="transport 'rails' moves rows beside products only if it is asked to")
         self.device = self.inside.device
-        self._seen = [_Headers(hosts, self.device) for _ in range(settings.lanes)]
+        with torch.inference_mode(False):
+            self._seen = [_Headers(hosts, self.device) for _ in range(settings.lanes)]
+        self._forms: set[int] = set()
 
     def dispatch(self, exchange: Exchange, call: RoutedCall, fill: bool, beside: bool) -> DispatchedRows:
         named, first = exchange.named("dispatch"), self._hosts.host * self._settings.max_tokens
-        headers = _header(exchange.number, messages.flags_of(call.needs_grad), call.x.device)
-        wrong = self._seen[exchange.lane].differ(self._rail.gathered(headers, named).view(-1, 2))
+        flags, seen = messages.flags_of(call.needs_grad), self._seen[exchange.lane]
+        headers = self._rail.gathered(_header(exchange.number, flags, call.x.device), named)
+        wrong = seen.differ(headers.view(-1, 2))
+        if not call.x.is_cuda or messages.form_of(flags) not in self._forms:  # those of others have other sizes
+            self.finish()
+            seen.check(exchange.lane)
+            self._forms.add(messages.form_of(flags))
         ids = self._of_this_host(self._rail.gathered(self._padded(call.top_k_index, -1), named))
         numbers = call.top_k_weights.to(torch.promote_types(call.top_k_weights.dtype, torch.float32))
         numbers = self._rail.gathered(self._padded(numbers), named).masked_fill_(wrong, torch.nan)

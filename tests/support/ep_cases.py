@@ -1262,6 +1262,18 @@ def ranks_that_do_different_things(world: World) -> None:
 
 
 @case
+def ranks_whose_weights_are_of_other_bits(world: World) -> None:
+    group = world.group()
+    mine = batch_for(group, counts_of(world)).of(world.rank)
+    weights = mine.weights.double() if world.rank == 0 else mine.weights.bfloat16()
+    words = r"rank \d has routing weights of (64|32) bits in dispatch of .* this rank of (32|64); give .* one dtype"
+    with raises(ep.PeerError, words):
+        with unchecked(group):
+            part(group)(mine.x, top_k_index=mine.ids, top_k_weights=weights)
+        group.check(synchronize=True)
+
+
+@case
 def ranks_that_want_different_gradients(world: World) -> None:
     group = world.group()
     mine = batch_for(group, counts_of(world)).of(world.rank)

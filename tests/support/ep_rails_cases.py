@@ -229,6 +229,31 @@ def hosts_that_want_other_gradients(world: World) -> None:
 
 
 @case
+def hosts_that_send_in_another_form(world: World) -> None:
+    """Their messages have other sizes, so none is sent."""
+    first = world.rank < world.size // HOSTS
+    for known in (False, True):
+        for of_tokens, words in ((True, "sends tokens of .* the same recipe"), (False, "has routing weights of .*one")):
+            group = rails(world, dtype=torch.bfloat16, hidden=272)
+            batch = wide_batch(group, counts_of(world)).of(world.rank)
+            plain = part(group), batch.weights
+            other = (part_of_8_bits(group), batch.weights) if of_tokens else (part(group), batch.weights.double())
+            with torch.no_grad():
+                for layer, weights in (plain, other) if known else ():
+                    layer(batch.x, top_k_index=batch.ids, top_k_weights=weights)
+                layer, weights = other if first else plain
+                with raises(ep.PeerError, rf"rank \d {words}"):
+                    layer(batch.x, top_k_index=batch.ids, top_k_weights=weights)
+
+
+@case
+def a_group_made_in_inference_mode_trains(world: World) -> None:
+    with torch.inference_mode():
+        group = rails(world)
+    check(group, batch_for(group, counts_of(world)))
+
+
+@case
 def a_host_without_room_says_so_and_the_other_that_it_did_not_come(world: World) -> None:
     group = rails(world, capacity=3, timeout=8.0)
     batch = batch_for(group, (13,) * world.size).of(world.rank)
