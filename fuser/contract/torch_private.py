@@ -344,15 +344,19 @@ def symmetric_memory_refusal() -> str | None:
     return f"torch {torch.__version__} does not have {_SYMMETRIC_MEMORY}.{missing[0]}" if missing else None
 
 
-def symmetric_memory(nbytes: int, device: torch.device, group_name: str) -> tuple[Tensor, list[int], object]:
-    """Memory of this rank, uint8 [nbytes]; the addresses of all ranks' memory; and the handle that keeps those mapped.
+def symmetric_memory(nbytes: int, device: torch.device) -> Tensor:
+    """Memory of this rank that can be shared, uint8 [nbytes]. Else: :func:`symmetric_memory_refusal` says why not."""
+    memory: Tensor = import_module(_SYMMETRIC_MEMORY).empty(nbytes, dtype=torch.uint8, device=device)
+    return memory
 
-    Collective over the process group of that name. Else: :func:`symmetric_memory_refusal` says why it cannot be called.
+
+def symmetric_addresses(memory: Tensor, group_name: str) -> tuple[list[int], object]:
+    """The addresses of all ranks' memory, and the handle that keeps them mapped.
+
+    Collective over the process group of that name; else as :func:`symmetric_memory`.
     """
-    module = import_module(_SYMMETRIC_MEMORY)
-    memory: Tensor = module.empty(nbytes, dtype=torch.uint8, device=device)
-    handle = module.rendezvous(memory, group_name)
-    return memory, [int(address) for address in handle.buffer_ptrs], handle
+    handle = import_module(_SYMMETRIC_MEMORY).rendezvous(memory, group_name)
+    return [int(address) for address in handle.buffer_ptrs], handle
 
 
 # ---- torch.compile, which takes seconds to import: nothing is looked up before it is asked for

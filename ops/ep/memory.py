@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ...fuser.contract.torch_private import symmetric_memory, symmetric_memory_refusal
+from ...fuser.contract.torch_private import symmetric_addresses, symmetric_memory, symmetric_memory_refusal
 
 
 class SharedMemory(NamedTuple):
@@ -74,14 +74,34 @@ def allocate(nbytes: int, on: torch.device, process_group: dist.ProcessGroup) ->
     """Allocates the same number of bytes on every rank. Collective.
 
     Raises:
-        RuntimeError: the device of a rank cannot access that of another.
+        RuntimeError: on all ranks, if a device does not have as much memory, or cannot access that of another.
     """
+    allocated = _on_all_ranks(nbytes, on, process_group)
     try:
-        return SharedMemory(*symmetric_memory(nbytes, on, process_group.group_name))
+        return SharedMemory(allocated, *symmetric_addresses(allocated, process_group.group_name))
     except RuntimeError as error:
         raise RuntimeError(
             f"Group: transport 'symmetric' gets no memory that all ranks can read: {error}; use transport='collective'"
         ) from error
+
+
+def _on_all_ranks(nbytes: int, on: torch.device, process_group: dist.ProcessGroup) -> Tensor:
+    """Memory of this rank, once all have theirs: a rank that meets the others alone would wait for them."""
+    allocated, failure = None, None
+    try:
+        allocated = symmetric_memory(nbytes, on)
+    except RuntimeError as error:
+        failure = str(error)
+    failures: list[str | None] = [None] * dist.get_world_size(process_group)
+    dist.all_gather_object(failures, failure, process_group)
+    for rank, each in enumerate(failures):
+        if each is not None:
+            raise RuntimeError(
+                f"Group: transport 'symmetric' gets no {nbytes >> 20} MB of memory on rank {rank}: {each}; "
+                "make the group with a smaller capacity or fewer max_tokens, or use transport='collective'"
+            )
+    assert allocated is not None
+    return allocated
 
 
 def for_reports(on: torch.device, numbers: int) -> Tensor:

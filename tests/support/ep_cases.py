@@ -1131,10 +1131,24 @@ def ranks_that_do_not_reach_one_another(world: World) -> None:
         here = patch.object(memory.Location, "here", lambda on, mine=mine: mine)
         with served, here, patch.multiple(torch.cuda, **numbers), raises(ValueError, f"serve rank 0: it {words}"):
             world.group(transport="symmetric")
-    refused = patch.object(memory, "symmetric_memory", side_effect=RuntimeError("no peer access"))
+    group = world.group().process_group
+    own = patch.object(memory, "symmetric_memory", return_value=torch.empty(8))
+    refused = patch.object(memory, "symmetric_addresses", side_effect=RuntimeError("no peer access"))
     words = "gets no memory that all ranks can read: no peer access; use transport='collective'"
-    with refused, raises(RuntimeError, words):
-        memory.allocate(8, torch.device("cpu"), world.group().process_group)
+    with own, refused, raises(RuntimeError, words):
+        memory.allocate(8, torch.device("cpu"), group)
+
+
+@case
+def a_rank_without_memory_is_told_to_all(world: World) -> None:
+    """Those that have theirs do not wait for it."""
+    process_group = world.group().process_group
+    full = RuntimeError("CUDA out of memory") if world.rank == 1 else None
+    own = patch.object(memory, "symmetric_memory", return_value=torch.empty(8), side_effect=full)
+    words = r"gets no 3 MB of memory on rank 1: CUDA out of memory; make the group with a smaller capacity"
+    with own, patch.object(memory, "symmetric_addresses") as met, raises(RuntimeError, words):
+        memory.allocate(3 << 20, torch.device("cpu"), process_group)
+    assert not met.call_count
 
 
 @case
