@@ -16,10 +16,8 @@ from ..routed.moe import check_choices, index_dtype
 from ..values.checks import check_floats, product_dtype
 from . import float8_rows
 from .group import Group, Moving
-from .messages import EIGHT_BITS, WIDE_WEIGHTS
+from .messages import EIGHT_BITS, GRADIENTS, WIDE_WEIGHTS
 from .transport import DispatchedRows, Exchange, Table
-
-_WANTED = frozenset({"x", "top_k_weights"})  # of a dispatch
 
 
 class EPDispatch(Op):
@@ -136,7 +134,7 @@ class EPDispatch(Op):
             beside: whether rows may arrive while the next launched kernel runs.
             as_sent: whether rows sent in 8 bits are returned as :class:`QuantizedTokens`; otherwise as values.
         """
-        x, needs = call.x.to(self.group.settings.dtype), call.needs_grad & _WANTED
+        x, needs = call.x.to(self.group.settings.dtype), call.needs_grad & GRADIENTS
         if trace.active():
             return self._decoded(self._foreseen(x, call.top_k_index, call.top_k_weights), as_sent)
         with Moving(self.group) as transport:

@@ -8,6 +8,7 @@ from .settings import Settings
 
 WANTED = ("x", "top_k_weights")
 """The gradients that a backward of a dispatch gives; a bit each."""
+GRADIENTS = frozenset(WANTED)
 EIGHT_BITS, WIDE_WEIGHTS = "8 bits", "weights of 64 bits"
 """Beside them: the form in which tokens and routing weights travel. Their bits are behind those of the gradients."""
 _FLAGS = (*WANTED, EIGHT_BITS, WIDE_WEIGHTS)

@@ -233,7 +233,10 @@ class SymmetricTransport:
         self._write_tokens(lane, tokens, table.exchange)
         lane.meet(table.exchange, kind, table.wanted)
         lane.reads("tokens")
-        return self._pulled(lane, table, tokens.shape[1], fill)
+        rows = self._pulled(lane, table, tokens.shape[1], fill)
+        if not table.wanted & messages.GRADIENTS:  # the last move of a backward; a graph replayed next asks no host
+            lane.will_write("tokens", table.exchange)
+        return rows
 
     def start_sum(
         self, rows: Tensor | None, table: SymmetricTable, kind: str, products_follow: bool = False

@@ -432,6 +432,28 @@ def rows_are_written_again_only_when_all_have_read_them(world: World) -> None:
         assert torch.equal(x.grad, count * torch.ones_like(mine.x))
 
 
+@case
+def gradients_are_read_before_a_replayed_graph_writes_tokens(world: World) -> None:
+    """A replay asks no host what others still read; if inputs are frozen, no later move of a backward synchronises."""
+    group, batch = world.group(), batch_for(world.group(), (13,) * world.size)
+    expected, mine = trained(whole(group), batch).of(batch.counts, group), batch.of(world.rank)
+    layer, pull = part(group), peers.pull
+    y = layer(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+
+    def late(*arguments: Any) -> None:
+        if world.rank == 1:
+            time.sleep(0.5)
+        pull(*arguments)
+
+    dist.barrier()
+    with patch.object(peers, "pull", late):
+        y.backward(mine.dy)
+    lane_of(group)._read.clear()
+    forward(group, mine._replace(x=-mine.x), layer)
+    for parameter, gradient in zip(layer.parameters(), expected.parameters, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
 @contextmanager
 def kinds_met() -> Iterator[list[int]]:
     """The kinds of the meetings in the body."""
