@@ -236,6 +236,20 @@ def on_tensor_parallel_ranks(world: World) -> None:
 
 
 @case
+def a_loop_clips_experts_apart_as_the_page_says(world: World) -> None:
+    """A Trainer does the like; torch's own function does not span the meshes of the two."""
+    (ours, alone), everyone = Way(fsdp=2).models(), batches(2)
+    ours(input_ids=everyone[world.rank], labels=everyone[world.rank]).loss.backward()
+    (sum(alone(input_ids=ids, labels=ids).loss for ids in everyone) / 2).backward()
+    with pytest.raises(RuntimeError, match="must have the same mesh"):
+        nn.utils.clip_grad_norm_(ours.parameters(), 0.1)
+    experts, rest = ([p for name, p in ours.named_parameters() if ("experts" in name) == is_one] for is_one in (1, 0))
+    page()["clip"](experts, rest, max_norm=0.1, ep_group=dist.new_subgroups(1)[0])
+    nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    assert_near(ours, alone, gradient, 5e-5)
+
+
+@case
 def a_rank_without_rows(world: World) -> None:
     with all_tokens_to_rank_0():
         check(world, Way(fsdp=2))
