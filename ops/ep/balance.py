@@ -26,7 +26,7 @@ def balanced_order(loads: Tensor | Sequence[float], ranks: int) -> Tensor:
     Raises:
         ValueError: a load is not a finite number of at least 0, or ``ranks`` does not divide the number of experts.
     """
-    of_experts = torch.as_tensor(loads, dtype=torch.float64, device="cpu")
+    of_experts = torch.as_tensor(loads, dtype=torch.float64, device="cpu").detach()
     if of_experts.dim() != 1 or not bool((of_experts.isfinite() & (of_experts >= 0)).all()):
         raise ValueError(f"balanced_order: loads must be [E] finite numbers from 0 on, got {loads}")
     if type(ranks) is not int or ranks < 1 or len(of_experts) % ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import permutations
 
 import pytest
@@ -44,6 +45,12 @@ def test_equal_loads_and_none_give_an_order_that_is_always_the_same() -> None:
     assert ep.balanced_order([1, 1, 1, 1], 2).tolist() == [0, 2, 1, 3]
     assert ep.balanced_order([0.0, 0.0], 2).tolist() == [0, 1]
     assert ep.balanced_order(torch.tensor([3, 1, 2]), 1).tolist() == [0, 1, 2]
+
+
+def test_loads_may_be_sums_of_probabilities_that_want_gradients() -> None:
+    loads = torch.tensor([0.5, 0.25, 1.0, 0.25], requires_grad=True)
+    with warnings.catch_warnings(action="error"):
+        assert ep.balanced_order(loads, 2).tolist() == [2, 3, 0, 1]
 
 
 def test_a_model_in_another_order_is_the_same_function() -> None:
