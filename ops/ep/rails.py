@@ -52,7 +52,8 @@ class Hosts(NamedTuple):
         names = [location.host for location in ranks]
         if self.number == 1:
             return f"is on host {names[0]}, as all ranks are; make the group with transport='symmetric'"
-        if any(names[rank] != names[rank - rank % self.each] for rank in range(len(names))):
+        of_each = [name for name in dict.fromkeys(names) for _ in range(self.each)]
+        if names != of_each:
             return f"needs equally many ranks on each host, in consecutive order, but they are on {names}"
         return None
 

@@ -14,6 +14,9 @@ import pytest
 import two_hosts
 from emulation import build
 
+from fusible.ops.ep.memory import Location
+from fusible.ops.ep.rails import Hosts
+
 REFUSAL = two_hosts.refusal()
 needs_hosts = pytest.mark.skipif(REFUSAL is not None, reason=f"no two hosts here: {REFUSAL}")
 needs_kernels = pytest.mark.skipif(build.missing() is not None, reason=f"cannot be built: {build.missing()}")
@@ -51,6 +54,23 @@ def said_of_rails(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     hosts = two_hosts.two_hosts(4) if REFUSAL is None else nullcontext(lambda rank: [])
     with hosts as launcher:
         return ep_world.start("ep_rails_cases", 4, folder, 900, "symmetric", only=only, launcher=launcher)
+
+
+@pytest.mark.parametrize("names", ["aab", "abb", "abca", "aabbc", "abab", "aabbaa", "abbb"])
+def test_rails_need_equally_many_consecutive_ranks_on_each_host(names: str) -> None:
+    ranks = [Location(name, 0) for name in names]
+
+    for rank in range(len(ranks)):
+        why = Hosts.of(ranks, rank).refusal(ranks)
+        assert why is not None
+        assert "needs equally many ranks on each host, in consecutive order" in why
+
+
+@pytest.mark.parametrize("names", ["ab", "aabb", "aabbcc"])
+def test_rails_connect_hosts_of_equally_many_ranks(names: str) -> None:
+    ranks = [Location(name, 0) for name in names]
+
+    assert [Hosts.of(ranks, rank).refusal(ranks) for rank in range(len(ranks))] == [None] * len(ranks)
 
 
 @needs_kernels
