@@ -30,6 +30,11 @@ class ExchangeOptions(NamedTuple):
     combine: str = "exact"
     transport: str = "collective"
     timeout: float = 60.0
+    overflow: str = "raise"
+    overlap: int | None = None
+    overlap_dispatch: int | None = None
+    overlap_combine: bool | None = None
+    float8_gradients: bool = False
 
     @property
     def needs_tokens(self) -> bool:
@@ -77,10 +82,8 @@ def exchange_ops(
     Raises:
         ValueError: the options do not fit, or ranks differ in them.
     """
-    group = Group(
-        process_group, num_experts=num_experts, max_tokens=options.tokens(), top_k=top_k, hidden=hidden, dtype=dtype,
-        capacity=options.capacity, combine=options.combine, transport=options.transport, timeout=options.timeout,
-    )  # fmt: skip
+    of_group = options._replace(max_tokens=options.tokens())._asdict()
+    group = Group(process_group, num_experts=num_experts, top_k=top_k, hidden=hidden, dtype=dtype, **of_group)
     combine = EPCombine(group)
     return ExchangeOps(group, EPDispatch(group), combine, Sequential(Scale(), combine))
 

@@ -425,6 +425,18 @@ def adapters_of_experts_are_refused(world: World) -> None:
 
 
 @case
+def options_of_an_exchange_are_those_of_its_group(world: World) -> None:
+    """Rows that do not fit are dropped, as the error of too many rows proposes."""
+    transformers_ep.register("dropping", capacity=3, max_tokens=16, overflow="drop", overlap=8, overlap_dispatch=4)
+    model, _ = Way(fsdp=2, exchange="dropping").models()
+    ids = batches(2)[world.rank]
+    model(input_ids=ids, labels=ids).loss.backward()
+    group = group_of(model)
+    assert group.statistics().dropped > 0
+    assert (group.settings.overlap, group.settings.overlap_dispatch) == (8, 4)
+
+
+@case
 def an_exchange_that_is_misspelt(world: World) -> None:
     with pytest.raises(TypeError, match="max_token"):
         transformers_ep.register("wrong", max_token=3)
