@@ -32,7 +32,7 @@ from .overlap import Overlaps
 from .settings import Settings
 from .transport import DispatchedRows, Exchange
 
-_HEADER = 4  # numbers in front of the counts: lane, exchange, number of tokens, gradients wanted
+_HEADER = 5  # numbers in front of the counts: group, lane, exchange, number of tokens, gradients wanted
 
 
 class Arrivals(NamedTuple):
@@ -100,14 +100,18 @@ class CollectiveTable(NamedTuple):
 
 
 class CollectiveTransport:
-    """The transport ``collective``; see the module."""
+    """The transport ``collective``; see the module.
+
+    Args:
+        number: of its group among those of the process group, whose messages would fit as well.
+    """
 
     name = "collective"
     final: tuple[type[Exception], ...] = (PeerError,)
     overlaps = Overlaps()
 
-    def __init__(self, settings: Settings, process_group: dist.ProcessGroup) -> None:
-        self._settings, self._group = settings, process_group
+    def __init__(self, settings: Settings, process_group: dist.ProcessGroup, number: int = 0) -> None:
+        self._settings, self._group, self._number = settings, process_group, number
         self._rank, self._ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
         self._capacity = settings.rows(self._ranks)
         self._required = self._dropped = 0
@@ -140,7 +144,7 @@ class CollectiveTransport:
 
     def _gathered_counts(self, exchange: Exchange, routing: Routing, tokens: int, wanted: frozenset[str]) -> Tensor:
         """The rows that each rank has for each expert, [R, E] on the host."""
-        header, sizes = [*exchange, tokens, messages.flags_of(wanted)], routing.split_sizes
+        header, sizes = [self._number, *exchange, tokens, messages.flags_of(wanted)], routing.split_sizes
         mine = torch.cat((torch.tensor(header, dtype=torch.int32, device=sizes.device), sizes))
         gathered = mine.new_empty(self._ranks * mine.numel())
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
@@ -152,12 +156,15 @@ class CollectiveTransport:
 
     def _compare(self, exchange: Exchange, headers: Sequence[Sequence[int]]) -> None:
         """Raises an error if ranks make different calls."""
-        named = exchange.named("dispatch")
-        for rank, (lane, number, _, flags) in enumerate(headers):
-            if (lane, number) != exchange:
-                raise PeerError(messages.other_step(rank, Exchange(lane, number).named("dispatch"), named))
-            if flags != headers[self._rank][3]:
-                raise PeerError(messages.other_wishes(rank, flags, headers[self._rank][3], named))
+        named, mine = exchange.named("dispatch"), headers[self._rank][-1]
+        for rank, (group, lane, number, _, flags) in enumerate(headers):
+            theirs = Exchange(lane, number)
+            if group != self._number:
+                raise PeerError(messages.other_step(rank, f"{theirs.named('dispatch')} of another Group", named))
+            if theirs != exchange:
+                raise PeerError(messages.other_step(rank, theirs.named("dispatch"), named))
+            if flags != mine:
+                raise PeerError(messages.other_wishes(rank, flags, mine, named))
 
     def _kept(self, exchange: Exchange, counts: Tensor) -> Tensor:
         """The counts, without rows that exceed their owner's capacity."""

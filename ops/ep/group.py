@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
@@ -193,13 +194,13 @@ class Group:
         self.rank, self.size = dist.get_rank(self.process_group), dist.get_world_size(self.process_group)
         if self.rank < 0:
             raise ValueError("Group: this process is no rank of the process group; make the group on its ranks alone")
-        _agree(self.settings, self.size, self.process_group)
+        number = _agree(self.settings, self.size, self.process_group)
         owned = num_experts // self.size
         self.local_experts = slice(self.rank * owned, (self.rank + 1) * owned)
         self.local_capacity = self.settings.rows(self.size)
         self.devices = frozenset(_devices(self.process_group))
         self.device: torch.device | None = None
-        self.mover: Transport = CollectiveTransport(self.settings, self.process_group)
+        self.mover: Transport = CollectiveTransport(self.settings, self.process_group, number)
         self.transport_reason = "the one transport that runs on every backend"
         if transport == "symmetric":
             self._share_memory()
@@ -342,19 +343,28 @@ def _devices(process_group: dist.ProcessGroup) -> Iterator[str]:
         yield pair.partition(":")[0]
 
 
-def _agree(settings: Settings, ranks: int, process_group: dist.ProcessGroup) -> None:
-    """Raises on all ranks if the settings of one are wrong, or differ from the others."""
+_groups: Counter[str] = Counter()  # their number, by the name of the process group
+
+
+def _agree(settings: Settings, ranks: int, process_group: dist.ProcessGroup) -> int:
+    """The number of a new group among those of the process group.
+
+    Raises on all ranks if the settings of one are wrong, or differ from the others.
+    """
     of_ranks: list[Any] = [None] * ranks
-    problem = settings.problem(ranks)
-    dist.all_gather_object(of_ranks, (settings, problem), process_group)
+    problem, name = settings.problem(ranks), process_group.group_name
+    dist.all_gather_object(of_ranks, (settings, problem, _groups[name]), process_group)
     if problem is not None:
         raise ValueError(f"Group: {problem}")
-    for rank, (_, other) in enumerate(of_ranks):
+    for rank, (_, other, _) in enumerate(of_ranks):
         if other is not None:
             raise ValueError(f"Group: on rank {rank}, {other}")
-    difference = settings.difference([theirs for theirs, _ in of_ranks])
+    difference = settings.difference([theirs for theirs, *_ in of_ranks])
     if difference is not None:
         raise ValueError(f"Group: {difference}")
+    number: int = max(count for *_, count in of_ranks)  # a process that was restarted begins at 0
+    _groups[name] = number + 1
+    return number
 
 
 def _without_frames(error: Exception) -> Exception:

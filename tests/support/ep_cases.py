@@ -1276,6 +1276,19 @@ def ranks_that_do_different_things(world: World) -> None:
 
 
 @case
+def ranks_that_use_different_groups(world: World) -> None:
+    """Of one process group, and of equal settings, so that their messages would fit."""
+    groups = world.group(timeout=2), world.group(timeout=2)
+    mine = batch_for(groups[0], counts_of(world)).of(world.rank)
+    mixed = groups[min(world.rank, 1)]
+    with raises(ep.PeerError, r"rank \d (is at dispatch of exchange 0 .* of another Group, this|did not take part)"):
+        with unchecked(mixed):
+            part(mixed)(mine.x, top_k_index=mine.ids, top_k_weights=mine.weights)
+        mixed.check(synchronize=True)
+    check_step(world.group(), batch_for(mixed, counts_of(world)))
+
+
+@case
 def ranks_whose_weights_are_of_other_bits(world: World) -> None:
     group = world.group()
     mine = batch_for(group, counts_of(world)).of(world.rank)

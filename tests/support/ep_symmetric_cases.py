@@ -56,6 +56,7 @@ SHARED = (
     ep_cases.gradients_of_8_bits_are_rounded_before_they_are_sent,
     ep_cases.rows_of_8_bits_are_not_quantised_again,
     ep_cases.ranks_that_send_tokens_of_other_bits,
+    ep_cases.ranks_that_use_different_groups,
     ep_cases.ranks_whose_weights_are_of_other_bits,
     ep_cases.a_group_is_freed_with_its_last_reference,
     ep_cases.exchanges_that_are_not_paired,
