@@ -164,7 +164,8 @@ class RailsTransport:
         flags, seen = messages.flags_of(call.needs_grad), self._seen[exchange.lane]
         headers = self._rail.gathered(_header(exchange.number, flags, call.x.device), named)
         wrong = seen.differ(headers.view(-1, 2))
-        if not call.x.is_cuda or messages.form_of(flags) not in self._forms:  # those of others have other sizes
+        is_new = not call.x.is_cuda or messages.form_of(flags) not in self._forms  # messages of others have other sizes
+        if is_new and not memory.in_capture():
             self.finish()
             seen.check(exchange.lane)
             self._forms.add(messages.form_of(flags))
