@@ -9,6 +9,7 @@ or, for a model that is loaded, ``model.set_experts_implementation("fusible")``.
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import torch
@@ -82,7 +83,8 @@ def register() -> None:
     moe.ExpertsInterface.register(NAME, experts_forward)
     _register_fp8()
     _register_expert_parallelism()
-    quantizers.register(quantizers.REPLACED | bits_and_bytes.REPLACED | float8_blocks.REPLACED)
+    replaced = quantizers.REPLACED | bits_and_bytes.REPLACED | float8_blocks.REPLACED
+    quantizers.register(replaced, home=sys.modules[__name__])
     modelopt.register()
     add_finder(_explained)
 

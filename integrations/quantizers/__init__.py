@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from inspect import signature
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -274,11 +275,14 @@ REPLACED = {
 }
 
 
-def register(replaced: Mapping[str, Callable[[Any], Any]]) -> None:
+def register(replaced: Mapping[str, Callable[[Any], Any]], home: ModuleType) -> None:
     """Replaces all quantisers of transformers, by these or by :class:`TellsOf16Bits`; called once, by the import of the
     integration.
 
     A transformers whose quantisers have other hooks keeps them, with a warning.
+
+    Args:
+        home: where pickles of models find the classes, a module that has made them once it is imported.
     """
     for hook, parameters in _HOOKS.items():
         method = getattr(base.HfQuantizer, hook, None)
@@ -286,5 +290,9 @@ def register(replaced: Mapping[str, Callable[[Any], Any]]) -> None:
             warnings.warn(f"fusible: this transformers has no HfQuantizer.{hook}{parameters}", stacklevel=2)
             return
     for method, parent in auto.AUTO_QUANTIZER_MAPPING.items():
-        if not parent.__module__.startswith(__name__):
-            auto.AUTO_QUANTIZER_MAPPING[method] = replaced.get(method, _telling)(parent)
+        if parent.__module__ != home.__name__:
+            kind = replaced.get(method, _telling)(parent)
+            name = kind.__name__ if getattr(home, kind.__name__, None) is None else f"{kind.__name__}_{method}"
+            kind.__module__, kind.__qualname__, kind.__name__ = home.__name__, name, name
+            setattr(home, name, kind)
+            auto.AUTO_QUANTIZER_MAPPING[method] = kind

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import logging
 import math
 import re
 import shutil
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -661,3 +663,19 @@ def test_copies_have_their_own_experts(folder_of: Callable[[str], Path]) -> None
     assert torch.equal(model(IDS).logits, before)
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(IDS).logits, before)
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "nf4", "modelopt", "fp8-qwen3"])
+def test_models_are_pickled(kind: str, folder_of: Callable[[str], Path]) -> None:
+    """A pickle has the model's quantiser, of a class that replaces one of transformers."""
+    model, buffer = load(folder_of(kind)), io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    again = torch.load(buffer, weights_only=False)
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert type(again.hf_quantizer) is type(model.hf_quantizer)
+
+
+def test_every_quantiser_is_found_by_its_name() -> None:
+    for kind in transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING.values():
+        assert getattr(import_module(kind.__module__), kind.__qualname__) is kind
