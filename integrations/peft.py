@@ -23,7 +23,7 @@ from .hugging_face import lora
 from .hugging_face.gates import ModelExperts
 from .hugging_face.left_in_16_bits import CURE, are_meant, is_left
 from .hugging_face.lora import Adapter
-from .hugging_face.stored_experts import Stored, stored_of, weight_decoded_by
+from .hugging_face.stored_experts import CAST, Stored, stored_of, weight_decoded_by
 
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import ParamWrapper
@@ -122,6 +122,7 @@ def check_adaptable(module: Any, name: str) -> None:
             f"{name!r} out of target_parameters"
         )
     if parameter.dtype.itemsize != 1:
+        check_not_cast(module, name)
         return
     stored = stored_of(module, name)
     if stored is not None and _runs_here(module):
@@ -137,6 +138,17 @@ def check_adaptable(module: Any, name: str) -> None:
         f"{type(module).__name__}.{name}: PEFT cannot adapt {parameter.dtype} with scales beside it: the adapters "
         f"would be added to the bytes, and get no gradients. {cure}"
     )
+
+
+def check_not_cast(module: Any, name: str) -> None:
+    """Checks that a parameter in 16 bits or more is not FP8 that was cast, whose codes have no meaning without scales.
+
+    Raises:
+        ValueError: it is.
+    """
+    if isinstance(getattr(module, f"{name}_scale_inv", None), Tensor):
+        kind, dtype = type(module).__name__, getattr(module, name).dtype
+        raise ValueError(f"{kind}.{name}: was torch.float8_e4m3fn and is {dtype}: {CAST}")
 
 
 def check_not_shared(module: Any, name: str) -> None:

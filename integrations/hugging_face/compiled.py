@@ -24,6 +24,7 @@ from ...ops.formats.float8 import ScaleKind
 from ...ops.modules.quantize import holding
 from .experts import ModuleParameters, layer_of
 from .gates import GateValues, ModelExperts, activation_with, constants_read, values_of
+from .stored_experts import kind_of
 
 
 class QuantizedLinear(NamedTuple):
@@ -74,8 +75,7 @@ def float8_forward(
     up, down = linears
     form = *(tuple(linear.weight.shape) for linear in linears), (up.weight.dtype, down.weight.dtype), False, False
     held = [{"weight": linear.weight.detach(), SCALES: linear.scales.detach().float()} for linear in linears]
-    scales = "float32" if up.scales.dtype == torch.float32 else "power_of_two"
-    return _run(experts, form, held, scales, x, top_k_index, top_k_weights).to(x.dtype)
+    return _run(experts, form, held, kind_of(up.scales), x, top_k_index, top_k_weights).to(x.dtype)
 
 
 def _run(

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from ...fuser import ArgumentError, Sequential
-from ...ops import Float8Block, GroupedLinear
+from ...ops import Float8Block, Float8Weight, GroupedLinear
 from ...ops.formats.copies import BLOCK, SCALES
 from ...ops.modules.quantize import holding
 from . import compiled
 from .experts import autocasts, layer_around
 from .gates import ModelExperts
+from .stored_experts import kind_of
 
 _ATTRIBUTE = "_fusible_float8"
-_E8M0 = getattr(torch, "float8_e8m0fnu", None)
 _ROWS = (torch.bfloat16, torch.float16)
 
 
@@ -92,7 +92,7 @@ def refusal(experts: Float8Experts, x: Tensor) -> str | None:
 def _weight_refusal(weight: Tensor, scales: Tensor) -> str | None:
     if weight.dtype != torch.float8_e4m3fn:
         return f"its weights are {weight.dtype}"
-    if scales.dtype not in (torch.float32, _E8M0):
+    if scales.dtype not in Float8Weight.scale_dtypes:
         return f"its scales are {scales.dtype}"
     expected = (weight.shape[0], *[-(-size // BLOCK) for size in weight.shape[1:]])
     return None if tuple(scales.shape) == expected else f"its scales have shape {list(scales.shape)}"
@@ -136,8 +136,7 @@ def existing(experts: Float8Experts) -> Float8Container | None:
 
 
 def _linear(weight: Tensor, scales: Tensor) -> GroupedLinear:
-    recipe = Float8Block(scales="float32" if scales.dtype == torch.float32 else "power_of_two")
-    return holding(weight.detach(), scales.detach().float(), recipe)
+    return holding(weight.detach(), scales.detach().float(), Float8Block(scales=kind_of(scales)))
 
 
 def _addresses(weights: Weights) -> tuple[int, ...]:

@@ -7,12 +7,14 @@ some formats, ``NAME_factor``. All are frozen. State dicts have the names and sh
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...ops.formats.copies import BLOCK, Weight
+from ...ops.formats.float8 import ScaleKind
 from ...ops.formats.forms import misfit, widened
 from ...ops.formats.per_block import Float8Block
 from ...ops.formats.recipe import Recipe
@@ -21,6 +23,7 @@ from .stored_layouts import Layout
 
 NAME = "fusible"
 ATTRIBUTE = "_fusible_stored"  # of the module: name of a weight -> Stored
+CAST = "a cast of the model also casts bytes and scales; load it with that dtype instead"
 _SUFFIXES = ("", "_scale", "_factor")
 
 
@@ -29,6 +32,7 @@ class Stored(NamedTuple):
 
     Attributes:
         names: the parameters of the module that have its parts.
+        dtypes: those of the parts.
         dtype: that of the model's other parameters.
         layout: how a state dict has it; None: as the module does.
         is_transposed: whether the class has [E, K, N] in 16 bits.
@@ -37,24 +41,43 @@ class Stored(NamedTuple):
     recipe: Recipe
     shape: tuple[int, int, int]
     names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
     dtype: torch.dtype
     layout: Layout | None = None
     is_transposed: bool = False
 
     def weight(self, experts: nn.Module) -> Weight:
-        """The current parts."""
+        """The current parts.
+
+        Raises:
+            RuntimeError: a cast of the model may have rounded one.
+        """
         parts = [getattr(experts, name).detach() for name in self.names]
-        if parts[0].dtype == torch.float8_e4m3fn or parts[0].dtype == torch.uint8:
-            return widened(self.recipe, self.shape, Weight(*parts))
-        raise RuntimeError(
-            f"fusible: {self.names[0]} was {self.recipe.name} and is {parts[0].dtype}: "
-            "a cast of the model also casts bytes"
-        )
+        self._check_casts(parts)
+        return widened(self.recipe, self.shape, Weight(*parts))
+
+    def as_kept(self, parts: Sequence[Tensor]) -> Weight:
+        """The parts in the dtypes in which they came, as :meth:`weight` reads them."""
+        self._check_casts(parts)
+        kept: list[Any] = [part.to(dtype) for part, dtype in zip(parts, self.dtypes, strict=True)]
+        return Weight(*kept)
+
+    def _check_casts(self, parts: Sequence[Tensor]) -> None:
+        for name, part, dtype in zip(self.names, parts, self.dtypes, strict=True):
+            if not _is_exact(dtype, part.dtype):
+                raise RuntimeError(
+                    f"fusible: {name}, of a weight in {self.recipe.name}, was {dtype} and is {part.dtype}: {CAST}"
+                )
 
     def stand_in(self, experts: nn.Module) -> Tensor:
         """A tensor with the shape, dtype and device of the values, and memory for one of them."""
         one = torch.empty((), dtype=self.dtype, device=getattr(experts, self.names[0]).device)
         return one.expand(self.shape)
+
+
+def _is_exact(dtype: torch.dtype, to: torch.dtype) -> bool:
+    """Whether a cast changes nothing, or gives float32 of 16 bits, as PEFT asks of frozen parameters."""
+    return dtype == to or (to == torch.float32 and dtype in (torch.bfloat16, torch.float16))
 
 
 def stored_of(experts: Any, name: str) -> Stored | None:
@@ -70,15 +93,20 @@ def stored_of(experts: Any, name: str) -> Stored | None:
 
 def _of_float8_blocks(experts: Any, name: str, weight: Tensor, scales: Tensor) -> Stored | None:
     """The bytes of transformers' own FP8 experts."""
-    recipe = Float8Block(scales="float32" if scales.dtype == torch.float32 else "power_of_two")
+    recipe = Float8Block(scales=kind_of(scales))
     shape: Any = tuple(weight.shape)
     block = getattr(experts, "block_size", None)
     if block is None or tuple(block) != (BLOCK, BLOCK) or getattr(experts, "activation_scheme", "") != "dynamic":
         return None
     dtype = getattr(getattr(experts, "config", None), "dtype", None)
     dtype = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    stored = Stored(recipe, shape, (name, f"{name}_scale_inv"), dtype)
+    stored = Stored(recipe, shape, (name, f"{name}_scale_inv"), (weight.dtype, scales.dtype), dtype)
     return stored if misfit(recipe, shape, widened(recipe, shape, Weight(weight, scales))) is None else None
+
+
+def kind_of(scales: Tensor) -> ScaleKind:
+    """The kind of scales of blocks, which those of rows follow. Checkpoints may have numbers of float32 in 16 bits."""
+    return "power_of_two" if scales.dtype == torch.float8_e8m0fnu else "float32"
 
 
 def weight_decoded_by(name: str) -> str | None:
@@ -129,7 +157,8 @@ def keep(
         experts.register_state_dict_post_hook(_publish)
         experts.register_load_state_dict_pre_hook(_take_back)
         experts.register_forward_pre_hook(_check_reader)
-    stored = Stored(layout.recipe, layout.shape, tuple(names), dtype, layout, was_transposed)
+    dtypes = tuple([tensor.dtype for tensor in (weight.data, *weight.decoders)])
+    stored = Stored(layout.recipe, layout.shape, tuple(names), dtypes, dtype, layout, was_transposed)
     experts.__dict__[ATTRIBUTE][name] = stored
     experts._is_hf_initialized = True  # the model's initialiser looks for the parameters that it knows
 
@@ -150,7 +179,7 @@ def _publish(experts: Any, state: dict[str, Any], prefix: str, metadata: Any) ->
     for name, stored in experts.__dict__.get(ATTRIBUTE, {}).items():
         if stored.layout is not None and f"{prefix}{name}" in state:
             parts = [state.pop(f"{prefix}{part}") for part in stored.names]
-            written = stored.layout.write(Weight(*parts))
+            written = stored.layout.write(stored.as_kept(parts))
             state.update({f"{prefix}{name}{suffix}": part for suffix, part in written.items()})
 
 
@@ -166,5 +195,9 @@ def _take_back(experts: Any, state: dict[str, Any], prefix: str, *args: Any) -> 
         except ValueError as error:
             args[-1].append(str(error))
             continue
-        present = [part for part in weight.tensors if part is not None]
-        state.update({f"{prefix}{part}": tensor for part, tensor in zip(stored.names, present, strict=True)})
+        parts_of_module = zip(stored.names, (weight.data, *weight.decoders), stored.dtypes, strict=True)
+        for part, tensor, dtype in parts_of_module:
+            if _is_exact(tensor.dtype, dtype):
+                state[f"{prefix}{part}"] = tensor.to(dtype)
+            else:
+                args[-1].append(f"{prefix}{part}: expected {dtype}, got {tensor.dtype}, which would be rounded")

@@ -679,3 +679,69 @@ def test_models_are_pickled(kind: str, folder_of: Callable[[str], Path]) -> None
 def test_every_quantiser_is_found_by_its_name() -> None:
     for kind in transformers.quantizers.auto.AUTO_QUANTIZER_MAPPING.values():
         assert getattr(import_module(kind.__module__), kind.__qualname__) is kind
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", ["gpt-oss", *COMPRESSED, *NF4, "modelopt"])
+def test_casts_that_may_round_what_decodes_bytes_are_refused(
+    kind: str, dtype: torch.dtype, folder_of: Callable[[str], Path]
+) -> None:
+    """A cast of a module reaches scales of any float dtype; those of int4 have 16 bits, in which they may stay."""
+    experts = experts_of(load(folder_of(kind)))[0]
+    if kind.startswith("int4") and dtype == torch.bfloat16:
+        assert experts.to(dtype).gate_up_proj_scale.dtype == dtype
+        return
+    experts.to(dtype)
+    with pytest.raises(RuntimeError, match=rf"_proj\w*, .*was .* and is {dtype}: a cast of the model also casts"):
+        values(experts, "gate_up_proj")
+    with pytest.raises(RuntimeError, match="a cast of the model also casts"):
+        experts.state_dict()
+
+
+def test_scales_in_float32_are_saved_as_they_were(folder_of: Callable[[str], Path]) -> None:
+    """``prepare_model_for_kbit_training`` casts them so, which is exact."""
+    model = load(folder_of("int4"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    assert experts_of(model)[0].gate_up_proj_scale.dtype == torch.float32
+    after = model.state_dict()
+    names = [name for name in before if ".experts." in name]
+    assert names
+    for name in names:
+        assert after[name].dtype == before[name].dtype, name
+        assert torch.equal(after[name], before[name]), name
+    model.load_state_dict(before)
+
+
+def test_scales_of_another_dtype_are_not_rounded_into_those_that_are_there(folder_of: Callable[[str], Path]) -> None:
+    model = load(folder_of("int4"))
+    state = model.state_dict()
+    name = next(name for name in state if name.endswith("gate_up_proj_scale"))
+    state[name] = state[name].to(torch.float16)
+    with pytest.raises(RuntimeError, match=f"{name}: expected torch.bfloat16, got torch.float16"):
+        model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_dicts_are_assigned(kind: str, folder_of: Callable[[str], Path]) -> None:
+    model = load(folder_of(kind))
+    before = model(IDS).logits
+    for experts in experts_of(model):
+        experts.load_state_dict({n: t.clone() for n, t in experts.state_dict().items()}, assign=True)
+    state = model.state_dict()
+    if kind not in NF4:  # bitsandbytes does not load its linears so
+        model.load_state_dict({name: tensor.clone() for name, tensor in state.items()}, assign=True)
+    assert torch.equal(model(IDS).logits, before)
+    again = model.state_dict()
+    assert all(again[name].dtype == tensor.dtype for name, tensor in state.items())
+
+
+def test_adapters_beside_fp8_that_was_cast_are_refused(folder_of: Callable[[str], Path]) -> None:
+    """Codes without their scales would be multiplied as if they were weights."""
+    model = adapted(load(folder_of("fp8-qwen3"))).to(torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"FP8Experts\.\w+_proj: was .* is torch.bfloat16: a cast of the model also casts"
+    ):
+        model(IDS)
+    with pytest.raises(ValueError, match="a cast of the model also casts"):
+        adapted(load(folder_of("fp8-qwen3")).to(torch.bfloat16))
