@@ -88,7 +88,7 @@ def backward(
     if want_x or any(of_numbers + of_vectors + of_matrices):
         computed = _gradients(link, saved, dy, want_x, GradDtypes(of_numbers, of_vectors, of_matrices))
     leading = dy.shape[:-1]
-    grads: dict[str, Gradient] = {"x": dy.detach()} if x_is_dy else {}
+    grads: dict[str, Gradient] = {"x": dy} if x_is_dy else {}
     if computed.x is not None:
         grads["x"] = computed.x.reshape(*leading, computed.x.shape[-1])
     for name, number in zip(link.rows, _each(computed.numbers), strict=False):
@@ -100,7 +100,7 @@ def backward(
     for name, other in equal.items():
         matrix = by_matrix.get(name)
         if other is not None:
-            grads[name] = grads["x"] if other == "dx" else dy.detach()
+            grads[name] = grads["x"] if other == "dx" else dy
         elif matrix is not None:
             grads[name] = matrix.reshape(*leading, matrix.shape[-1]).to(saved.dtypes[name])
     return grads

@@ -25,6 +25,7 @@ from fusible import (
     Bias,
     ClampedSwiGLU,
     ConstantScale,
+    GroupedLinear,
     MakeExtraOutput,
     Pointwise,
     Scale,
@@ -264,6 +265,35 @@ def test_the_gradient_of_what_is_added_last_is_that_of_the_result(as_program):
     assert dk.data_ptr() == given[0].data_ptr()
     assert dh.data_ptr() == dx.data_ptr()
     torch.testing.assert_close(dx, torch.autograd.grad(F.silu(x + h), x, dy)[0])
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        lambda: [AddExtraInput("h"), bias(16)],
+        lambda: [bias(16), AddExtraInput("h")],
+        lambda: [Scale(), AddExtraInput("h")],
+        lambda: [Activation("silu"), AddExtraInput("h")],
+        lambda: [AddExtraInput("h"), Activation("silu"), AddExtraInput("k")],
+        lambda: [GroupedLinear(2, 16, 16), Activation("silu"), AddExtraInput("h")],
+    ],
+)
+def test_gradients_that_are_equal_are_accumulated_apart(as_program, ops):
+    """autograd adds in place to what a leaf was given, unless it sees that another one has the same tensor."""
+    model, x, dy = Sequential(*ops()), torch.randn(6, 16), torch.randn(6, 16)
+    before, extras = dy.clone(), {"scales": torch.rand(6), "h": torch.randn(6, 16), "k": torch.randn(6, 16)}
+    named = {name for op in model for name in op.keywords}
+    given = {"x": x} | {name: tensor for name, tensor in extras.items() if name in named}
+    for tensor in given.values():
+        tensor.requires_grad_()
+    sizes = {"split_sizes": torch.tensor([4, 2])} if "split_sizes" in named else {}
+    y = model(**given, **sizes)
+    once = torch.autograd.grad(y, [*given.values()], dy)
+    for _ in range(4):
+        model(**given, **sizes).backward(dy)
+    assert torch.equal(dy, before)
+    for (name, tensor), gradient in zip(given.items(), once, strict=True):
+        torch.testing.assert_close(tensor.grad, 4 * gradient, msg=name)
 
 
 def test_a_residual_of_a_branch():
