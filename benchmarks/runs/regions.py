@@ -138,25 +138,29 @@ def _times(event: Any, cuda: bool) -> list[tuple[str, float]]:
     return [] if event.name.startswith(MARK) else [(event.name, event.self_cpu_time_total / 1e6)]
 
 
-def _forward_parts(events: list[Any]) -> dict[int, str]:
-    """The part of each forward op that has a mark around it, by sequence number."""
-    forward: dict[int, str] = {}
+def _forward_parts(events: list[Any]) -> dict[tuple[int, int], str]:
+    """The part of each forward op that has a mark around it, by thread and sequence number.
+
+    Each thread counts its own ops: with checkpointing on a GPU, autograd's thread runs forward ops, too.
+    """
+    forward: dict[tuple[int, int], str] = {}
     for event in events:
         part = _enclosing(event, {})
         if part is not None and event.sequence_nr >= 0:
-            forward.setdefault(event.sequence_nr, part)
+            forward.setdefault((event.thread, event.sequence_nr), part)
     return forward
 
 
-def _enclosing(event: Any, forward: Mapping[int, str]) -> str | None:
+def _enclosing(event: Any, forward: Mapping[tuple[int, int], str]) -> str | None:
     """The part of the nearest event around, itself included, that has one."""
     while event is not None:
         if event.name.startswith(MARK):
             return str(event.name.removeprefix(MARK))
         if event.name.startswith("FSDP::"):
             return SHARDS
-        if event.name.startswith("autograd::engine") and event.sequence_nr in forward:
-            return forward[event.sequence_nr]
+        op = event.fwd_thread, event.sequence_nr
+        if event.name.startswith("autograd::engine") and op in forward:
+            return forward[op]
         event = event.cpu_parent
     return None
 

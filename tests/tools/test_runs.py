@@ -345,7 +345,9 @@ def test_every_product_of_a_slice_belongs_to_a_part(preset: str) -> None:
 
 
 def event(name: str, parent: Any = None, number: int = -1, kernels: Any = (), id: object = None) -> Any:
-    return SimpleNamespace(name=name, cpu_parent=parent, sequence_nr=number, kernels=kernels, id=id or object())
+    found = SimpleNamespace(name=name, cpu_parent=parent, sequence_nr=number, kernels=kernels, id=id or object())
+    found.thread = found.fwd_thread = 1
+    return found
 
 
 def test_kernels_belong_to_the_op_that_launched_them() -> None:
@@ -358,6 +360,17 @@ def test_kernels_belong_to_the_op_that_launched_them() -> None:
 
     assert found.parts == {"experts": 4.0, "shards": 2.0}
     assert found.kernels == [("wgmma", "experts", 4.0)]
+
+
+def test_a_recomputed_op_has_the_numbers_of_its_thread() -> None:
+    kernel = [SimpleNamespace(name="wgmma", duration=1e6)]
+    mark, other = event("part: experts"), event("part: router")
+    recomputed = event("aten::mm", other, 7, kernel)
+    nodes = [event("autograd::engine::evaluate_function: Backward", None, 7, kernel) for _ in range(2)]
+    recomputed.thread = nodes[1].fwd_thread = 2
+    found = regions.summary([mark, event("RoutedMLP", mark, 7), other, recomputed, *nodes], cuda=True, most=1)
+
+    assert found.parts == {"router": 2.0, "experts": 1.0}
 
 
 def test_kernels_count_once_where_other_records_have_the_id_of_their_op() -> None:
