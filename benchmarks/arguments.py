@@ -26,7 +26,7 @@ def command(name: str, description: str | None) -> ArgumentParser:
     """The parser of a subcommand, described by the first line of a docstring. All of them take ``--json``.
 
     Args:
-        name: of the subcommand of ``fusible``, or of a module that ``python -m`` runs.
+        name: the subcommand of ``fusible``, or the full name of a module that ``python -m`` runs.
     """
     line = (description or "").partition("\n")[0]
     program = f"python -m {name}" if name.startswith("fusible.") else f"fusible {name}"

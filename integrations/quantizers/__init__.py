@@ -282,7 +282,7 @@ def register(replaced: Mapping[str, Callable[[Any], Any]], home: ModuleType) -> 
     A transformers whose quantisers have other hooks keeps them, with a warning.
 
     Args:
-        home: where pickles of models find the classes, a module that has made them once it is imported.
+        home: the module in which pickles of models look for the classes; its import makes them.
     """
     for hook, parameters in _HOOKS.items():
         method = getattr(base.HfQuantizer, hook, None)

@@ -103,7 +103,7 @@ class CollectiveTransport:
     """The transport ``collective``; see the module.
 
     Args:
-        number: of its group among those of the process group, whose messages would fit as well.
+        number: of its group. Messages carry it, because those of another group of the process group could fit.
     """
 
     name = "collective"

@@ -343,13 +343,14 @@ def _devices(process_group: dist.ProcessGroup) -> Iterator[str]:
         yield pair.partition(":")[0]
 
 
-_groups: Counter[str] = Counter()  # their number, by the name of the process group
+_groups: Counter[str] = Counter()  # how many each process group has had, by its name
 
 
 def _agree(settings: Settings, ranks: int, process_group: dist.ProcessGroup) -> int:
-    """The number of a new group among those of the process group.
+    """Checks that the settings of all ranks are right and equal; returns the number of the new group.
 
-    Raises on all ranks if the settings of one are wrong, or differ from the others.
+    Raises:
+        ValueError: on all ranks, if they are not.
     """
     of_ranks: list[Any] = [None] * ranks
     problem, name = settings.problem(ranks), process_group.group_name

@@ -1141,7 +1141,7 @@ def ranks_that_do_not_reach_one_another(world: World) -> None:
 
 @case
 def a_rank_without_memory_is_told_to_all(world: World) -> None:
-    """Those that have theirs do not wait for it."""
+    """Ranks that have memory raise as well; none of them waits for the rank that has none."""
     process_group = world.group().process_group
     full = RuntimeError("CUDA out of memory") if world.rank == 1 else None
     own = patch.object(memory, "symmetric_memory", return_value=torch.empty(8), side_effect=full)
@@ -1277,7 +1277,7 @@ def ranks_that_do_different_things(world: World) -> None:
 
 @case
 def ranks_that_use_different_groups(world: World) -> None:
-    """Of one process group, and of equal settings, so that their messages would fit."""
+    """The groups have one process group and equal settings, so messages of one would fit the other."""
     groups = world.group(timeout=2), world.group(timeout=2)
     mine = batch_for(groups[0], counts_of(world)).of(world.rank)
     mixed = groups[min(world.rank, 1)]
@@ -1311,7 +1311,7 @@ def ranks_that_want_different_gradients(world: World) -> None:
 
 @case
 def a_group_is_freed_with_its_last_reference(world: World) -> None:
-    """At once, also one that has failed: the frames that raised the error do not keep its memory."""
+    """Its memory is freed at once, even if the group has failed: the error keeps no frames."""
     gc.disable()
     try:
         for fails in (False, True):

@@ -230,7 +230,7 @@ def hosts_that_want_other_gradients(world: World) -> None:
 
 @case
 def hosts_that_send_in_another_form(world: World) -> None:
-    """Their messages have other sizes, so none is sent."""
+    """Messages of the two forms differ in size, so hosts send none."""
     first = world.rank < world.size // HOSTS
     for known in (False, True):
         for of_tokens, words in ((True, "sends tokens of .* the same recipe"), (False, "has routing weights of .*one")):

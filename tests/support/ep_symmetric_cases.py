@@ -582,7 +582,7 @@ def a_rank_that_comes_late_is_an_error_and_others_live_on(world: World) -> None:
 
 @case
 def a_group_that_has_failed_unseen_closes_at_once(world: World) -> None:
-    """The host has not asked since: closing waits for the device, and for no rank."""
+    """The host has not read the failure yet. ``close()`` waits for the device, and for no rank."""
     group = world.group(timeout=1)
     mine, layer = batch_for(group, counts_of(world)).of(world.rank), part(group)
     dist.barrier()

@@ -237,7 +237,7 @@ def on_tensor_parallel_ranks(world: World) -> None:
 
 @case
 def a_loop_clips_experts_apart_as_the_page_says(world: World) -> None:
-    """A Trainer does the like; torch's own function does not span the meshes of the two."""
+    """A Trainer clips so as well. torch's own function refuses parameters of two meshes."""
     (ours, alone), everyone = Way(fsdp=2).models(), batches(2)
     ours(input_ids=everyone[world.rank], labels=everyone[world.rank]).loss.backward()
     (sum(alone(input_ids=ids, labels=ids).loss for ids in everyone) / 2).backward()
