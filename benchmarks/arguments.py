@@ -22,15 +22,20 @@ class HelpWithDefaults(ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
-def command(name: str, description: str | None) -> ArgumentParser:
-    """The parser of a subcommand, described by the first line of a docstring. All of them take ``--json``.
+def program(name: str, description: str | None) -> ArgumentParser:
+    """The parser of a command, described by the first line of a docstring.
 
     Args:
         name: the subcommand of ``fusible``, or the full name of a module that ``python -m`` runs.
     """
     line = (description or "").partition("\n")[0]
-    program = f"python -m {name}" if name.startswith("fusible.") else f"fusible {name}"
-    parser = ArgumentParser(prog=program, description=line, formatter_class=HelpWithDefaults)
+    started_by = f"python -m {name}" if name.startswith("fusible.") else f"fusible {name}"
+    return ArgumentParser(prog=started_by, description=line, formatter_class=HelpWithDefaults)
+
+
+def command(name: str, description: str | None) -> ArgumentParser:
+    """The parser of a command that prints data as well, with ``--json``; see :func:`program`."""
+    parser = program(name, description)
     parser.add_argument("--json", action="store_true", help="print only data, as JSON")
     return parser
 

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ..arguments import HelpWithDefaults, positive, require_gpus, require_packages
+from ..arguments import positive, program, require_gpus, require_packages
 from ..timing import markdown, peak_bytes, phases_in_a_row
 from .main_weights import adamw, state_of
 from .slices import SLICES, config_of
@@ -265,10 +265,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    line = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(
-        prog="python -m fusible.benchmarks.runs.finetune", description=line, formatter_class=HelpWithDefaults
-    )
+    parser = program("fusible.benchmarks.runs.finetune", __doc__)
     parser.add_argument("--preset", choices=CHECKPOINTS, default="gpt-oss-20b", help="the checkpoint")
     parser.add_argument("--layers", type=positive, nargs=2, default=[2, 4], help="of the two slices")
     parser.add_argument("--shrink", type=positive, default=1, help="divide widths, heads and experts by this")
