@@ -9,25 +9,46 @@ namespace fusible {
 struct PackedGroups : TokenGroupsOfPairs {
   static constexpr int kProducers = 2;  // that warp, and the thread that copies
 
-  // The scales of a stage are on their way while those of the stage before are written.
+  // Scales of as many stages are fetched while those of the stages before are written: memory takes longer to answer
+  // than a stage to multiply.
+  static constexpr int kFetched = 4;
   template <class K>
   DEVICE static void fetch(typename K::Storage& s, const typename K::Params& p) {
-    const int lane = threadIdx.x % 32;
+    using Scales = typename K::B::template Scales<K>;
+    const int lane = threadIdx.x % 32, decoded = p.second.k_blocks;
     WorkTileReader tiles(s.work);
     PipelineState<K::kStages> state;
     uint32_t phase = 0;
     for (WorkTile tile; tiles.next(tile); phase ^= 1) {
-      typename K::B::template Scales<K> following;
-      following.fetch(p.packed, tile, 0, lane);
-      for (int block = 0; block < p.k_blocks; ++block) {
-        const auto scales = following;
-        const bool decodes = block < p.second.k_blocks;
-        if (block + 1 < p.second.k_blocks) following.fetch(p.packed, tile, block + 1, lane);
-        barrier_wait(&s.empty[state.stage], state.phase ^ 1);
-        if (decodes) scales.put(s.scales.factors[state.stage], lane);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(&s.full[state.stage]);
-        state.advance();
+      const Scales scales(p.packed, tile, lane);
+      uint32_t following[kFetched][4];  // of 16 bits each
+      const auto fetch_from = [&](int block) INLINE {
+#pragma unroll
+        for (int i = 0; i < kFetched; ++i) scales.fetch(following[i], min(block + i, decoded - 1));
+      };
+      fetch_from(0);
+      for (int first = 0; first < p.k_blocks; first += kFetched) {
+        uint32_t now[kFetched][2], all = 0;
+#pragma unroll
+        for (int i = 0; i < kFetched * 2; ++i) {
+          const uint32_t* two = &following[i / 2][i % 2 * 2];
+          now[i / 2][i % 2] = ptx::permute<0x5410>(two[0], two[1]);
+          all |= two[0] | two[1];
+        }
+        // A warp waits for all loads that share a counter. The upper half of those that have arrived is zero, which
+        // the compiler does not know: so the next ones begin after them.
+        const int zero = static_cast<int>(ptx::permute<0x4432>(all, 0));
+        if (first + kFetched < decoded) fetch_from(first + kFetched + zero);
+#pragma unroll
+        for (int i = 0; i < kFetched; ++i) {
+          const int block = first + i;
+          if (block >= p.k_blocks) break;
+          barrier_wait(&s.empty[state.stage], state.phase ^ 1);
+          if (block < decoded) Scales::put(now[i], s.scales.factors[state.stage], lane);
+          __syncwarp();
+          if (lane == 0) barrier_arrive(&s.full[state.stage]);
+          state.advance();
+        }
       }
       if constexpr (K::kScaleBias) {
         barrier_wait(&s.epilogue.empty, phase ^ 1);

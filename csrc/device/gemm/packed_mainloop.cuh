@@ -2,7 +2,8 @@
 // The loop over the depth with packed weights: a swap_ab tile whose left operand is decoded in registers.
 //
 // A step's weights are decoded while the product of the step before is under way, from a stage to the next one too.
-// ptxas accepts products that are under way while a loop begins anew if what they read is made before a wait.
+// They are read two steps at a time, a step before they are decoded. ptxas accepts products that are under way while a
+// loop begins anew if what they read is made before a wait.
 #pragma once
 #include "device/gemm/mainloop.cuh"
 #include "device/gemm/packed_operands.cuh"
@@ -43,13 +44,10 @@ template <class K, int kTokens>
 DEVICE void multiply_decoded(float (&acc)[K::kTileM / 2], typename K::Storage& s, PipelineState<K::kStages>& state,
                              int blocks, typename K::B::Lane& mine, int lane) {
   static_assert(K::kStepsK == 4);
-  const auto prepare = [&](auto step, int stage, uint32_t (&a)[4]) INLINE {
-    mine.template read<step.value>(s.stages.b[stage], s.scales.factors[stage]);
-    mine.template decode<step.value>(a);
-  };
   uint32_t a[4];
   barrier_wait(&s.full[state.stage], state.phase);
-  prepare(std::integral_constant<int, 0>(), state.stage, a);
+  mine.template read<0>(s.stages.b[state.stage], s.scales.factors[state.stage]);
+  mine.template decode<0>(a);
   int stage = 0;
   for (int block = 0; block < blocks; ++block) {
     const int before = stage;
@@ -59,15 +57,18 @@ DEVICE void multiply_decoded(float (&acc)[K::kTileM / 2], typename K::Storage& s
       wgmma_fence();
       multiply_step<K, kTokens>(acc, a, s.stages.a[stage], step.value, (block | step.value) != 0);
       wgmma_commit();
-      uint32_t next[4];
-      constexpr bool kLast = step.value == 3;
-      if (kLast && block + 1 < blocks) barrier_wait(&s.full[state.stage], state.phase);
-      prepare(std::integral_constant<int, (step.value + 1) % 4>(), kLast ? state.stage : stage, next);
-      wgmma_wait<1>();
-      if (step.value == 0 && block > 0) {
+      if (step.value == 0) mine.template read<1>(s.stages.b[stage], s.scales.factors[stage]);
+      if (step.value == 1 && block > 0) {
         __syncwarp();
         release<K>(s, before, lane);
       }
+      if (step.value == 2 && block + 1 < blocks) {
+        barrier_wait(&s.full[state.stage], state.phase);
+        mine.template read<0>(s.stages.b[state.stage], s.scales.factors[state.stage]);
+      }
+      uint32_t next[4];
+      mine.template decode<(step.value + 1) % 4>(next);
+      wgmma_wait<1>();
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i] = next[i];
     });
@@ -80,11 +81,10 @@ DEVICE void multiply_decoded(float (&acc)[K::kTileM / 2], typename K::Storage& s
 // Adds the product of the second pair, one block.
 template <class K, int kTokens>
 DEVICE void add_second(float (&acc)[K::kTileM / 2], typename K::Storage& s, PipelineState<K::kStages>& state,
-                       const typename K::Params& p, const WorkTile& tile, const typename K::B::Lane& mine, int lane) {
+                       uint32_t (&a)[K::kStepsK][4], bool short_end, int lane) {
   const auto add = [&](auto steps) INLINE {
-    uint32_t a[steps.value][4];
 #pragma unroll
-    for (int step = 0; step < steps.value; ++step) mine.read_second(p.packed, tile, step, a[step]);
+    for (int step = 0; step < steps.value; ++step) K::B::Lane::arrange_second(a[step]);
     barrier_wait(&s.full[state.stage], state.phase);
     wgmma_fence();
 #pragma unroll
@@ -93,7 +93,7 @@ DEVICE void add_second(float (&acc)[K::kTileM / 2], typename K::Storage& s, Pipe
     wgmma_commit();
     wgmma_wait<0>();
   };
-  if (p.second.short_end) add(std::integral_constant<int, 1>());
+  if (short_end) add(std::integral_constant<int, 1>());
   else add(std::integral_constant<int, K::kStepsK>());
   release<K>(s, state.stage, lane);
   state.advance();
@@ -107,8 +107,11 @@ DEVICE void multiply_packed(float (&acc)[K::kTileM / 2], typename K::Storage& s,
     if (tile.rows > kTokens)
       return multiply_packed<K, kTokens + kPackedTokenStep>(acc, s, state, p, tile, consumer, warp, lane);
   typename K::B::Lane mine(consumer, warp, lane);
+  uint32_t second[K::kStepsK][4];  // on their way while the first pair is multiplied
+#pragma unroll
+  for (int step = 0; step < K::kStepsK; ++step) mine.fetch_second(p.packed, tile, step, second[step]);
   multiply_decoded<K, kTokens>(acc, s, state, p.second.k_blocks, mine, lane);
-  if (p.packed.second_k) add_second<K, kTokens>(acc, s, state, p, tile, mine, lane);
+  if (p.packed.second_k) add_second<K, kTokens>(acc, s, state, second, p.second.short_end, lane);
 }
 
 }  // namespace fusible

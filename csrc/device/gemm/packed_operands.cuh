@@ -14,9 +14,11 @@ namespace fusible {
 struct TwoFactors {
   uint32_t first, second;  // pairs of bf16
 };
-DEVICE TwoFactors factors_of(uint32_t scale) {
-  const PackedMXFP4::Factors factors(scale);
-  return {factors.pair, scale == 0xFF ? both(0x7FFF) : factors.rest()};
+// Of two scales, one in each half.
+DEVICE TwoFactors factors_of(uint32_t scales) {
+  constexpr uint32_t kMost = PackedMXFP4::Factors::kMostInOne;
+  const uint32_t larger = ptx::max_u16x2(scales, both(kMost)), nan = scales + both(1) & both(0x100);
+  return {scales - larger + both(254) << 7, larger - both(kMost - 127) << 7 | nan - (nan >> 8)};
 }
 DEVICE uint32_t scaled(uint32_t codes, uint32_t first, uint32_t second) {
   return multiply_pairs(multiply_pairs(codes, first), second);
@@ -39,24 +41,31 @@ struct PackedRows : KMajor<__nv_bfloat16> {
 
   // The factors of a row's two blocks in a stage: the first in the low half of a word, the second in the high one.
   template <class K>
-  struct Scales {
-    uint16_t rows[4];
-    DEVICE void fetch(const PackedWeights& p, const WorkTile& tile, int block, int lane) {
+  class Scales {
+   public:
+    DEVICE Scales(const PackedWeights& p, const WorkTile& tile, int lane) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int64_t row = min(tile.column * K::kTileN + lane + 32 * i, p.rows - 1);
-        rows[i] = __ldg(
-            reinterpret_cast<const uint16_t*>(p.scales + (int64_t{tile.group} * p.rows + row) * p.blocks + block * 2));
+        rows_[i] = reinterpret_cast<const uint16_t*>(p.scales + (int64_t{tile.group} * p.rows + row) * p.blocks);
       }
     }
-    DEVICE void put(uint32_t* to, int lane) const {
+    DEVICE void fetch(uint32_t (&pairs)[4], int block) const {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) pairs[i] = __ldg(rows_[i] + block);
+    }
+    DEVICE static void put(const uint32_t (&pairs)[2], uint32_t* to, int lane) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const TwoFactors even = factors_of(rows[i] & 0xFF), odd = factors_of(rows[i] >> 8);
-        reinterpret_cast<uint2*>(to)[lane + 32 * i] = {ptx::permute<0x5410>(even.first, even.second),
-                                                       ptx::permute<0x5410>(odd.first, odd.second)};
+        const uint32_t two = pairs[i / 2];
+        const TwoFactors factors = factors_of(i % 2 ? ptx::permute<0x4342>(two, 0) : ptx::permute<0x4140>(two, 0));
+        reinterpret_cast<uint2*>(to)[lane + 32 * i] = {ptx::permute<0x5410>(factors.first, factors.second),
+                                                       ptx::permute<0x7632>(factors.first, factors.second)};
       }
     }
+
+   private:
+    const uint16_t* rows_[4];
   };
 
   // A lane's place in a stage, and what it has read there for a step of a product.
@@ -64,37 +73,41 @@ struct PackedRows : KMajor<__nv_bfloat16> {
    public:
     DEVICE Lane(int consumer, int warp, int lane)
         : row_(consumer * 64 + warp * 16 + lane / 4), column_(lane % 4), swap_(lane >> 4) {}
-    template <int kStep>
+    // Reads the values of two steps.
+    template <int kHalf>
     DEVICE void read(const uint8_t* bytes, const uint32_t* factors) {
-      const uint8_t* from = bytes + row_ * kRowBytes + (kStep / 2 ^ swap_) * 16 + kStep % 2 * 8 + column_;
+      const uint8_t* from = bytes + row_ * kRowBytes + (kHalf ^ swap_) * 16 + column_;
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower) {
-        bytes_[lower] = from[lower * 8 * kRowBytes], bytes_[2 + lower] = from[lower * 8 * kRowBytes + 4];
-        if (kStep % 2 == 0) factors_[lower] = factors[(row_ + lower * 8) * 2 + kStep / 2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) bytes_[kHalf][i][lower] = from[lower * 8 * kRowBytes + i * 4];
+        factors_[kHalf][lower] = factors[(row_ + lower * 8) * 2 + kHalf];
       }
     }
     template <int kStep>
     DEVICE void decode(uint32_t (&a)[4]) const {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint32_t spread = bytes_[i] * 0x40040;  // magnitudes from bits 6 and 22 on, signs at 9 and 25
-        const uint32_t factors = factors_[i % 2];
+        // magnitudes from bits 6 and 22 on, signs at 9 and 25
+        const uint32_t spread = bytes_[kStep / 2][kStep % 2 * 2 + i / 2][i % 2] * 0x40040;
+        const uint32_t factors = factors_[kStep / 2][i % 2];
         a[i] = scaled(spread & 0x01C001C0, ptx::permute<0x1010>(factors, 0) ^ (spread << 6 & 0x80008000),
                       ptx::permute<0x3232>(factors, 0));
       }
     }
-    // The same of the second pair, from device memory.
-    DEVICE void read_second(const PackedWeights& p, const WorkTile& tile, int step, uint32_t (&a)[4]) const {
+    // The same of the second pair, from device memory: first as it is read, then as the operand.
+    DEVICE void fetch_second(const PackedWeights& p, const WorkTile& tile, int step, uint32_t (&pairs)[4]) const {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = tile.column * (kPieces * kRows) + row_ + i % 2 * 8, k = step * 16 + column_ * 2 + i / 2 * 8;
-        a[i] = read_pair(p, tile.group * p.second_group + row * p.second_pitch + k, row < p.rows && k < p.second_k);
+        pairs[i] = read_pair(p, tile.group * p.second_group + row * p.second_pitch + k, row < p.rows && k < p.second_k);
       }
     }
+    DEVICE static void arrange_second(uint32_t (&)[4]) {}
 
    private:
     int row_, column_, swap_;
-    uint32_t bytes_[4], factors_[2];
+    uint32_t bytes_[2][4][2], factors_[2][2];  // of both halves of a stage
   };
 };
 
@@ -113,33 +126,39 @@ struct PackedColumns : MnMajor<__nv_bfloat16> {
   // The first factors of two rows for 32 columns in a word, then all second ones: [32 columns][half of the depth][pair
   // of rows that a lane has][step][half of it].
   template <class K>
-  struct Scales {
-    uint16_t rows[2][2];
-    DEVICE void fetch(const PackedWeights& p, const WorkTile& tile, int block, int lane) {
+  class Scales {
+   public:
+    DEVICE Scales(const PackedWeights& p, const WorkTile& tile, int lane)
+        : first_(p.scales + int64_t{tile.group} * p.rows * p.blocks +
+                 min(tile.column * 4 + lane % 2 * 2, p.blocks - 2)),
+          row_(lane / 2 * 2),
+          last_(p.rows - 1),
+          pitch_(p.blocks) {}
+    DEVICE void fetch(uint32_t (&pairs)[4], int block) const {
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          const int64_t row = min(block * 64 + (lane / 2 + 16 * i) * 2 + odd, p.rows - 1);
-          const int column = min(tile.column * 4 + lane % 2 * 2, p.blocks - 2);
-          rows[i][odd] = __ldg(
-              reinterpret_cast<const uint16_t*>(p.scales + (int64_t{tile.group} * p.rows + row) * p.blocks + column));
-        }
+      for (int i = 0; i < 4; ++i) {
+        const int64_t row = min(block * 64 + row_ + i / 2 * 32 + i % 2, last_);
+        pairs[i] = __ldg(reinterpret_cast<const uint16_t*>(first_ + row * pitch_));
+      }
     }
-    DEVICE void put(uint32_t* to, int lane) const {
+    DEVICE static void put(const uint32_t (&pairs)[2], uint32_t* to, int lane) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int pair = lane / 2 + 16 * i, step = pair / 8;
         const int at = (step / 2 * 4 + pair % 4) * 4 + step % 2 * 2 + pair / 4 % 2;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const TwoFactors even = factors_of(rows[i][0] >> 8 * j & 0xFF), odd = factors_of(rows[i][1] >> 8 * j & 0xFF);
+          const TwoFactors factors = factors_of(pairs[i] >> 8 * j & both(0xFF));
           uint32_t* word = to + (lane % 2 * 2 + j) * 32 + at;
-          word[0] = ptx::permute<0x5410>(even.first, odd.first);
-          word[kWords / 2] = ptx::permute<0x5410>(even.second, odd.second);
+          word[0] = factors.first;
+          word[kWords / 2] = factors.second;
         }
       }
     }
+
+   private:
+    const uint8_t* first_;
+    int row_, last_, pitch_;
   };
 
   class Lane {
@@ -150,43 +169,47 @@ struct PackedColumns : MnMajor<__nv_bfloat16> {
           column_(chunk_ * 32 + lane / 4 * 4 + warp % 2 * 2),
           row_(lane % 4),
           shift_(warp % 2 * 8) {}
-    template <int kStep>
+    template <int kHalf>
     DEVICE void read(const uint8_t* bytes, const uint32_t* factors) {
-      if constexpr (kStep % 2 == 0) {
-        ptx::load_matrix_x4_transposed(words_, ptx::smem_address(bytes) + offset_ + kStep / 2 * kDepth * kBytes);
-        const uint4* from = reinterpret_cast<const uint4*>(factors) + chunk_ * 8 + kStep / 2 * 4 + row_;
-        first_ = from[0], second_ = from[kWords / 8];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words_[i] >>= shift_;
-      }
+      ptx::load_matrix_x4_transposed(words_[kHalf], ptx::smem_address(bytes) + offset_ + kHalf * kDepth * kBytes);
+      const uint4* from = reinterpret_cast<const uint4*>(factors) + chunk_ * 8 + kHalf * 4 + row_;
+      first_[kHalf] = from[0], second_[kHalf] = from[kWords / 8];
     }
     template <int kStep>
     DEVICE void decode(uint32_t (&a)[4]) const {
-      const uint32_t first[] = {kStep % 2 ? first_.z : first_.x, kStep % 2 ? first_.w : first_.y};
-      const uint32_t second[] = {kStep % 2 ? second_.z : second_.x, kStep % 2 ? second_.w : second_.y};
+      constexpr int kHalf = kStep / 2;
+      const uint32_t first[] = {kStep % 2 ? first_[kHalf].z : first_[kHalf].x,
+                                kStep % 2 ? first_[kHalf].w : first_[kHalf].y};
+      const uint32_t second[] = {kStep % 2 ? second_[kHalf].z : second_[kHalf].x,
+                                 kStep % 2 ? second_[kHalf].w : second_[kHalf].y};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint32_t word = words_[kStep % 2 * 2 + half];
+        const uint32_t word = words_[kHalf][kStep % 2 * 2 + half] >> shift_;
         a[half * 2] = scaled((word & 0x000F000F) * 0x1040 & 0x81C081C0, first[half], second[half]);
         a[half * 2 + 1] = scaled((word & 0x00F000F0) * 0x104 & 0x81C081C0, first[half], second[half]);
       }
     }
-    DEVICE void read_second(const PackedWeights& p, const WorkTile& tile, int step, uint32_t (&a)[4]) const {
+    DEVICE void fetch_second(const PackedWeights& p, const WorkTile& tile, int step, uint32_t (&pairs)[4]) const {
       const int column = tile.column * (2 * kBytes) + column_;
 #pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int k = step * 16 + row_ * 2 + i / 2 * 8;
+        const int64_t at = tile.group * p.second_group + (k + i % 2) * p.second_pitch + column;
+        pairs[i] = read_pair(p, at, column < p.columns && k < p.second_k);
+      }
+    }
+    DEVICE static void arrange_second(uint32_t (&pairs)[4]) {
+#pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int k = step * 16 + row_ * 2 + half * 8;
-        const int64_t at = tile.group * p.second_group + k * p.second_pitch + column;
-        const bool exists = column < p.columns && k < p.second_k;
-        const uint32_t even = read_pair(p, at, exists), odd = read_pair(p, at + p.second_pitch, exists);
-        a[half * 2] = ptx::permute<0x5410>(even, odd), a[half * 2 + 1] = ptx::permute<0x7632>(even, odd);
+        const uint32_t even = pairs[half * 2], odd = pairs[half * 2 + 1];
+        pairs[half * 2] = ptx::permute<0x5410>(even, odd), pairs[half * 2 + 1] = ptx::permute<0x7632>(even, odd);
       }
     }
 
    private:
     int chunk_, offset_, column_, row_, shift_;
-    uint32_t words_[4];
-    uint4 first_, second_;
+    uint32_t words_[2][4];
+    uint4 first_[2], second_[2];
   };
 
   // Both rows of the product that a lane has are neighbouring columns.
