@@ -132,6 +132,7 @@ def test_the_fastest_is_found(interpreter: Any, monkeypatch: pytest.MonkeyPatch,
     fastest, why = tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
 
     assert why is None
+    assert tuned.tiles_of(CARD) == {(each.kind, each.few): FAST for each in fastest}
     assert len(fastest) == 10
     for each in fastest:
         assert each.tile == FAST
@@ -141,6 +142,31 @@ def test_the_fastest_is_found(interpreter: Any, monkeypatch: pytest.MonkeyPatch,
         tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
     printed = "activate_backward few rows   64 x 128 x 32, 4 warps, 3 stages: 2.00 x the table's, of 3"
     assert printed in map(tune.line, fastest)
+
+
+def test_a_tile_that_is_hardly_faster_leaves_the_tables(
+    interpreter: Any, monkeypatch: pytest.MonkeyPatch, card: list[str]
+) -> None:
+    """It would go before tiles that the table has for fewer rows, and be within noise."""
+    tried = list[ProgramTile]()
+
+    def run(problem: Any, tile: ProgramTile) -> None:
+        tried.append(tile)
+        loop.run(problem)
+
+    def time_of(function: Any) -> float:
+        function()
+        return 1.0 if tried[-1] == FAST else 1.04
+
+    monkeypatch.setattr(interpreter, "run", run)
+    monkeypatch.setattr(tiles, "candidates", lambda *form: [FAST._replace(k=64), FAST])
+    monkeypatch.setattr(tune, "_clock", lambda device: time_of)
+    fastest, _ = tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
+
+    assert {each.tile for each in fastest} == {FAST}
+    printed = "activate_backward few rows   64 x 128 x 32, 4 warps, 3 stages: 1.04 x the table's, which stays, of 2"
+    assert printed in map(tune.line, fastest)
+    assert tuned.tiles_of(CARD) == {}
 
 
 def test_a_tile_that_writes_nothing_gives_no_results(interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,22 +46,34 @@ def aligned(text: str) -> int:
 
 
 def run(device: torch.device, sizes: tuple[int, int, int], seconds: float) -> tuple[list[tune.TunedTile], str | None]:
-    """Measures and keeps the fastest tiles; returns them, and why they are not kept, if they are not."""
+    """Measures and keeps the fastest tiles; returns them, and why they are not kept, if they are not.
+
+    Where no tile is clearly faster than the table's, the table is used, which knows more numbers of rows.
+    """
     from ..ops.kernels.triton.device import tune
 
     fastest = list(tune.measure(tune.ExpertSizes(*sizes), device, seconds, _clock(device)))
-    return fastest, tuned.keep(device, {(each.kind, each.few): each.tile for each in fastest})
+    return fastest, tuned.keep(device, {(each.kind, each.few): each.tile for each in fastest if each.is_clearly_faster})
 
 
 def line(product: tune.TunedTile) -> str:
     """The tile of a product as a line of text."""
     p, rows = product, "few rows" if product.few else "many rows"
     apart = ", epilogue apart" if p.tile.apart else ""
+    stays = "" if p.is_clearly_faster else ", which stays"
     return (
         f"{p.kind:18}{rows:10} {p.tile.m} x {p.tile.n} x {p.tile.k}, {p.tile.warps} warps, "
-        f"{p.tile.stages} stages{apart}: {p.of_table / p.seconds:.2f} x the table's, of {p.tried}"
+        f"{p.tile.stages} stages{apart}: {p.of_table / p.seconds:.2f} x the table's{stays}, of {p.tried}"
     )
 
 
 def _clock(device: torch.device) -> Callable[[Callable[[], None]], float]:
-    return lambda function: timing.interleaved({"": function}, 5, device, calls=3)[""]
+    """Seconds of a call in a CUDA graph: the host, which a small product may have to wait for, is not timed."""
+
+    def seconds(function: Callable[[], None]) -> float:
+        return timing.interleaved({"": timing.graph_of(function, _CALLS)}, 5, device, steady=True)[""] / _CALLS
+
+    return seconds
+
+
+_CALLS = 8

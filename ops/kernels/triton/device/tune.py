@@ -19,6 +19,7 @@ from ..shape import ProgramTile
 from . import launch
 
 _DOES_NOT_RUN = CompilationError, OutOfResources, PTXASError
+_CLEARLY = 1.05
 _SWIGLU = gated("silu", None, 1.0, 0.0, "concat")
 
 
@@ -39,6 +40,11 @@ class TunedTile(NamedTuple):
     seconds: float
     of_table: float
     tried: int
+
+    @property
+    def is_clearly_faster(self) -> bool:
+        """Whether the tile beats the table's by more than what two runs differ."""
+        return self.of_table >= _CLEARLY * self.seconds
 
 
 def measure(
