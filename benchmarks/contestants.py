@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import fusible
 from fusible.fuser import registry
+from fusible.ops.kernels.pytorch.grouped_mm import MAX_GROUPS
 
 from .contestant import Contestant, activated, leaf
 from .peers import PEERS
@@ -171,6 +172,8 @@ def refusal(name: str, problem: Problem) -> str | None:
         return None if problem.x.is_cuda and find_spec("triton") else "needs a CUDA device, and Triton"
     if not name.startswith("grouped_mm"):
         return None
+    if (groups := problem.split_sizes.numel()) > MAX_GROUPS:
+        return f"takes at most {MAX_GROUPS} groups, got {groups}"
     if not problem.x.is_cuda or problem.x.dtype != torch.bfloat16:
         return "needs bfloat16 on a CUDA device"
     return None if hasattr(F, "grouped_mm") else f"torch {torch.__version__} has no grouped_mm"

@@ -145,6 +145,12 @@ def test_grouped_mm_is_left_out_on_the_cpu() -> None:
     assert list(race(problem(), ["loop", "grouped_mm"])) == ["loop"]
 
 
+def test_grouped_mm_is_left_out_where_it_takes_fewer_experts() -> None:
+    many = Problem.make(1024, 8, 8, torch.ones(1024, dtype=torch.int64), "cpu", torch.bfloat16)
+    for name in ("grouped_mm", "grouped_mm+compile"):
+        assert refusal(name, many) == "takes at most 1023 groups, got 1024"
+
+
 def test_bench_prints_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "bench"
     grouped_mlp.main([*SMALL, "--device", "cpu", "--distribution", "zipf", "one", "--out", str(out)])
