@@ -57,17 +57,17 @@ DEVICE void multiply_decoded(float (&acc)[K::kTileM / 2], typename K::Storage& s
       wgmma_fence();
       multiply_step<K, kTokens>(acc, a, s.stages.a[stage], step.value, (block | step.value) != 0);
       wgmma_commit();
-      if (step.value == 0) mine.template read<1>(s.stages.b[stage], s.scales.factors[stage]);
       if (step.value == 1 && block > 0) {
         __syncwarp();
         release<K>(s, before, lane);
       }
+      uint32_t next[4];
+      mine.template decode<(step.value + 1) % 4>(next);
+      if (step.value == 0) mine.template read<1>(s.stages.b[stage], s.scales.factors[stage]);
       if (step.value == 2 && block + 1 < blocks) {
         barrier_wait(&s.full[state.stage], state.phase);
         mine.template read<0>(s.stages.b[state.stage], s.scales.factors[state.stage]);
       }
-      uint32_t next[4];
-      mine.template decode<(step.value + 1) % 4>(next);
       wgmma_wait<1>();
 #pragma unroll
       for (int i = 0; i < 4; ++i) a[i] = next[i];
