@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from functools import partial
 from typing import Any
@@ -55,6 +56,7 @@ class Watch:
     """Bytes above those at its making: at the most so far, and now."""
 
     def __init__(self) -> None:
+        gc.collect()  # what earlier tests left in cycles would be freed meanwhile
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         self.before = torch.cuda.memory_allocated()
