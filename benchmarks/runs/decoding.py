@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 
 WARM_UP = 2  # steps before a graph is captured
@@ -91,7 +92,8 @@ class OneGraph:
         self._cache = import_module("transformers").StaticCache(config=model.config, max_cache_len=length)
         self._token, self._position = torch.zeros_like(ids[:, :1]), torch.zeros_like(ids[:1, :1])
         self._named_cache = {_name_of_cache(model): self._cache, "use_cache": True}
-        self._step: Callable[[], object] = self._decode
+        self._constants = _Constants()
+        self._step: Callable[[], object] = self._decode_eagerly
         if options.compiled:
             tuning: dict[str, Any] | None = {"coordinate_descent_tuning": True} if options.tuned else None
             self._step = torch.compile(self._decode, dynamic=False, options=tuning)
@@ -139,6 +141,10 @@ class OneGraph:
         self._token.copy_(logits[:, -1].argmax(-1, keepdim=True))
         self._position.add_(1)
 
+    def _decode_eagerly(self) -> None:
+        with self._constants:
+            self._decode()
+
     def _captured(self) -> Callable[[], object]:
         """Replays the graph of a step; on a CPU, the step. Steps before the capture leave nothing behind."""
         if self._replay is not None:
@@ -158,6 +164,29 @@ class OneGraph:
         with _decoding(self._model), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._step()
         return graph
+
+
+class _Constants(TorchFunctionMode):
+    """Makes each tensor of numbers once, and copies it from then on: a CUDA graph takes no numbers from the host.
+
+    A static cache of transformers makes one at each token behind a window.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made = dict[str, Tensor]()
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls the function, unless it makes a tensor that is known."""
+        kwargs = kwargs or {}
+        if function is not torch.tensor:
+            return function(*args, **kwargs)
+        key = repr((args, kwargs))
+        if key not in self._made:
+            self._made[key] = function(*args, **kwargs)
+        return self._made[key].clone()
 
 
 LOOPS: dict[str, type[OneGraph | Generate]] = {"graph": OneGraph, "generate": Generate}

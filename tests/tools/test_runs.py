@@ -18,6 +18,7 @@ import torch
 from absent import triton_if_missing
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from fusible.benchmarks import arguments, hf, processes
 from fusible.benchmarks.runs import (
@@ -466,6 +467,38 @@ def test_a_step_of_its_own_decodes_the_tokens_of_generate(preset: str) -> None:
     assert loop.tokens == expected[:, 16:].tolist()
     assert [len(at) for at in ticks] == [5, 5]
     assert decoding.Generate(model, ids, decoding.Options(4))()[0] > ticks[1][-1]
+
+
+class MadeTensors(TorchFunctionMode):
+    """Counts tensors that are made of numbers, which a CUDA graph cannot take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.tensor
+        return function(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_a_step_behind_a_window_makes_no_tensors_of_numbers() -> None:
+    config = slices.config_of("gpt-oss-20b", 2, 128, 20)
+    config.sliding_window = 8
+    model = slices.model_of(config, "fusible", torch.bfloat16, torch.device("cpu")).eval()
+    ids = torch.randint(config.vocab_size, (2, 16))
+    loop = decoding.OneGraph(model, ids, decoding.Options(4))
+    loop()
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+
+    assert loop.tokens == expected[:, 16:].tolist()
+    loop._start()
+    with MadeTensors() as made:
+        loop._decode()
+        before = made.count
+        loop._step()
+    assert before > 0
+    assert made.count == before
 
 
 @torch.no_grad()
