@@ -86,5 +86,5 @@ def test_what_is_refused() -> None:
 
 def test_many_rows_are_decoded_before() -> None:
     data = torch.empty(3, 8, 32, dtype=torch.uint8)
-    assert door.rows_refusal(torch.empty(3 * 256, 64), data) is None
-    assert "at most 256 rows per group, got 257" in (door.rows_refusal(torch.empty(3 * 257, 64), data) or "")
+    assert door.rows_refusal(torch.empty(3 * 512, 64), data) is None
+    assert "at most 512 rows per group, got 513" in (door.rows_refusal(torch.empty(3 * 513, 64), data) or "")
