@@ -39,7 +39,7 @@ BENCHMARKS: dict[str, Callable[[Sequence[str]], None]] = {
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], None], str]] = {
     "info": (info.main, "versions, device, which backends run here and why others do not"),
     "cache": (cache.main, "kernels of user-written functions that are kept on disk: list, remove, compile ahead"),
-    "tune": (tune.main, "measure tiles of Triton's kernels on this card for a minute, and keep the fastest"),
+    "tune": (tune.main, "measure tiles of Triton's kernels on this card for a minute, and keep clearly faster ones"),
     "explain": (explain.main, "what the experts of a model run, and why; tables or a drawing"),
     "demo": (moe_lm.main, "train a small language model for a minute, and see how its experts run"),
     "roofline": (roofline.main, "how near the matrix products of the experts come to what the device can do"),

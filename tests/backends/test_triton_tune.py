@@ -140,14 +140,15 @@ def test_the_fastest_is_found(interpreter: Any, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(tiles, "candidates", lambda *form: [WRONG])
     with pytest.raises(RuntimeError, match="no tile of activate gives the results of PyTorch on this card"):
         tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
-    printed = "activate_backward few rows   64 x 128 x 32, 4 warps, 3 stages: 2.00 x the table's, of 3"
+    printed = "activate_backward few rows   64 x 128 x 32, 4 warps, 3 stages: 2.00 x as fast as the table's; 3 tried"
     assert printed in map(tune.line, fastest)
 
 
-def test_a_tile_that_is_hardly_faster_leaves_the_tables(
-    interpreter: Any, monkeypatch: pytest.MonkeyPatch, card: list[str]
+@pytest.mark.parametrize(("speedup", "kept", "says"), [(1.04, False, ", which is kept"), (1.06, True, "")])
+def test_only_a_clearly_faster_tile_goes_before_the_tables(
+    interpreter: Any, monkeypatch: pytest.MonkeyPatch, card: list[str], speedup: float, kept: bool, says: str
 ) -> None:
-    """It would go before tiles that the table has for fewer rows, and be within noise."""
+    """A small gain may be noise, and the tile would also replace those that the table has for fewer rows."""
     tried = list[ProgramTile]()
 
     def run(problem: Any, tile: ProgramTile) -> None:
@@ -156,21 +157,27 @@ def test_a_tile_that_is_hardly_faster_leaves_the_tables(
 
     def time_of(function: Any) -> float:
         function()
-        return 1.0 if tried[-1] == FAST else 1.04
+        return 1.0 if tried[-1] == FAST else speedup
 
     monkeypatch.setattr(interpreter, "run", run)
     monkeypatch.setattr(tiles, "candidates", lambda *form: [FAST._replace(k=64), FAST])
     monkeypatch.setattr(tune, "_clock", lambda device: time_of)
+    assert tuned.keep(CARD, {("nt", True): WRONG}) is None
     fastest, _ = tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
 
     assert {each.tile for each in fastest} == {FAST}
-    printed = "activate_backward few rows   64 x 128 x 32, 4 warps, 3 stages: 1.04 x the table's, which stays, of 2"
-    assert printed in map(tune.line, fastest)
-    assert tuned.tiles_of(CARD) == {}
+    tile = "activate_backward few rows   64 x 128 x 32, 4 warps, 3 stages"
+    assert f"{tile}: {speedup} x as fast as the table's{says}; 2 tried" in map(tune.line, fastest)
+    assert tuned.tiles_of(CARD) == ({(each.kind, each.few): FAST for each in fastest} if kept else {})
 
 
-def test_a_tile_that_writes_nothing_gives_no_results(interpreter: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what PyTorch computed nor what the tile before was timed with counts as its own."""
+def test_a_tile_that_writes_nothing_gives_no_results(
+    interpreter: Any, monkeypatch: pytest.MonkeyPatch, card: list[str]
+) -> None:
+    """Neither what PyTorch computed nor what the tile before was timed with counts as its own.
+
+    If it is the table's, any other one goes before it.
+    """
     idle = FAST._replace(m=32)
     monkeypatch.setattr(interpreter, "run", lambda problem, tile: None if tile == idle else loop.run(problem))
     monkeypatch.setattr(tune, "_clock", lambda device: lambda function: function() or 1.0)
@@ -179,6 +186,9 @@ def test_a_tile_that_writes_nothing_gives_no_results(interpreter: Any, monkeypat
         fastest, _ = tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
 
         assert {(each.tile, each.tried) for each in fastest} == {(FAST, 1)}
+        replaces = order[0] == idle
+        assert tuned.tiles_of(CARD) == ({(each.kind, each.few): FAST for each in fastest} if replaces else {})
+        assert ("the table's fails; 1 tried" in tune.line(fastest[0])) == replaces
 
 
 @pytest.mark.parametrize("name", ["--hidden", "--features"])
