@@ -28,6 +28,7 @@ def test_groups_of_any_sizes(layout: Layout) -> None:
 @pytest.mark.parametrize("rank", [8, 16, 24, 64])
 def test_a_second_pair_is_added(layout: Layout, rank: int) -> None:
     stored.check("cuda", Case(layout, sizes=(333, 0, 1000, 16, 250), n=1216, k=704, rank=rank))
+    stored.check("cuda", Case(layout, n=256, k=256, rank=rank))
 
 
 def test_bias_and_factors_of_rows() -> None:

@@ -28,12 +28,15 @@ def test_groups_of_any_sizes(layout: Layout) -> None:
     stored.check("cpu", Case(layout))
     stored.check("cpu", Case(layout, sizes=(1, 1, 1), n=8, k=64, tail=0))
     stored.check("cpu", Case(layout, sizes=(300, 0, 256), n=200, k=320, tail=33, index=torch.int64))
+    n, k = (72, 320) if layout is Layout.NT else (320, 64)  # a block of the cluster without a tile, many stages
+    stored.check("cpu", Case(layout, n=n, k=k))
 
 
 @each_layout
 @pytest.mark.parametrize("rank", [8, 16, 64])
 def test_a_second_pair_is_added(layout: Layout, rank: int) -> None:
     stored.check("cpu", Case(layout, rank=rank))
+    stored.check("cpu", Case(layout, n=256, k=256, rank=rank))  # behind whole runs of stages whose scales are fetched
 
 
 def test_bias_and_factors_of_rows() -> None:
