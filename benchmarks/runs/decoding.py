@@ -79,7 +79,7 @@ class Generate:
 class OneGraph:
     """A static cache, and a CUDA graph that decodes a token for each prompt and makes it the input of the next replay.
 
-    Prompts [batch, sequence] are of one length. On a CPU the step runs as it is.
+    Prompts [batch, sequence] are of one length. On a CPU there is no graph.
 
     Attributes:
         tokens: those of the last call, for each prompt.
@@ -167,26 +167,26 @@ class OneGraph:
 
 
 class _Constants(TorchFunctionMode):
-    """Makes each tensor of numbers once, and copies it from then on: a CUDA graph takes no numbers from the host.
+    """Makes each tensor of Python's numbers once and returns copies of it: a CUDA graph cannot take them from the host.
 
-    A static cache of transformers makes one at each token behind a window.
+    transformers' static cache makes one for every token once a sliding window is full.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._made = dict[str, Tensor]()
+        self._tensors = dict[str, Tensor]()
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Calls the function, unless it makes a tensor that is known."""
         kwargs = kwargs or {}
-        if function is not torch.tensor:
+        if function is not torch.tensor or any(isinstance(each, Tensor) for each in args):
             return function(*args, **kwargs)
         key = repr((args, kwargs))
-        if key not in self._made:
-            self._made[key] = function(*args, **kwargs)
-        return self._made[key].clone()
+        if key not in self._tensors:
+            self._tensors[key] = function(*args, **kwargs)
+        return self._tensors[key].clone()
 
 
 LOOPS: dict[str, type[OneGraph | Generate]] = {"graph": OneGraph, "generate": Generate}

@@ -493,12 +493,12 @@ def test_a_step_behind_a_window_makes_no_tensors_of_numbers() -> None:
 
     assert loop.tokens == expected[:, 16:].tolist()
     loop._start()
-    with MadeTensors() as made:
+    with MadeTensors() as of_model:
         loop._decode()
-        before = made.count
+    with MadeTensors() as of_step:
         loop._step()
-    assert before > 0
-    assert made.count == before
+    assert of_model.count > 0
+    assert of_step.count == 0
 
 
 @torch.no_grad()

@@ -9,8 +9,8 @@ namespace fusible {
 struct PackedGroups : TokenGroupsOfPairs {
   static constexpr int kProducers = 2;  // that warp, and the thread that copies
 
-  // Scales of as many stages are fetched while those of the stages before are written: memory takes longer to answer
-  // than a stage to multiply.
+  // Scales of so many stages are fetched at a time, while those of the stages before are written: a load takes longer
+  // than the product of a stage.
   static constexpr int kFetched = 4;
   template <class K>
   DEVICE static void fetch(typename K::Storage& s, const typename K::Params& p) {
@@ -35,8 +35,9 @@ struct PackedGroups : TokenGroupsOfPairs {
           now[i / 2][i % 2] = ptx::permute<0x5410>(two[0], two[1]);
           all |= two[0] | two[1];
         }
-        // A warp waits for all loads that share a counter. The upper half of those that have arrived is zero, which
-        // the compiler does not know: so the next ones begin after them.
+        // Loads of a warp share a counter, so a wait for one is a wait for all. Therefore the next ones are issued
+        // after these have arrived: their addresses depend on the upper half of what was loaded, which is zero, but the
+        // compiler does not know it.
         const int zero = static_cast<int>(ptx::permute<0x4432>(all, 0));
         if (first + kFetched < decoded) fetch_from(first + kFetched + zero);
 #pragma unroll

@@ -61,6 +61,7 @@ DEVICE void multiply_decoded(float (&acc)[K::kTileM / 2], typename K::Storage& s
         __syncwarp();
         release<K>(s, before, lane);
       }
+      // Reads follow the decoding: a wait for earlier reads would wait for them too.
       uint32_t next[4];
       mine.template decode<(step.value + 1) % 4>(next);
       if (step.value == 0) mine.template read<1>(s.stages.b[stage], s.scales.factors[stage]);

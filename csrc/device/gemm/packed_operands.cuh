@@ -17,8 +17,8 @@ struct TwoFactors {
 // The factors of two scales, one in each half.
 DEVICE TwoFactors factors_of(uint32_t scales) {
   constexpr uint32_t kMost = PackedMXFP4::Factors::kMostInOne;
-  const uint32_t larger = ptx::max_u16x2(scales, both(kMost)), nan = scales + both(1) & both(0x100);
-  return {scales - larger + both(254) << 7, larger - both(kMost - 127) << 7 | nan - (nan >> 8)};
+  const uint32_t larger = ptx::max_u16x2(scales, both(kMost)), nan = (scales + both(1)) & both(0x100);  // of byte 255
+  return {(scales - larger + both(254)) << 7, (larger - both(kMost - 127)) << 7 | (nan - (nan >> 8))};
 }
 DEVICE uint32_t scaled(uint32_t codes, uint32_t first, uint32_t second) {
   return multiply_pairs(multiply_pairs(codes, first), second);
@@ -68,12 +68,12 @@ struct PackedRows : KMajor<__nv_bfloat16> {
     const uint16_t* rows_[4];
   };
 
-  // A lane's place in a stage, and what it has read there for a step of a product.
+  // A lane's place in a stage, and what it has read there, for both halves.
   class Lane {
    public:
     DEVICE Lane(int consumer, int warp, int lane)
         : row_(consumer * 64 + warp * 16 + lane / 4), column_(lane % 4), swap_(lane >> 4) {}
-    // Reads the values of two steps.
+    // Reads the bytes and factors of half a stage: two steps.
     template <int kHalf>
     DEVICE void read(const uint8_t* bytes, const uint32_t* factors) {
       const uint8_t* from = bytes + row_ * kRowBytes + (kHalf ^ swap_) * 16 + column_;
@@ -95,7 +95,7 @@ struct PackedRows : KMajor<__nv_bfloat16> {
                       ptx::permute<0x3232>(factors, 0));
       }
     }
-    // The same of the second pair, from device memory: first as it is read, then as the operand.
+    // The second pair's weights: loaded from device memory early, and arranged as the operand when they are multiplied.
     DEVICE void fetch_second(const PackedWeights& p, const WorkTile& tile, int step, uint32_t (&pairs)[4]) const {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -103,7 +103,7 @@ struct PackedRows : KMajor<__nv_bfloat16> {
         pairs[i] = read_pair(p, tile.group * p.second_group + row * p.second_pitch + k, row < p.rows && k < p.second_k);
       }
     }
-    DEVICE static void arrange_second(uint32_t (&)[4]) {}
+    DEVICE static void arrange_second(uint32_t (&)[4]) {}  // they lie as the operand wants them
 
    private:
     int row_, column_, swap_;

@@ -23,6 +23,7 @@ DEVICE void barrier_arrive(uint64_t* barrier, uint32_t count) {  // in the name 
 }
 // Arrives on the same barrier of block `rank` of the cluster. Without `.release.cluster`, which compiles to a fence of
 // the whole GPU: the stage that is released was read by wgmma, and those reads have ended when wgmma_wait returns.
+// Packed weights are read by loads, but only their own block writes them.
 DEVICE void barrier_arrive_remote(uint64_t* barrier, uint32_t rank) {
   asm volatile(
       "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
