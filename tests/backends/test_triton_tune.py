@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,28 +107,45 @@ def interpreter() -> Iterator[Any]:
         yield launch
 
 
+def by_pytorch(problem: Any, tile: ProgramTile) -> None:
+    """Computes as any right tile does."""
+    loop.run(problem)
+
+
+def replace_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+    interpreter: Any,
+    run: Callable[[Any, ProgramTile], None],
+    seconds: Mapping[ProgramTile, float],
+) -> None:
+    """Makes these tiles the candidates. Each computes by ``run``, in so many seconds."""
+    tried = list[ProgramTile]()
+
+    def noted(problem: Any, tile: ProgramTile) -> None:
+        tried.append(tile)
+        run(problem, tile)
+
+    def time_of(function: Callable[[], None]) -> float:
+        function()
+        return seconds[tried[-1]]
+
+    monkeypatch.setattr(interpreter, "run", noted)
+    monkeypatch.setattr(tiles, "candidates", lambda *form: list(seconds))
+    monkeypatch.setattr(tune, "_clock", lambda device: time_of)
+
+
 def test_the_fastest_is_found(interpreter: Any, monkeypatch: pytest.MonkeyPatch, card: list[str]) -> None:
     from triton.runtime.errors import OutOfResources
 
-    tried = list[ProgramTile]()
-
     def run(problem: Any, tile: ProgramTile) -> None:
-        tried.append(tile)
         if tile == DOES_NOT_FIT:
             raise OutOfResources(1, 0, "shared memory")
         loop.run(problem)
         if tile == WRONG:
             problem.out[0, 0].add_(problem.out.abs().max())
 
-    def time_of(function: Any) -> float:
-        function()
-        return {WRONG: 0.5, FAST: 1.0}.get(tried[-1], 2.0)
-
-    monkeypatch.setattr(interpreter, "run", run)
-    monkeypatch.setattr(
-        tiles, "candidates", lambda *form: [FAST._replace(k=64), DOES_NOT_FIT, FAST, FAST._replace(m=32)]
-    )
-    monkeypatch.setattr(tune, "_clock", lambda device: time_of)
+    seconds = {FAST._replace(k=64): 2.0, DOES_NOT_FIT: 0.5, FAST: 1.0, FAST._replace(m=32): 2.0}
+    replace_tiles(monkeypatch, interpreter, run, seconds)
     fastest, why = tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
 
     assert why is None
@@ -137,7 +154,7 @@ def test_the_fastest_is_found(interpreter: Any, monkeypatch: pytest.MonkeyPatch,
     for each in fastest:
         assert each.tile == FAST
         assert (each.seconds, each.of_table, each.tried) == (1.0, 2.0, 3)
-    monkeypatch.setattr(tiles, "candidates", lambda *form: [WRONG])
+    replace_tiles(monkeypatch, interpreter, run, {WRONG: 0.5})
     with pytest.raises(RuntimeError, match="no tile of activate gives the results of PyTorch on this card"):
         tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
     printed = "activate_backward few rows   64 x 128 x 32, 4 warps, 3 stages: 2.00 x as fast as the table's; 3 tried"
@@ -149,19 +166,7 @@ def test_only_a_clearly_faster_tile_goes_before_the_tables(
     interpreter: Any, monkeypatch: pytest.MonkeyPatch, card: list[str], speedup: float, kept: bool, says: str
 ) -> None:
     """A small gain may be noise, and the tile would also replace those that the table has for fewer rows."""
-    tried = list[ProgramTile]()
-
-    def run(problem: Any, tile: ProgramTile) -> None:
-        tried.append(tile)
-        loop.run(problem)
-
-    def time_of(function: Any) -> float:
-        function()
-        return 1.0 if tried[-1] == FAST else speedup
-
-    monkeypatch.setattr(interpreter, "run", run)
-    monkeypatch.setattr(tiles, "candidates", lambda *form: [FAST._replace(k=64), FAST])
-    monkeypatch.setattr(tune, "_clock", lambda device: time_of)
+    replace_tiles(monkeypatch, interpreter, by_pytorch, {FAST._replace(k=64): speedup, FAST: 1.0})
     assert tuned.keep(CARD, {("nt", True): WRONG}) is None
     fastest, _ = tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
 
@@ -179,10 +184,13 @@ def test_a_tile_that_writes_nothing_gives_no_results(
     If it is the table's, any other one goes before it.
     """
     idle = FAST._replace(m=32)
-    monkeypatch.setattr(interpreter, "run", lambda problem, tile: None if tile == idle else loop.run(problem))
-    monkeypatch.setattr(tune, "_clock", lambda device: lambda function: function() or 1.0)
+
+    def run(problem: Any, tile: ProgramTile) -> None:
+        if tile != idle:
+            loop.run(problem)
+
     for order in ([idle, FAST], [FAST, idle]):
-        monkeypatch.setattr(tiles, "candidates", lambda *form, order=order: order)
+        replace_tiles(monkeypatch, interpreter, run, dict.fromkeys(order, 1.0))
         fastest, _ = tune.run(torch.device("cpu"), (2, 16, 16), 60.0)
 
         assert {(each.tile, each.tried) for each in fastest} == {(FAST, 1)}
