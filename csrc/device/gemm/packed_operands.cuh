@@ -14,7 +14,7 @@ namespace fusible {
 struct TwoFactors {
   uint32_t first, second;  // pairs of bf16
 };
-// The factors of two scales, one in each half.
+// The factors of two scales, one in each half: PowerOfTwo<126> of both at once, where 254 is 126 + kMost.
 DEVICE TwoFactors factors_of(uint32_t scales) {
   constexpr uint32_t kMost = PackedMXFP4::Factors::kMostInOne;
   const uint32_t larger = ptx::max_u16x2(scales, both(kMost)), nan = (scales + both(1)) & both(0x100);  // of byte 255
