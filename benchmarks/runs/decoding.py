@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -28,11 +27,14 @@ class Options(NamedTuple):
         new: tokens that follow a prompt.
         compiled: whether the step of a token runs under ``torch.compile``.
         tuned: compiled products of one row are kernels of Inductor, whose tiles are timed.
+        experts: the experts implementation of transformers that decodes; None: that of the prompts, or, in
+            ``generate``, transformers' choice.
     """
 
     new: int
     compiled: bool = False
     tuned: bool = False
+    experts: str | None = None
 
 
 class Ticks:
@@ -116,8 +118,7 @@ class OneGraph:
     def small(self) -> None:
         """The prompts and a token, without a graph."""
         self._start()
-        with _decoding(self._model):
-            self._step()
+        self._next()
 
     def kernels(self) -> tuple[int, float]:
         """The number of kernels and copies of a token, and their seconds."""
@@ -151,9 +152,8 @@ class OneGraph:
             return self._replay
         for _ in range(WARM_UP):
             self._start()
-            with _decoding(self._model):
-                self._step()
-        self._replay = self._graph().replay if self._ids.is_cuda else self._step
+            self._next()
+        self._replay = self._graph().replay if self._ids.is_cuda else self._next
         return self._replay
 
     def _graph(self) -> torch.cuda.CUDAGraph:
@@ -161,9 +161,19 @@ class OneGraph:
         _check_windows(self._cache, self._ids.shape[1])
         graph = torch.cuda.CUDAGraph()
         # watchdogs of NCCL look at events
-        with _decoding(self._model), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._step()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._next()
         return graph
+
+    def _next(self) -> None:
+        """A step by the experts that decode."""
+        if self._options.experts is None:
+            self._step()
+            return
+        of_prompts = self._model.get_experts_implementation()
+        self._model.set_experts_implementation(self._options.experts)
+        self._step()
+        self._model.set_experts_implementation(of_prompts)
 
 
 class _Constants(TorchFunctionMode):
@@ -190,11 +200,6 @@ class _Constants(TorchFunctionMode):
 
 
 LOOPS: dict[str, type[OneGraph | Generate]] = {"graph": OneGraph, "generate": Generate}
-
-
-def _decoding(model: Any) -> Any:
-    """transformers' experts for few tokens in the place of ``grouped_mm``, as ``generate`` has them."""
-    return getattr(model, "_optimize_model_for_decode", nullcontext)()
 
 
 def _name_of_cache(model: Any) -> str:

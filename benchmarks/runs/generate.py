@@ -4,7 +4,8 @@
     python -m fusible bench generate --shrink 32 --layers 2 --prompt 16 --new 4      small, on a CPU
 
 Models are transformers' own classes with random weights in bf16 on its static cache. All contestants decode by one CUDA
-graph a token; those with ``compile`` compile its step. ``--loop generate`` decodes by transformers' ``generate``, with
+graph a token; those with ``compile`` compile its step, and those with ``grouped_mm`` decode by transformers'
+``grouped_mm`` or ``batched_mm``, whichever is faster. ``--loop generate`` decodes by transformers' ``generate``, with
 graphs if it is compiled. Times are between tokens on the host, medians after untimed calls. *Reading* is the time in
 which a copy, at the bandwidth that it reaches here, reads the experts that a step meets and all other weights. The
 error is the median over tokens of the relative error of the logits against float32 arithmetic on the same weights. A
@@ -36,7 +37,7 @@ from ..timing import markdown, peak_bytes
 from .decoding import LOOPS, OneGraph, Options
 from .plot import draw
 from .slices import SLICES, Work, config_of, layers_here, model_of, size_of, work_of
-from .ways import FORKED_WITH, WAYS, routed
+from .ways import FORKED_WITH, WAYS, Way, routed
 
 CHECKED = 64  # tokens
 WARM_UP = 2  # calls
@@ -67,12 +68,16 @@ class Request(NamedTuple):
 
 
 class Served(NamedTuple):
-    """The times of a number of prompts, the bytes above the weights, and the kernels of a token, if they are known."""
+    """The times of a number of prompts, the bytes above the weights, and the kernels of a token, if they are known.
+
+    ``experts`` is the implementation that decoded, if there was a choice.
+    """
 
     prefill: float
     decode: float
     peak: int
     kernels: tuple[int, float] | None
+    experts: str | None = None
 
 
 def measure(job: Request) -> dict[str, Any]:
@@ -87,9 +92,8 @@ def measure(job: Request) -> dict[str, Any]:
     with torch.no_grad(), way.switches():
         off = error(model, torch.randint(config.vocab_size, (1, CHECKED), device=device))
         for batch in sorted(job.batches):
-            gc.collect()  # models hold themselves, and loops their graphs
             try:
-                by_batch[batch] = served(model, prompts(batch, config, job), job, way.compiled)
+                by_batch[batch] = fastest(model, prompts(batch, config, job), job, way)
             except torch.OutOfMemoryError:
                 if not by_batch:
                     raise
@@ -99,6 +103,7 @@ def measure(job: Request) -> dict[str, Any]:
         "prefill": {batch: one.prefill for batch, one in by_batch.items()},
         "decode": {batch: one.decode for batch, one in by_batch.items()},
         "kernels": {batch: one.kernels for batch, one in by_batch.items()},
+        "decoders": {batch: one.experts for batch, one in by_batch.items()},
         "peak": 2 * size_of(model) + by_batch[max(by_batch)].peak,
         "bandwidth": ceilings(job.device, torch.bfloat16, job.rounds).bandwidth,
     }
@@ -109,10 +114,24 @@ def prompts(batch: int, config: Any, job: Request) -> Tensor:
     return torch.randint(config.vocab_size, (batch, job.prompt), device=of_rank(job.device))
 
 
-def served(model: Any, ids: Tensor, job: Request, compiled: bool) -> Served:
+def fastest(model: Any, ids: Tensor, job: Request, way: Way) -> Served:
+    """The decoder with the shortest decode, of those that fit into memory."""
+    ran, failure = list[Served](), ""
+    for experts in way.decoders if job.loop == "graph" else (None,):
+        gc.collect()  # models hold themselves, and loops their graphs
+        try:
+            ran.append(served(model, ids, job, Options(job.new, way.compiled, job.tuned, experts)))
+        except torch.OutOfMemoryError as error:
+            failure = str(error)
+    if not ran:
+        raise torch.OutOfMemoryError(failure)
+    return min(ran, key=lambda one: one.decode)
+
+
+def served(model: Any, ids: Tensor, job: Request, options: Options) -> Served:
     """Times, memory and kernels of the loop that is asked for, after untimed calls."""
-    options = Options(job.new, compiled, job.tuned)
     cuda, before = job.device == "cuda", torch.cuda.memory_allocated()
+    torch.compiler.reset()  # a function is compiled for eight shapes at most
     loop = LOOPS[job.loop](model, ids, options)
     for _ in range(WARM_UP):
         loop()
@@ -124,7 +143,7 @@ def served(model: Any, ids: Tensor, job: Request, compiled: bool) -> Served:
         later += seconds[1:]
     peak = held + peak_bytes(loop.small, job.device)
     kernels = loop.kernels() if cuda and isinstance(loop, OneGraph) else None
-    return Served(median(first), median(later), peak, kernels)
+    return Served(median(first), median(later), peak, kernels, options.experts)
 
 
 def error(model: Any, ids: Tensor) -> float:
@@ -196,9 +215,19 @@ def section(
     reasons = {name: measured["failure"] for name, measured in results.items() if "failure" in measured}
     reasons |= wrong(results)
     ran = {name: measured for name, measured in results.items() if name not in reasons}
-    text = f"{table(ran, work, args.batch)}\n{footer(LeftOut(*reason) for reason in reasons.items())}"
+    text = f"{table(ran, work, args.batch)}\n{chosen(ran)}{footer(LeftOut(*reason) for reason in reasons.items())}"
     each = [{"name": name, "prompt": args.prompt, **measured} for name, measured in ran.items()]
     return text, [*each, *({"name": name, "failure": why} for name, why in reasons.items())]
+
+
+def chosen(results: dict[str, dict[str, Any]]) -> str:
+    """A line for each contestant that had the choice of several decoders."""
+    lines = []
+    for name, measured in results.items():
+        by_batch = [f"{experts} at {batch}" for batch, experts in measured["decoders"].items() if experts]
+        if by_batch:
+            lines.append(f"{name} decodes by {', '.join(by_batch)}")
+    return "".join(f"\n{line}\n" for line in lines)
 
 
 def line(measured: dict[str, Any]) -> str:

@@ -35,6 +35,11 @@ class Way(NamedTuple):
     def is_ours(self) -> bool:
         return self.implementation == "fusible"
 
+    @property
+    def decoders(self) -> tuple[str | None, ...]:
+        """The experts implementations that may decode, of which transformers has two; None: that of the prompts."""
+        return ("batched_mm", "grouped_mm") if self.implementation == "grouped_mm" else (None,)
+
     def switches(self) -> AbstractContextManager[Any]:
         """The switches of forward and backward."""
         return nullcontext() if self.recipe is None else fusible.config(recipe=self.recipe)

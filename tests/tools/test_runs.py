@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -502,25 +501,44 @@ def test_a_step_behind_a_window_makes_no_tensors_of_numbers() -> None:
 
 
 @torch.no_grad()
-def test_prompts_run_by_the_experts_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU transformers decodes ``grouped_mm`` by ``batched_mm``, which copies the weights of every row."""
+def test_prompts_run_by_the_experts_that_were_asked_for() -> None:
     config = slices.config_of("qwen3", 1, 128, 20)
     model = slices.model_of(config, "grouped_mm", torch.bfloat16, torch.device("cpu")).eval()
-    decodes, lengths = [], set[tuple[int, bool]]()
+    ran = set[tuple[int, str]]()
 
-    @contextmanager
-    def decoding_of(_: object) -> Iterator[None]:
-        decodes.append(True)
-        yield
-        decodes.pop()
+    def note(_: Any, ids: Any) -> None:
+        (experts,) = set(model.get_experts_implementation().values())
+        ran.add((ids[0].shape[1], experts))
 
-    monkeypatch.setattr(decoding, "_decoding", decoding_of)
-    model.model.embed_tokens.register_forward_pre_hook(lambda _, ids: lengths.add((ids[0].shape[1], bool(decodes))))
-    loop = decoding.OneGraph(model, torch.randint(config.vocab_size, (2, 16)), decoding.Options(3))
-    loop()
+    model.model.embed_tokens.register_forward_pre_hook(note)
+    ids = torch.randint(config.vocab_size, (2, 16))
+    decoding.OneGraph(model, ids, decoding.Options(3, experts="batched_mm"))()
 
-    assert lengths >= {(16, False), (1, True)}
-    assert (16, True) not in lengths
+    assert ran == {(16, "grouped_mm"), (1, "batched_mm")}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("memory", "faster"), [(True, "grouped_mm"), (False, "batched_mm")])
+def test_grouped_mm_decodes_by_the_faster_implementation(
+    monkeypatch: pytest.MonkeyPatch, memory: bool, faster: str
+) -> None:
+    """transformers' own choice on a GPU, ``batched_mm``, copies the weights of every row."""
+    seconds = {"grouped_mm": 1.0, "batched_mm": 2.0}
+
+    class Timed(decoding.OneGraph):
+        def __call__(self) -> list[float]:
+            experts = str(self._options.experts)
+            if experts == "grouped_mm" and not memory:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return [0.0, 1.0, 1.0 + seconds[experts]]
+
+    monkeypatch.setitem(decoding.LOOPS, "graph", Timed)
+    request = generate.Request("qwen3", "grouped_mm", 1, 128, 4, 2, (1, 2), 1, "cpu")
+    measured = json.loads(json.dumps(generate.measure(request)))
+
+    assert measured["decoders"] == {"1": faster, "2": faster}
+    assert measured["decode"]["1"] == seconds[faster]
+    assert generate.chosen({"grouped_mm": measured}) == f"\ngrouped_mm decodes by {faster} at 1, {faster} at 2\n"
 
 
 def test_a_window_that_a_prompt_does_not_fill_is_refused() -> None:
