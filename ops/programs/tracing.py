@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...fuser.contract.torch_private import core_decompositions, storage_id
+from ...fuser.contract.torch_private import core_decompositions, set_device_guard, storage_id
 from .builder import Builder
 from .program import Program, Value, with_constants
 from .rules import RULES
@@ -74,6 +74,7 @@ def check_pointwise(function: Function, inputs: tuple[str, ...], constants: Sequ
 
 def outside_of_modes(function: Callable[..., R], *arguments: object) -> R:
     """Calls a function in its own thread, outside of the caller's modes such as inference or another trace."""
+    set_device_guard()
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *arguments).result()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from types import SimpleNamespace
@@ -266,3 +267,13 @@ def test_no_checkpoint_is_seen(without, name):
         assert found[1] is None
     else:
         assert not isinstance(owner, module._CheckpointFrame)
+
+
+def test_the_callers_thread_sets_the_guard_of_devices_before_one_that_ends(monkeypatch):
+    """A torch for CUDA without a GPU crashed at the second function: its guard belonged to the thread of the first."""
+    threads = []
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: threads.append(threading.get_ident()))
+    Pointwise(lambda g, u: torch.special.i0(g) * u, halves="concat")
+
+    assert threads[0] == threading.get_ident()
+    assert set(threads) > {threading.get_ident()}
