@@ -128,7 +128,8 @@ def route(
     rule = rule_of(top_k, scores, normalizes("route", top_k, normalize), scale, groups)
     if torch.compiler.is_dynamo_compiling():
         _register_with_dynamo()
-        index, weights, counts = _in_graph(logits, bias, valid, whole(ids), *vars(rule).values())
+        numbers = (rule.top_k, rule.scores, rule.normalize, rule.scale, rule.groups, rule.keep, rule.best)
+        index, weights, counts = _in_graph(logits, bias, valid, whole(ids), *numbers)
     else:
         index, weights, counts = _chosen(logits, rule, bias, valid, whole(ids))
     return Routes(index, weights, counts, logits, SCORES.index(scores))

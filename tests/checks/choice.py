@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusible import MoE, Routes
+from fusible import Groups, MoE, Routes
+from fusible.functional import route
 from fusible.ops.kernels.hopper import choice as kernel
 from fusible.ops.kernels.problems.choice import ChoiceRule, Choosing, ChoosingBackward, Chosen
 from fusible.ops.kernels.pytorch import choice as reference
@@ -282,6 +283,18 @@ def _results(layer: MoE, x: Tensor, engine: Executor | None) -> dict[str, Tensor
     gradients = partial(torch.autograd.grad, total, [*leaves.values()])
     grads = gradients() if engine is None else engine.submit(gradients).result()
     return {"y": y.detach(), "loss": loss.detach(), "counts": counts, **dict(zip(leaves, grads, strict=True))}
+
+
+def check_one_graph(device: str, backend: str) -> None:
+    """Compiled routes, with and without groups: those of eager code, from a single graph."""
+    logits, bias = numbers(device, 33, 16).requires_grad_(), numbers(device, 16, seed=1).abs()
+    for how in ({}, {"scores": "sigmoid", "scale": 0.5, "bias": bias, "groups": Groups(4, keep=2)}):
+        call, found = partial(route, top_k=3, **how), []
+        for each in (call, torch.compile(call, backend=backend, fullgraph=True)):
+            routes = each(logits)
+            found.append([*routes[:3], *torch.autograd.grad(routes.top_k_weights.square().sum(), logits)])
+        for eager, compiled in zip(*found, strict=True):
+            torch.testing.assert_close(compiled, eager)
 
 
 def check_alone(device: str, case: Case) -> None:

@@ -166,3 +166,8 @@ def test_a_compiled_layer_is_the_eager_one() -> None:
 
     assert torch.equal(eager.tokens_per_expert, compiled.tokens_per_expert)
     torch.testing.assert_close(eager.balance_loss, compiled.balance_loss)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_routes_are_those_of_eager_code() -> None:
+    choice.check_one_graph("cuda", "inductor")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checks.choice import check_one_graph
 from torch import Tensor
 
 from fusible import ArgumentError, Groups, MoE, Router, Routes
@@ -215,6 +216,11 @@ def test_a_router_takes_groups_in_both_forms() -> None:
         x = torch.randn(T, H)
 
         assert torch.equal(old(x).top_k_index, new(x).top_k_index)
+
+
+@pytest.mark.usefixtures("fresh_compiler")
+def test_compiled_routes_are_those_of_eager_code() -> None:
+    check_one_graph("cpu", "aot_eager")
 
 
 @pytest.mark.usefixtures("fresh_compiler")
