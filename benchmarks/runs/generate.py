@@ -48,6 +48,7 @@ COLUMNS = (
     ("reading", ", ms"),
     ("kernels of a token", ", ms"),
     ("their number", ""),
+    ("peak", ", GB"),
 )
 
 
@@ -104,7 +105,7 @@ def measure(job: Request) -> dict[str, Any]:
         "decode": {batch: one.decode for batch, one in by_batch.items()},
         "kernels": {batch: one.kernels for batch, one in by_batch.items()},
         "decoders": {batch: one.experts for batch, one in by_batch.items()},
-        "peak": 2 * size_of(model) + by_batch[max(by_batch)].peak,
+        "peak": {batch: 2 * size_of(model) + one.peak for batch, one in by_batch.items()},
         "bandwidth": ceilings(job.device, torch.bfloat16, job.rounds).bandwidth,
     }
 
@@ -173,8 +174,8 @@ def table(results: dict[str, dict[str, Any]], work: Work, batches: Sequence[int]
     rows = []
     for name, measured in results.items():
         cells = [cell for batch in batches for cell in cells_of(measured, work, batch)]
-        rows.append((name, *cells, f"{measured['peak'] / 1e9:.4g}", f"{measured['error']:.1e}"))
-    return markdown(("", *(name for some in columns for name in some), "peak, GB", "error"), rows)
+        rows.append((name, *cells, f"{measured['error']:.1e}"))
+    return markdown(("", *(name for some in columns for name in some), "error"), rows)
 
 
 def cells_of(measured: dict[str, Any], work: Work, batch: int) -> tuple[str, ...]:
@@ -184,7 +185,8 @@ def cells_of(measured: dict[str, Any], work: Work, batch: int) -> tuple[str, ...
     reading = 2 * work.read(batch) / measured["bandwidth"]
     number, busy = measured["kernels"][str(batch)] or ("", None)
     seconds = (measured["prefill"][str(batch)], measured["decode"][str(batch)], reading, busy)
-    return *("" if s is None else f"{s * 1e3:.3f}" for s in seconds), str(number)
+    milliseconds = ["" if s is None else f"{s * 1e3:.3f}" for s in seconds]
+    return *milliseconds, str(number), f"{measured['peak'][str(batch)] / 1e9:.4g}"
 
 
 def report_on(args: argparse.Namespace, report: Report, preset: str) -> None:
@@ -235,10 +237,11 @@ def line(measured: dict[str, Any]) -> str:
     if "failure" in measured:
         return str(measured["failure"])
     each = [
-        f"batch {b}: prefill {measured['prefill'][b] * 1e3:.3f} ms, decode {s * 1e3:.3f} ms"
+        f"batch {b}: prefill {measured['prefill'][b] * 1e3:.3f} ms, decode {s * 1e3:.3f} ms, "
+        f"peak {measured['peak'][b] / 1e9:.4g} GB"
         for b, s in measured["decode"].items()
     ]
-    return f"{'; '.join(each)}; peak {measured['peak'] / 1e9:.4g} GB, error {measured['error']:.1e}"
+    return f"{'; '.join(each)}; error {measured['error']:.1e}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

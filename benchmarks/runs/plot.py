@@ -1,6 +1,6 @@
 """Draws speed and peak memory from what ``bench train`` and ``bench generate`` wrote with ``--out``.
 
-Run it with ``python -m fusible.benchmarks.runs.plot train.json generate.json docs/plots/runs.svg``.
+Run it with ``python -m fusible.benchmarks.runs.plot train.json docs/plots/runs.svg``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from ..plots import Groups, panels
 SPEED, PEAK = "training, 1000 tokens/s a GPU", "training, peak GB"
 PREFILL, DECODE, SERVING_PEAK = "prefill, 1000 tokens/s", "decode, tokens/s", "generation, peak GB"
 
+Number = tuple[str, str, str, float]  # unit, group, name, value
 Values = dict[str, dict[str, dict[str, float]]]
 
 
@@ -36,37 +37,40 @@ def draw(target: Path, *reports: Mapping[str, Any]) -> None:
 
 
 def values(reports: Sequence[Mapping[str, Any]]) -> Mapping[str, Groups]:
-    """The numbers by unit, by model and GPUs, by contestant; without activation checkpointing."""
+    """The numbers by unit, by model, by contestant; without activation checkpointing."""
     by_unit: Values = {}
     for report in reports:
         for run in report["results"]:
-            for unit, group, name, value in _numbers(run):
+            ran = [one for one in run["contestants"] if "failure" not in one]
+            training = [one for one in ran if "decode" not in one and not one.get("checkpointing")]
+            gpus = f"{run['preset']}\n{run['ranks']} GPU{'s' if run['ranks'] > 1 else ''}"
+            serving = [one for one in ran if "decode" in one]
+            for unit, group, name, value in [*_training(gpus, training), *_serving(run["preset"], serving)]:
                 by_unit.setdefault(unit, {}).setdefault(group, {})[name] = value
     return by_unit
 
 
-def _numbers(run: Mapping[str, Any]) -> Iterator[tuple[str, str, str, float]]:
-    group = f"{run['preset']}\n{run['ranks']} GPU{'s' if run['ranks'] > 1 else ''}"
-    for one in run["contestants"]:
-        if "failure" in one or one.get("checkpointing"):
-            continue
-        for unit, value in (_serving if "decode" in one else _training)(one):
-            yield unit, group, one["name"], value
+def _training(group: str, ran: Sequence[Mapping[str, Any]]) -> Iterator[Number]:
+    for one in ran:
+        yield SPEED, group, one["name"], one["tokens"] / sum(one["seconds"].values()) / 1e3
+        yield PEAK, group, one["name"], one["peak"] / 1e9
 
 
-def _training(one: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    yield SPEED, one["tokens"] / sum(one["seconds"].values()) / 1e3
-    yield PEAK, one["peak"] / 1e9
+def _serving(preset: str, ran: Sequence[Mapping[str, Any]]) -> Iterator[Number]:
+    """The decode of fewest prompts; prefill, which is not compiled, and peak of the most that all served."""
+    for one in ran:
+        fewest, seconds = next(iter(one["decode"].items()))
+        yield DECODE, _group(preset, fewest), one["name"], int(fewest) / seconds
+    eager = [one for one in ran if "compile" not in one["name"]]
+    common = [batch for batch in (eager[0]["prefill"] if eager else ()) if all(batch in one["prefill"] for one in eager)]
+    for one in eager if common else ():
+        group, tokens = _group(preset, common[-1]), int(common[-1]) * one["prompt"]
+        yield PREFILL, group, one["name"], tokens / one["prefill"][common[-1]] / 1e3
+        yield SERVING_PEAK, group, one["name"], one["peak"][common[-1]] / 1e9
 
 
-def _serving(one: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The decode of fewest prompts, the prefill of most, and its peak, which are not compiled; the tables have all."""
-    batches: list[str] = [*one["decode"], *one["prefill"]]
-    fewest, most = batches[0], batches[-1]
-    yield f"{DECODE}, batch {fewest}", int(fewest) / one["decode"][fewest]
-    if "compile" not in one["name"]:
-        yield f"{PREFILL}, batch {most}", int(most) * one["prompt"] / one["prefill"][most] / 1e3
-        yield SERVING_PEAK, one["peak"] / 1e9
+def _group(preset: str, prompts: str) -> str:
+    return f"{preset}\n{prompts} prompt{'s' if int(prompts) > 1 else ''}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -445,7 +445,7 @@ def test_batches_that_fit_are_measured_beside_one_that_does_not(monkeypatch: pyt
 
     assert measured["decode"] == {"1": 2.0, "2": 2.0}
     work = slices.work_of("qwen3", 1, 128, 4)
-    assert generate.cells_of(measured, work, 8) == ("out of memory", "", "", "", "")
+    assert generate.cells_of(measured, work, 8) == ("out of memory", "", "", "", "", "")
     assert generate.cells_of(measured, work, 2)[:2] == ("1000.000", "2000.000")
     with pytest.raises(torch.OutOfMemoryError):
         generate.measure(request._replace(batches=(4, 8)))
@@ -574,7 +574,7 @@ SERVED: dict[str, Any] = {
     "prompt": 32,
     "prefill": {"1": 9.0, "8": 2.0},
     "decode": {"1": 0.0625, "8": 9.0},
-    "peak": 9e9,
+    "peak": {"1": 2e9, "8": 9e9},
 }
 
 
@@ -583,7 +583,7 @@ def test_the_plot_names_its_commit(tmp_path: Path) -> None:
     files = [tmp_path / "train.json", tmp_path / "generate.json", tmp_path / "runs.svg"]
     checkpointed = {**TRAINED, "name": "small", "checkpointing": True}
     trained = report("abc123", [TRAINED, checkpointed, {"name": "lost", "failure": "no memory"}])
-    compiled = {**SERVED, "name": "fusible+compile", "prefill": {"1": 3.2}, "decode": {"1": 0.03125}, "peak": 3e9}
+    compiled = {**SERVED, "name": "fusible+compile", "decode": {"1": 0.03125}}
     for file, data in zip(files, (trained, report("abc123", [SERVED, compiled])), strict=False):
         file.write_text(json.dumps(data))
     plot.main([str(file) for file in files])
@@ -591,10 +591,19 @@ def test_the_plot_names_its_commit(tmp_path: Path) -> None:
 
     assert "NVIDIA H200, commit abc123<" in drawn
     assert all(f">{number}<" in drawn for number in ("250", "7", "0.128", "16", "9", "32"))
-    assert "prefill, 1000 tokens/s, batch 8" in drawn
-    assert "prefill, 1000 tokens/s, batch 1" not in drawn  # of the compiled one
     assert ">fusible<" in drawn
     assert not {"small", "lost"} & {*drawn.replace("<", ">").split(">")}
+
+
+def test_contestants_are_compared_at_the_most_prompts_that_all_served() -> None:
+    smaller = {key: {"1": SERVED[key]["1"]} if isinstance(SERVED[key], dict) else SERVED[key] for key in SERVED}
+    drawn = plot.values([report("abc123", [SERVED, {**smaller, "name": "grouped_mm"}])])
+
+    assert drawn[plot.SERVING_PEAK] == {"qwen3\n1 prompt": {"fusible": 2.0, "grouped_mm": 2.0}}
+    drawn = plot.values([report("abc123", [SERVED, {**smaller, "name": "grouped_mm+compile"}])])
+    assert drawn[plot.SERVING_PEAK] == {"qwen3\n8 prompts": {"fusible": 9.0}}
+    assert drawn[plot.PREFILL] == {"qwen3\n8 prompts": {"fusible": 0.128}}
+    assert drawn[plot.DECODE] == {"qwen3\n1 prompt": {"fusible": 16.0, "grouped_mm+compile": 16.0}}
 
 
 def test_a_plot_without_a_commit_is_refused(tmp_path: Path) -> None:
