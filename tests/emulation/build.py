@@ -33,6 +33,7 @@ FLAGS = [
     "-fmax-errors=3",
     "-w",
 ]
+LINKED = ["g++", "-shared", "-Wl,-Bsymbolic"]  # with its own CUDA runtime, not that of a torch built for CUDA
 
 
 def rewrite(source: str) -> str:
@@ -192,9 +193,9 @@ def _build(csrc: Path, workers: int, show: Callable[[str], None]) -> Path:
         done = pool.map(lambda line: subprocess.run(line, check=True), stale.values())
         for i, (source, _) in enumerate(zip(stale, done, strict=True), 1):
             show(f"emulation of the kernels: [{i}/{len(stale)}] g++ {source.name}")
-    module = BUILD / f"_C_{digest(list(objects.values()))}.so"
+    module = BUILD / f"_C_{digest(list(objects.values()), ' '.join(LINKED))}.so"
     if not module.exists():
-        subprocess.run(["g++", "-shared", *map(str, objects.values()), "-o", str(module)], check=True)
+        subprocess.run([*LINKED, *map(str, objects.values()), "-o", str(module)], check=True)
     return module
 
 
