@@ -42,11 +42,10 @@ bench: $(VENV)/installed ## times the experts against what people write by hand
 	$(BIN)/python -m fusible bench $(ARGS)
 
 MODELS := qwen3 gpt-oss-20b mixtral deepseek-v3-ep8
-runs: $(VENV)/installed ## trains and serves slices of four models on the GPUs here, and draws the plot of docs/plots
+runs: $(VENV)/installed ## trains and serves slices of four models on the GPUs here, and draws two plots of docs/plots
 	@mkdir -p build
-	$(BIN)/python -m fusible bench train --preset $(MODELS) --profile --out build/train $(ARGS)
-	$(BIN)/python -m fusible bench generate --preset $(MODELS) --out build/generate
-	$(BIN)/python -m fusible.benchmarks.runs.plot build/train.json build/generate.json docs/plots/runs.svg
+	$(BIN)/python -m fusible bench train --preset $(MODELS) --profile --out build/train --plot docs/plots/runs.svg $(ARGS)
+	$(BIN)/python -m fusible bench generate --preset $(MODELS) --out build/generate --plot docs/plots/serving.svg
 
 wheels: $(VENV)/tools ## a wheel with CUDA kernels for each Python from 3.11 to 3.14 that is here, in dist/; needs nvcc, but no GPU
 	.ci/wheels
