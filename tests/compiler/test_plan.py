@@ -228,7 +228,6 @@ def test_ops_run_in_order_around_channels_and_fusions():
 # ------------------------------------------------------------------------------------------------- profiler
 
 
-@pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")  # of torch 2.11
 def test_profiler_shows_every_step_and_backward():
     model = Sequential(*mlp(), nn.Identity())
     with torch.profiler.profile() as profile:
