@@ -170,7 +170,7 @@ class OneGraph:
         if self._options.experts is None:
             self._step()
             return
-        of_prompts = self._model.get_experts_implementation()
+        of_prompts = self._model.config._experts_implementation
         self._model.set_experts_implementation(self._options.experts)
         self._step()
         self._model.set_experts_implementation(of_prompts)
