@@ -172,8 +172,10 @@ class OneGraph:
             return
         of_prompts = self._model.config._experts_implementation
         self._model.set_experts_implementation(self._options.experts)
-        self._step()
-        self._model.set_experts_implementation(of_prompts)
+        try:
+            self._step()
+        finally:
+            self._model.set_experts_implementation(of_prompts)
 
 
 class _Constants(TorchFunctionMode):

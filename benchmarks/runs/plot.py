@@ -62,11 +62,17 @@ def _serving(preset: str, ran: Sequence[Mapping[str, Any]]) -> Iterator[Number]:
         fewest, seconds = next(iter(one["decode"].items()))
         yield DECODE, _group(preset, fewest), one["name"], int(fewest) / seconds
     eager = [one for one in ran if "compile" not in one["name"]]
-    common = [batch for batch in (eager[0]["prefill"] if eager else ()) if all(batch in one["prefill"] for one in eager)]
-    for one in eager if common else ():
-        group, tokens = _group(preset, common[-1]), int(common[-1]) * one["prompt"]
-        yield PREFILL, group, one["name"], tokens / one["prefill"][common[-1]] / 1e3
-        yield SERVING_PEAK, group, one["name"], one["peak"][common[-1]] / 1e9
+    for most in _served_by_all(eager)[-1:]:
+        group = _group(preset, most)
+        for one in eager:
+            yield PREFILL, group, one["name"], int(most) * one["prompt"] / one["prefill"][most] / 1e3
+            yield SERVING_PEAK, group, one["name"], one["peak"][most] / 1e9
+
+
+def _served_by_all(ran: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The numbers of prompts, ascending."""
+    first: Mapping[str, Any] = ran[0]["prefill"] if ran else {}
+    return [prompts for prompts in first if all(prompts in one["prefill"] for one in ran)]
 
 
 def _group(preset: str, prompts: str) -> str:

@@ -425,8 +425,8 @@ def symbolic_graph(function: Callable[..., object], examples: Sequence[Tensor]) 
 def set_device_guard() -> None:
     """Sets torch's guard of CUDA devices, which tracing does as well. Else: nothing.
 
-    A torch that is built for CUDA keeps an object of the first thread that sets it, if there is no GPU. Once that thread
-    has ended, the next trace crashes. So a thread that stays sets it before one that ends.
+    Without a GPU, a torch that is built for CUDA keeps an object of the first thread that sets it. Once that thread has
+    ended, the next trace crashes. So a thread that stays sets it before one that ends.
     """
     set_guard = private_of_module("torch._C", "_ensureCUDADeviceGuardSet")
     if set_guard is not None:

@@ -516,6 +516,21 @@ def test_prompts_run_by_the_experts_that_were_asked_for() -> None:
     assert ran == {(16, "grouped_mm"), (1, "batched_mm")}
 
 
+@torch.no_grad()
+def test_a_step_without_memory_leaves_the_experts_of_the_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(decoding.OneGraph, "_decode", fail)
+    config = slices.config_of("qwen3", 1, 128, 20)
+    model = slices.model_of(config, "grouped_mm", torch.bfloat16, torch.device("cpu")).eval()
+    loop = decoding.OneGraph(model, torch.zeros(2, 16, dtype=torch.int64), decoding.Options(3, experts="batched_mm"))
+
+    with pytest.raises(torch.OutOfMemoryError):
+        loop()
+    assert model.config._experts_implementation == "grouped_mm"
+
+
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("memory", "faster"), [(True, "grouped_mm"), (False, "batched_mm")])
 def test_grouped_mm_decodes_by_the_faster_implementation(
