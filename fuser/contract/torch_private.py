@@ -1,7 +1,7 @@
 """Private parts of torch, and the replacements on a torch that lacks them.
 
 Every private name is looked up here, once, when the module is imported, so nothing else breaks if torch renames one.
-Functions used by hot calls are bound directly, so that they cost no Python call. Torch 2.11 and 2.13 have all of them.
+Functions used by hot calls are bound directly, so that they cost no Python call. Torch 2.11 to 2.14 have all of them.
 """
 
 from __future__ import annotations

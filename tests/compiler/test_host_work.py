@@ -164,7 +164,7 @@ def test_calls_of_a_layer_of_transformers_without_gradients(gpu):
 
     import fusible.integrations.transformers  # noqa: F401
 
-    experts = experts_of(make("gpt-oss", torch.bfloat16))[0]
+    experts = experts_of(make("qwen3", torch.bfloat16))[0]
     experts.config._experts_implementation = "fusible"
     x, index, weights = torch.randn(1, 32, dtype=torch.bfloat16), torch.tensor([[0, 1]]), torch.rand(1, 2)
     with torch.no_grad():

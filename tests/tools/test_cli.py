@@ -47,7 +47,7 @@ def test_info_tells_of_another_torch(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setitem(torch_private.missing, "torch._C._gone", None)
 
     lines = [line for line in printed_by(capsys, "info").splitlines() if line.startswith("torch ")]
-    assert re.fullmatch(r"torch     2.99.1\+cpu, \d+ CPU threads; not tested with it, but with 2.11 and .*", lines[0])
+    assert re.fullmatch(r"torch     2.99.1\+cpu, \d+ CPU threads; not tested with it, but with 2.11, .*", lines[0])
     assert lines[1].startswith("torch     lacks torch._C._gone: fuser/contract/torch_private.py")
 
 

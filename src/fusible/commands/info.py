@@ -16,7 +16,7 @@ from ..fuser.contract import torch_private
 from ..ops.values.switches import BACKENDS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TESTED_TORCH = ("2.11", "2.13")  # docs/support.md tells where
+TESTED_TORCH = ("2.11", "2.13", "2.14")  # docs/support.md tells where
 
 
 def main(argv: Sequence[str]) -> None:
@@ -49,7 +49,7 @@ def lines(facts: dict[str, Any]) -> Iterator[str]:
     """The information as lines of text."""
     yield f"fusible   {facts['fusible']} from {facts['folder']}"
     yield f"kernels   {facts['kernels']}"
-    untested = "" if facts["torch_is_tested"] else f"; not tested with it, but with {' and '.join(TESTED_TORCH)}"
+    untested = "" if facts["torch_is_tested"] else f"; not tested with it, but with {', '.join(TESTED_TORCH)}"
     yield f"torch     {facts['torch']}, {facts['cpu_threads']} CPU threads{untested}"
     if facts["torch_lacks"]:
         lacks = ", ".join(facts["torch_lacks"])
