@@ -92,7 +92,8 @@ def refusal(experts: Float8Experts, x: Tensor) -> str | None:
 def _weight_refusal(weight: Tensor, scales: Tensor) -> str | None:
     if weight.dtype != torch.float8_e4m3fn:
         return f"its weights are {weight.dtype}"
-    if scales.dtype not in Float8Weight.scale_dtypes:
+    dtypes = Float8Weight.scale_dtypes
+    if scales.dtype not in dtypes:
         return f"its scales are {scales.dtype}"
     expected = (weight.shape[0], *[-(-size // BLOCK) for size in weight.shape[1:]])
     return None if tuple(scales.shape) == expected else f"its scales have shape {list(scales.shape)}"

@@ -130,4 +130,5 @@ def compiled() -> Iterator[list[Compiled]]:
         patch.setattr(function, "run", compile_or_run)
         patch.setattr(foreign, "parameter_sizes", sizes_of_function)
         patch.setattr(foreign, "current_cuda_device", lambda: 0)
+        patch.setattr(foreign, "current_raw_stream", lambda device: 0)
         yield kernels

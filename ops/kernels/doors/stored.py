@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ....fuser.contract import tracing as trace
 from ...formats.copies import PackedFormat, Transposition, Weight
-from ...formats.mxfp4 import MXFP4
 from ...formats.recipe import Recipe
 from .. import dispatch
 from ..hopper import stored_gemm as hopper
@@ -27,7 +26,8 @@ own there. On an H200 a step of adapters on gpt-oss-20b's experts is 1.83 × as 
 
 def decodes_within(rows: Tensor, weight: Weight, recipe: Recipe | None, rank: int = 0) -> bool:
     """Whether products of such rows, and of a second pair of this depth, read the bytes of a weight as they are."""
-    if not isinstance(recipe, MXFP4) or weight.scales is None or not dispatch.allows(hopper.NAME):
+    is_mxfp4 = recipe is not None and recipe.packed is PackedFormat.MXFP4
+    if not is_mxfp4 or weight.scales is None or not dispatch.allows(hopper.NAME):
         return False
     why = rows_refusal(rows, weight.data) or hopper.weight_refusal(rows, weight.data, weight.scales, rank)
     if why is not None and rows.is_cuda:
