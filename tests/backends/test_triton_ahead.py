@@ -53,6 +53,6 @@ def test_every_tile_takes_less_shared_memory_than_its_card_has(card: str) -> Non
     for kind in tiles.TABLE[card]:
         for rows, itemsize, odd in product((1.0, 40.0, 500.0, 1e4), (2, 4), (False, True)):
             tile = tiles.choose(card, kind, rows, itemsize, odd=odd)
-            assert tiles.shared_bytes(tile, itemsize) <= available, (kind, rows, itemsize, odd)
+            assert tiles.shared_bytes(tile, itemsize, card) <= available, (kind, rows, itemsize, odd)
         for tile in (*tiles.candidates(card, kind), *tiles.candidates(card, kind, few=True)):
-            assert tiles.shared_bytes(tile, 2) <= available, (kind, tile)
+            assert tiles.shared_bytes(tile, 2, card) <= available, (kind, tile)

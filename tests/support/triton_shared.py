@@ -115,7 +115,7 @@ def tiles_of(architecture: str, kind: str, dtype: torch.dtype) -> list[ProgramTi
     if dtype == torch.float32:
         return [chosen]
     _, *others = tiles.candidates(architecture, kind)
-    return [chosen, max(others, key=lambda tile: tiles.shared_bytes(tile, dtype.itemsize))]
+    return [chosen, max(others, key=lambda tile: tiles.shared_bytes(tile, dtype.itemsize, architecture))]
 
 
 def problems(architecture: str, kind: str) -> Iterator[tuple[str, ProgramTile, GroupedGemm]]:
@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> None:
     for name, tile, problem in problems(architecture, kind):
         with triton_ahead.compiled_for(architecture, SharedRecorder) as shared:
             launch.run(problem, tile)
-        counted = tiles.shared_bytes(tile, problem.a.dtype.itemsize)
+        counted = tiles.shared_bytes(tile, problem.a.dtype.itemsize, architecture)
         print(f"{shared[0]} {counted} {available} {name} {triton_ahead.short(tile)}", flush=True)
 
 

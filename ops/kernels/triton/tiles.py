@@ -155,7 +155,7 @@ _SIDES = ((128, 128), (128, 256), (64, 128), (128, 64), (256, 128), (64, 256))
 _OF_FOUR_WARPS = 64 * 128  # elements of a tile
 
 
-def shared_bytes(tile: ProgramTile, itemsize: int) -> int:
+def shared_bytes(tile: ProgramTile, itemsize: int, architecture: str) -> int:
     """An upper bound of the shared memory of a program, with any epilogue and results of 16 or 32 bits.
 
     Operands take ``stages`` copies. Tensor cores that read operands of 32 bits there need them transposed, in two more
@@ -164,6 +164,8 @@ def shared_bytes(tile: ProgramTile, itemsize: int) -> int:
     """
     copies = tile.stages + (2 if tile.tma and itemsize == 4 else 0)
     operands = copies * (tile.m + tile.n) * tile.k * itemsize + _BARRIERS
+    if architecture == "gfx950":  # rows are padded there since Triton 3.8, by up to 5 %
+        operands += operands // 16
     if not tile.flatten:
         return max(operands, tile.m * tile.n * 4)
     return operands + tile.m * (tile.n if tile.m < 16 * tile.warps else 2 * tile.part) * 4
@@ -174,6 +176,6 @@ _BARRIERS = 256
 
 def _fitted(tile: ProgramTile, architecture: str, itemsize: int) -> ProgramTile:
     """The tile with as many stages, at most its own, as the memory has room for."""
-    while tile.stages > 1 and shared_bytes(tile, itemsize) > SHARED[architecture] * 1024:
+    while tile.stages > 1 and shared_bytes(tile, itemsize, architecture) > SHARED[architecture] * 1024:
         tile = tile._replace(stages=tile.stages - 1)
     return tile
