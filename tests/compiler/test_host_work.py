@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from reference import passes_gradients_at_limits
 
 from fusible import GroupedLinear, MoE, Pointwise, Scale, Sequential, SwiGLU
 from fusible.benchmarks import host_overhead
@@ -157,14 +158,17 @@ def test_calls_of_a_replayed_pointwise_function(gpu, rows):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_calls_of_a_layer_of_transformers_without_gradients(gpu):
+@pytest.mark.parametrize("name", ["gpt-oss", "qwen3"])
+def test_calls_of_a_layer_of_transformers_without_gradients(gpu, name):
     if find_spec("transformers") is None:
         pytest.skip("transformers is not installed")
+    if name == "gpt-oss" and not passes_gradients_at_limits():
+        pytest.skip("its gate is a compiled function then, which the stand-in for the extension lacks")
     from hugging_face import experts_of, make
 
     import fusible.integrations.transformers  # noqa: F401
 
-    experts = experts_of(make("qwen3", torch.bfloat16))[0]
+    experts = experts_of(make(name, torch.bfloat16))[0]
     experts.config._experts_implementation = "fusible"
     x, index, weights = torch.randn(1, 32, dtype=torch.bfloat16), torch.tensor([[0, 1]]), torch.rand(1, 2)
     with torch.no_grad():

@@ -52,8 +52,14 @@ def glu(
 
 
 def at_most(limit: float, x: Tensor) -> Tensor:
-    """``x.clamp(max=limit)`` that passes gradients at the limit, as that of torch 2.15 does not."""
+    """``x.clamp(max=limit)`` that passes gradients at the limit, as that of torch 2.14 does not."""
     return torch.where(x > limit, limit, x)
+
+
+def passes_gradients_at_limits() -> bool:
+    """Whether ``clamp`` does so: torch 2.13 does, torch 2.14 does not."""
+    x = torch.zeros(1, requires_grad=True)
+    return bool(torch.autograd.grad(x.clamp(min=0.0), x)[0])
 
 
 def scale(x: Tensor, scales: Tensor | None) -> Tensor:
