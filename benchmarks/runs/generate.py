@@ -104,7 +104,7 @@ def measure(job: Request) -> dict[str, Any]:
         "prefill": {batch: one.prefill for batch, one in by_batch.items()},
         "decode": {batch: one.decode for batch, one in by_batch.items()},
         "kernels": {batch: one.kernels for batch, one in by_batch.items()},
-        "decoders": {batch: one.experts for batch, one in by_batch.items()},
+        "experts": {batch: one.experts for batch, one in by_batch.items()},
         "peak": {batch: 2 * size_of(model) + one.peak for batch, one in by_batch.items()},
         "bandwidth": ceilings(job.device, torch.bfloat16, job.rounds).bandwidth,
     }
@@ -116,9 +116,9 @@ def prompts(batch: int, config: Any, job: Request) -> Tensor:
 
 
 def fastest(model: Any, ids: Tensor, job: Request, way: Way) -> Served:
-    """The decoder with the shortest decode, of those that fit into memory."""
+    """The result of the experts that decode fastest, of those that fit into memory."""
     ran, failure = list[Served](), ""
-    for experts in way.decoders if job.loop == "graph" else (None,):
+    for experts in way.decoding_experts if job.loop == "graph" else (None,):
         gc.collect()  # models hold themselves, and loops their graphs
         try:
             ran.append(served(model, ids, job, Options(job.new, way.compiled, job.tuned, experts)))
@@ -132,7 +132,8 @@ def fastest(model: Any, ids: Tensor, job: Request, way: Way) -> Served:
 def served(model: Any, ids: Tensor, job: Request, options: Options) -> Served:
     """Times, memory and kernels of the loop that is asked for, after untimed calls."""
     cuda, before = job.device == "cuda", torch.cuda.memory_allocated()
-    torch.compiler.reset()  # a function is compiled for eight shapes at most
+    if options.compiled:
+        torch.compiler.reset()  # a function is compiled for eight shapes at most
     loop = LOOPS[job.loop](model, ids, options)
     for _ in range(WARM_UP):
         loop()
@@ -223,13 +224,13 @@ def section(
 
 
 def chosen(results: dict[str, dict[str, Any]]) -> str:
-    """A line for each contestant that had the choice of several decoders."""
-    lines = []
+    """A line for each contestant that could decode by several implementations."""
+    text = ""
     for name, measured in results.items():
-        by_batch = [f"{experts} at {batch}" for batch, experts in measured["decoders"].items() if experts]
+        by_batch = [f"{experts} at {batch}" for batch, experts in measured["experts"].items() if experts]
         if by_batch:
-            lines.append(f"{name} decodes by {', '.join(by_batch)}")
-    return "".join(f"\n{line}\n" for line in lines)
+            text += f"\n{name} decodes by {', '.join(by_batch)}\n"
+    return text
 
 
 def line(measured: dict[str, Any]) -> str:

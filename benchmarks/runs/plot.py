@@ -1,6 +1,6 @@
 """Draws speed and peak memory from what ``bench train`` and ``bench generate`` wrote with ``--out``.
 
-Run it with ``python -m fusible.benchmarks.runs.plot train.json docs/plots/runs.svg``.
+``python -m fusible.benchmarks.runs.plot one.json another.json runs.svg`` draws several files; ``--plot`` draws one run.
 """
 
 from __future__ import annotations
@@ -62,17 +62,14 @@ def _serving(preset: str, ran: Sequence[Mapping[str, Any]]) -> Iterator[Number]:
         fewest, seconds = next(iter(one["decode"].items()))
         yield DECODE, _group(preset, fewest), one["name"], int(fewest) / seconds
     eager = [one for one in ran if "compile" not in one["name"]]
-    for most in _served_by_all(eager)[-1:]:
-        group = _group(preset, most)
-        for one in eager:
-            yield PREFILL, group, one["name"], int(most) * one["prompt"] / one["prefill"][most] / 1e3
-            yield SERVING_PEAK, group, one["name"], one["peak"][most] / 1e9
-
-
-def _served_by_all(ran: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The numbers of prompts, ascending."""
-    first: Mapping[str, Any] = ran[0]["prefill"] if ran else {}
-    return [prompts for prompts in first if all(prompts in one["prefill"] for one in ran)]
+    served_by_all = set[str].intersection(*(set(one["prefill"]) for one in eager)) if eager else set()
+    if not served_by_all:
+        return
+    most = max(served_by_all, key=int)
+    group = _group(preset, most)
+    for one in eager:
+        yield PREFILL, group, one["name"], int(most) * one["prompt"] / one["prefill"][most] / 1e3
+        yield SERVING_PEAK, group, one["name"], one["peak"][most] / 1e9
 
 
 def _group(preset: str, prompts: str) -> str:

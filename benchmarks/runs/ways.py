@@ -36,8 +36,8 @@ class Way(NamedTuple):
         return self.implementation == "fusible"
 
     @property
-    def decoders(self) -> tuple[str | None, ...]:
-        """The experts implementations that may decode, of which transformers has two; None: that of the prompts."""
+    def decoding_experts(self) -> tuple[str | None, ...]:
+        """The experts implementations that may decode; transformers has two. None: that of the prompts."""
         return ("batched_mm", "grouped_mm") if self.implementation == "grouped_mm" else (None,)
 
     def switches(self) -> AbstractContextManager[Any]:

@@ -550,7 +550,7 @@ def test_grouped_mm_decodes_by_the_faster_implementation(
     request = generate.Request("qwen3", "grouped_mm", 1, 128, 4, 2, (1, 2), 1, "cpu")
     measured = json.loads(json.dumps(generate.measure(request)))
 
-    assert measured["decoders"] == {"1": faster, "2": faster}
+    assert measured["experts"] == {"1": faster, "2": faster}
     assert measured["decode"]["1"] == seconds[faster]
     assert generate.chosen({"grouped_mm": measured}) == f"\ngrouped_mm decodes by {faster} at 1, {faster} at 2\n"
 
