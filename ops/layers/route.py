@@ -128,6 +128,7 @@ def route(
     rule = rule_of(top_k, scores, normalizes("route", top_k, normalize), scale, groups)
     if torch.compiler.is_dynamo_compiling():
         _register_with_dynamo()
+        # one by one, because PyTorch 2.11 cannot trace vars() of a frozen dataclass
         numbers = (rule.top_k, rule.scores, rule.normalize, rule.scale, rule.groups, rule.keep, rule.best)
         index, weights, counts = _in_graph(logits, bias, valid, whole(ids), *numbers)
     else:
